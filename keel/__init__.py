@@ -1,0 +1,78 @@
+"""Keel: reinforcement-learning post-training whose training signal can be checked.
+
+Names are imported when they are first used, so that `import keel` and the settings do not load torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from keel.audit import audit, declare
+    from keel.config import Composition, Gate, Penalty, Policy, Reduction, Weight, load
+    from keel.errors import BatchError, ConfigError, KeelError, SignalRefused
+    from keel.signal import (
+        Metric,
+        Metrics,
+        MovingBaseline,
+        Objective,
+        Result,
+        TokenBatch,
+        Totals,
+        advantages,
+        objective,
+    )
+
+_ROOMS = {
+    "keel.audit": ["audit", "declare"],
+    "keel.config": ["Composition", "Gate", "Penalty", "Policy", "Reduction", "Weight", "load"],
+    "keel.errors": ["BatchError", "ConfigError", "KeelError", "SignalRefused"],
+    "keel.signal": [
+        "Metric",
+        "Metrics",
+        "MovingBaseline",
+        "Objective",
+        "Result",
+        "TokenBatch",
+        "Totals",
+        "advantages",
+        "objective",
+    ],
+}
+_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = [
+    "BatchError",
+    "Composition",
+    "ConfigError",
+    "Gate",
+    "KeelError",
+    "Metric",
+    "Metrics",
+    "MovingBaseline",
+    "Objective",
+    "Penalty",
+    "Policy",
+    "Reduction",
+    "Result",
+    "SignalRefused",
+    "TokenBatch",
+    "Totals",
+    "Weight",
+    "advantages",
+    "audit",
+    "declare",
+    "load",
+    "objective",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'keel' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,129 @@
+"""From a TOML file and command-line overrides to checked settings, remembering where each value came from.
+
+Defaults < TOML < command line. An override is `--a.b value` or `--a.b=value`; its value is read as TOML and, when it is
+none, as a string. Everything is checked before anything is returned.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from keel.config.run import RunSettings
+from keel.config.settings import explain
+from keel.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Settings, and for every setting that was given somewhere, where."""
+
+    settings: RunSettings
+    origins: dict[str, str]
+
+    def rows(self) -> list[tuple[str, Any, str]]:
+        """Every setting with its value and its origin, the resolved parameters of the objective included."""
+        tree: dict[str, Any] = {}
+        for name in type(self.settings).model_fields:
+            value = getattr(self.settings, name)
+            tree[name] = value.model_dump() if isinstance(value, BaseModel) else value
+        objective = self.settings.objective
+        if objective.name is None:
+            tree["objective"] = objective.composition.model_dump()
+        else:
+            added = {key: value for key, value in objective.table.items() if key not in objective.parameters}
+            tree["objective"] = {"name": objective.name, **objective.parameters, **added}
+        return [(path, value, self.origin(path)) for path, value in _leaves(tree)]
+
+    def origin(self, path: str) -> str:
+        while path:
+            if path in self.origins:
+                return self.origins[path]
+            path = path.rpartition(".")[0]
+        return "default"
+
+
+def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Loaded:
+    """Read, merge and check. `overrides` are the command line's remaining words."""
+    tree: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    if path is not None:
+        tree = _read(Path(path))
+        origins = {leaf: str(path) for leaf, _ in _leaves(tree)}
+    for name, value in parse_overrides(overrides):
+        _put(tree, name, value)
+        origins = {leaf: origin for leaf, origin in origins.items() if not leaf.startswith(f"{name}.")}
+        origins[name] = "command line"
+    try:
+        return Loaded(RunSettings.model_validate(tree), origins)
+    except ValidationError as error:
+        raise explain(error) from None
+
+
+def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
+    """`--a.b value` and `--a.b=value` as (name, value) pairs, in order."""
+    pairs = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or len(word) == 2:
+            raise ConfigError(f"{word!r} is not an override; write --name.of.setting value")
+        name, equals, text = word[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise ConfigError(f"--{name} needs a value")
+            text = rest.pop(0)
+        pairs.append((name, _value(text)))
+    return pairs
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return text
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Set a dotted name; a number steps into a list (`objective.gates.0.low`)."""
+    *parents, last = name.split(".")
+    place: Any = tree
+    for depth, part in enumerate(parents):
+        place = place[_position(place, part, name)] if isinstance(place, list) else place.setdefault(part, {})
+        if not isinstance(place, dict | list):
+            raise ConfigError(f"--{name}: {'.'.join(parents[: depth + 1])} = {place!r} has no settings inside it")
+    if isinstance(place, list):
+        place[_position(place, last, name)] = value
+    else:
+        place[last] = value
+
+
+def _position(place: list[Any], part: str, name: str) -> int:
+    if not part.isdigit() or int(part) >= len(place):
+        raise ConfigError(f"--{name}: {part} is not a position in a list of {len(place)}")
+    return int(part)
+
+
+def _leaves(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(tree, dict) and tree:
+        items = tree.items()
+    elif isinstance(tree, list) and tree and all(isinstance(value, dict) for value in tree):
+        items = enumerate(tree)  # type: ignore[assignment]
+    else:
+        return [(prefix, tree)] if prefix else []
+    return [leaf for key, value in items for leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key))]

@@ -1,0 +1,96 @@
+"""The base of every settings class, and the one place where a validation error becomes a sentence.
+
+Guarantees that an unknown key is an error which suggests the nearest name, and that every message carries the full
+name of the setting and the value that was given. Settings are frozen: what was checked is what runs.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from keel.errors import ConfigError
+
+Path = tuple[str | int, ...]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an "unknown name" message: the closest known name, or all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"known names: {', '.join(known)}"
+
+
+def refuse(sentence: str, **values: Any) -> PydanticCustomError:
+    """An error about one or more fields of the model being validated.
+
+    `sentence` holds the field names in braces; when it is shown each becomes `name = value`, under the name that the
+    user wrote (a recipe calls the low bound of its first gate `ratio_low`).
+    """
+    return PydanticCustomError("keel", "{sentence}", {"sentence": sentence, "values": values})
+
+
+class Settings(BaseModel):
+    """A frozen table of settings in which unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys_only(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            for key in data:
+                if key not in cls.model_fields:
+                    raise PydanticCustomError("unknown", "{key}", {"key": str(key), "known": list(cls.model_fields)})
+        return data
+
+
+def dotted(path: Path) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def explain(
+    error: ValidationError, prefix: Path = (), name_of: Callable[[Path], str | None] = lambda _path: None
+) -> ConfigError:
+    """All problems of one validation as a single error, one line each.
+
+    `name_of` may give a place in the settings the name under which the user knows it.
+    """
+
+    def label(path: Path) -> str:
+        return dotted((*prefix, name_of(path) or dotted(path)))
+
+    lines = []
+    for item in error.errors():
+        path: Path = tuple(part for part in item["loc"] if not _is_union_tag(part))
+        context = item.get("ctx", {})
+        if item["type"] == "unknown":
+            key = context["key"]
+            lines.append(f"{label((*path, key))} is not a setting; {nearest(key, context['known'])}")
+        elif item["type"] == "keel":
+            shown = {field: f"{label((*path, field))} = {_toml(value)}" for field, value in context["values"].items()}
+            lines.append(context["sentence"].format(**shown))
+        elif isinstance(context.get("error"), ConfigError):
+            lines.append(str(context["error"]))
+        elif item["type"] == "missing":
+            lines.append(f"{label(path)} is missing")
+        else:
+            lines.append(f"{label(path)} = {_toml(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}")
+    return ConfigError("\n".join(dict.fromkeys(lines)))
+
+
+def _is_union_tag(part: str | int) -> bool:
+    # pydantic puts the type it tried ("float", "function-before[...]") into the path of a union's error
+    return isinstance(part, str) and (part in {"float", "int", "str", "bool", "none"} or "[" in part)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value)

@@ -1,0 +1,21 @@
+"""The errors a user of Keel can meet.
+
+Each message names the thing, its value and what to do about it. All of them are `ValueError`s, so that a caller who
+catches nothing in particular still gets the message.
+"""
+
+
+class KeelError(ValueError):
+    """Anything Keel refuses."""
+
+
+class ConfigError(KeelError):
+    """A setting that is unknown, out of range, or that could not act."""
+
+
+class BatchError(KeelError):
+    """A token batch with a wrong shape, type, device or value."""
+
+
+class SignalRefused(KeelError):
+    """A step whose data is too damaged to train on."""

@@ -1,0 +1,311 @@
+"""The accounts of a batch: what was refused, and how far sampler and policy are apart.
+
+Counts of kept and dropped tokens are exact. Distributions, and everything split by staleness, are exact up to
+`metric_tokens` tokens; above, they come from a sample of whole sequences chosen by a hash of their id, scaled to the
+batch, so that metrics stay a small part of a step and do not depend on packing.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keel.signal.gates import FIRST_GATE, Decision, row_sides
+from keel.signal.metrics import BINS, Derived, Histogram, Measure, Metric, Metrics
+from keel.signal.totals import Totals
+from keel.signal.view import View, ratio
+
+BLOCK = 65536
+"""Tokens looked at together, so that temporaries stay small."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The evaluation of a view: its part of the loss, and what the metrics are made from."""
+
+    loss: Tensor
+    gradient: Tensor
+    decision: Decision
+    advantage: Tensor
+    clipped: Tensor | None
+    sizes: dict[str, Tensor]
+    """The loss by term."""
+
+
+def measure(view: View, totals: Totals, outcome: Outcome) -> Metrics:
+    """All metrics of a view."""
+    values: dict[str, Measure] = {}
+    sample = _Sample(view, totals, outcome) if len(view) and "sampler" in view.known else None
+    if sample is not None:
+        values |= sample.measures()
+    rejected = _rejected_rows(view, totals)
+    values |= _exact(view, totals, outcome, rejected)
+    if sample is not None:
+        values |= sample.sequence_measures(rejected)
+    return Metrics(values, _dropped_tokens(view, outcome.decision))
+
+
+def _exact(view: View, totals: Totals, outcome: Outcome, rejected: Tensor | None) -> dict[str, Measure]:
+    """What is counted over every token whatever their number."""
+    counts, members = outcome.decision.counts, view.members
+    low = sum(count for code, count in counts.items() if (code - FIRST_GATE) % 2 == 0)
+    high = sum(counts.values()) - low
+    values: dict[str, Measure] = {
+        "is_masked": Metric(low + high, members),
+        "is_masked_low": Metric(low, members),
+        "is_masked_high": Metric(high, members),
+        "signal/unusable_tokens": Metric(view.unusable, members),
+    }
+    dropped = outcome.decision.dropped
+    for name, side in (("positive", outcome.advantage > 0), ("negative", outcome.advantage < 0)):
+        masked = 0 if dropped is None else int(torch.count_nonzero(side & dropped))
+        values[f"is_masked_{name}"] = Metric(masked, int(torch.count_nonzero(side)))
+    if outcome.clipped is not None:
+        clipped = outcome.clipped if dropped is None else outcome.clipped & ~dropped
+        values["is_clipped"] = Metric(int(torch.count_nonzero(clipped)), members)
+    if view.batch.reference_logprobs is not None:
+        drift = view.logprob("policy") - view.logprob("reference")
+        values["kl_policy_ref"] = Metric(float(drift.sum(dtype=torch.float64)), len(view))
+    share = _share_here(view, totals)
+    sequences = float(len(view.segments) if share is None else share.sum())
+    values["opsm_rejected_sequences"] = Metric(0.0, sequences)
+    values["opsm_rejected_tokens"] = Metric(0.0, members)
+    if rejected is not None:
+        here = view.segments.count()
+        values["opsm_rejected_tokens"] = Metric(float(here[rejected].sum()), members)
+        weight = torch.ones_like(here) if share is None else share
+        values["opsm_rejected_sequences"] = Metric(float(weight[rejected].sum()), sequences)
+    return values
+
+
+def _rejected_rows(view: View, totals: Totals) -> Tensor | None:
+    """The view's sequences that a gate at sequence scope refused."""
+    rejected = None
+    for position, gate in enumerate(totals.composition.gates):
+        if gate.scope == "sequence":
+            rows = totals.rows(view)
+            assert rows is not None
+            for side in row_sides(gate, position, rows):
+                if side is not None:
+                    rejected = side if rejected is None else rejected | side
+    return rejected
+
+
+def _share_here(view: View, totals: Totals) -> Tensor | None:
+    """Which part of each sequence lies in this view, so that a sequence split over micro-batches counts once."""
+    rows = totals.rows(view)
+    if rows is None or "usable" not in rows.columns:
+        return None
+    return view.segments.count() / rows["usable"].clamp(min=1)
+
+
+def _dropped_tokens(view: View, decision: Decision) -> Counter[int]:
+    dropped = decision.dropped
+    if view.batch.token_ids is None or dropped is None:
+        return Counter()
+    ids = view.batch.token_ids if view.index is None else view.batch.token_ids[view.index]
+    tokens, times = torch.unique(ids[dropped], return_counts=True)
+    return Counter(dict(zip(tokens.tolist(), times.tolist(), strict=True)))
+
+
+class _Sample:
+    """The tokens that distributions are taken from, as sums of columns by staleness."""
+
+    def __init__(self, view: View, totals: Totals, outcome: Outcome) -> None:
+        self.view, self.totals, self.outcome = view, totals, outcome
+        self.index = _pick(view)
+        self.size = len(view) if self.index is None else len(self.index)
+        self.scale = len(view) / max(self.size, 1)
+        self.ages: list[int] | None = None
+        if view.batch.version is not None and totals.trainer_version is not None:
+            self.staleness = self._at(view.staleness(totals.trainer_version))
+            self.ages = torch.unique(self.staleness).tolist()
+        self.names: list[str] = []
+        self.sums = torch.zeros(0)
+        groups = len(self.ages or [0])
+        self.ratios = torch.zeros(groups, BINS, dtype=torch.int64)
+        self.differences = torch.zeros(groups, BINS, dtype=torch.int64)
+        for start in range(0, self.size, BLOCK):
+            self._add(slice(start, start + BLOCK))
+
+    def _at(self, field: Tensor) -> Tensor:
+        return field if self.index is None else field[self.index]
+
+    def _group(self, block: slice) -> Tensor | None:
+        """The position of each token's staleness among the ages."""
+        if self.ages is None or len(self.ages) == 1:
+            return None
+        ages = torch.tensor(self.ages, device=self.staleness.device)
+        return torch.searchsorted(ages, self.staleness[block].contiguous())
+
+    def _add(self, block: slice) -> None:
+        columns, log_ratio, difference = self._columns(block)
+        self.names = list(columns)
+        matrix = torch.stack([column.to(log_ratio.dtype) for column in columns.values()])
+        group = self._group(block)
+        if group is None:
+            sums = matrix.sum(1, dtype=torch.float64)[:, None]
+        else:
+            member = torch.nn.functional.one_hot(group, len(self.ages or [])).to(matrix.dtype)
+            sums = (matrix @ member).double()
+        self.sums = sums if len(self.sums) == 0 else self.sums + sums
+        for table, values in ((self.ratios, log_ratio), (self.differences, difference)):
+            codes = Histogram.codes(values)
+            if group is not None:
+                codes = codes + group * BINS
+            table += torch.bincount(codes, minlength=table.numel()).view_as(table).cpu()
+
+    def _columns(self, block: slice) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        view, outcome = self.view, self.outcome
+        policy, sampler = self._at(view.logprob("policy"))[block], self._at(view.logprob("sampler"))[block]
+        advantage, reasons = self._at(outcome.advantage)[block], self._at(outcome.decision.reasons)[block]
+        d = policy - sampler
+        p, q = policy.exp(), sampler.exp()
+        excess = torch.expm1(d.clamp(max=40.0))  # r - 1, exact where the policies agree
+        mismatch = excess - d
+        dropped = reasons > 0
+        high = dropped & ((reasons - FIRST_GATE) % 2 == 1)
+        columns = {
+            "count": torch.ones_like(d),
+            "masked": dropped,
+            "high": high,
+            "positive": advantage > 0,
+            "negative": advantage < 0,
+            "masked positive": dropped & (advantage > 0),
+            "masked negative": dropped & (advantage < 0),
+            "mismatch": mismatch,
+            "mismatch masked": mismatch.masked_fill(~dropped, 0.0),
+            "excess": excess,
+            "excess squared": excess.square(),
+            "policy": policy,
+            "sampler": sampler,
+            "p": p,
+            "q": q,
+            "pp": p * p,
+            "qq": q * q,
+            "pq": p * q,
+        }
+        if view.batch.entropy is not None:
+            entropy = view.batch.entropy if view.index is None else view.batch.entropy[view.index]
+            columns["entropy"] = self._at(entropy.detach())[block]
+        else:
+            columns["entropy"] = -(excess + 1) * policy
+        if outcome.clipped is not None:
+            columns["clipped"] = self._at(outcome.clipped)[block] & ~dropped
+        if view.batch.reference_logprobs is not None:
+            columns["reference"] = policy - self._at(view.logprob("reference"))[block]
+        return columns, d, (p - q).abs()
+
+    def measures(self) -> dict[str, Measure]:
+        """Over all tokens, and for each staleness."""
+        values = self._named(self.sums.sum(1), self.ratios.sum(0), self.differences.sum(0))
+        for place, age in enumerate(self.ages or []):
+            of_age = self._named(self.sums[:, place], self.ratios[place], self.differences[place])
+            values |= {f"{name}/staleness={age}": value for name, value in of_age.items()}
+        return values
+
+    def _named(self, sums: Tensor, ratios: Tensor, differences: Tensor) -> dict[str, Measure]:
+        total = dict(zip(self.names, (sums * self.scale).tolist(), strict=True))
+        count = total["count"]
+
+        def mean(name: str) -> Metric:
+            return Metric(total[name], count)
+
+        masked = total["masked"]
+        values: dict[str, Measure] = {
+            "mismatch_kl": mean("mismatch"),
+            "mismatch_kl_masked": Metric(total["mismatch masked"], masked),
+            "mismatch_kl_unmasked": Metric(total["mismatch"] - total["mismatch masked"], count - masked),
+            "is_masked": mean("masked"),
+            "is_masked_low": Metric(masked - total["high"], count),
+            "is_masked_high": mean("high"),
+            "is_masked_positive": Metric(total["masked positive"], total["positive"]),
+            "is_masked_negative": Metric(total["masked negative"], total["negative"]),
+            "ratio": Histogram(ratios * self.scale, log=True),
+            "probability_difference": Histogram(differences * self.scale),
+            "effective_sample_size": Derived((mean("excess"), mean("excess squared")), _sample_size),
+            "chi_square": mean("excess squared"),
+            "sampler_perplexity": Derived((mean("sampler"),), _perplexity),
+            "trainer_perplexity": Derived((mean("policy"),), _perplexity),
+            "entropy": mean("entropy"),
+            "correlation": Derived(tuple(mean(name) for name in ("p", "q", "pp", "qq", "pq")), _correlation),
+        }
+        if "clipped" in total:
+            values["is_clipped"] = mean("clipped")
+        if "reference" in total:
+            values["kl_policy_ref"] = mean("reference")
+        return values
+
+    def sequence_measures(self, rejected: Tensor | None) -> dict[str, Measure]:
+        """What belongs to whole sequences; a sequence is as stale as its oldest token."""
+        view, segments = self.view, self.view.segments
+        chosen = torch.arange(len(segments), device=segments.ids.device) if self.index is None else _chosen(view)
+        log_ratio = view.log_ratio("policy/sampler")
+        rows = self.totals.rows(view)
+        if rows is not None and "sum policy/sampler" in rows.columns:
+            log_ratio = rows["sum policy/sampler"][chosen]
+        elif self.index is None:
+            log_ratio = segments.sum(log_ratio)
+        else:
+            log_ratio = segments.narrow(chosen).sum(log_ratio[self.index])
+        share = _share_here(view, self.totals)
+        weight = (torch.ones(len(segments), device=segments.ids.device) if share is None else share)[chosen]
+        weight = weight.double() * (len(segments) / max(len(chosen), 1))
+        square = (ratio(log_ratio).double() - 1).square()
+        values: dict[str, Measure] = {
+            "sequence_chi_square": Metric(float((square * weight).sum()), float(weight.sum()))
+        }
+        if self.ages is None:
+            return values
+        age = segments.narrow(chosen).max(self.staleness) if self.index is not None else segments.max(self.staleness)
+        refused = torch.zeros_like(weight) if rejected is None else rejected[chosen].double()
+        length = segments.count()[chosen].double() * self.scale
+        for each in self.ages:
+            here = weight * (age == each)
+            tokens = length * (age == each)
+            end = f"/staleness={each}"
+            values |= {
+                f"sequence_chi_square{end}": Metric(float((square * here).sum()), float(here.sum())),
+                f"opsm_rejected_sequences{end}": Metric(float((refused * here).sum()), float(here.sum())),
+                f"opsm_rejected_tokens{end}": Metric(float((refused * tokens).sum()), float(tokens.sum())),
+            }
+        return values
+
+
+def _chosen(view: View) -> Tensor:
+    """The sequences of the sample: those whose hashed id is small enough. Their ids decide, not their place."""
+    wanted = view.composition.metric_tokens
+    hashed = _mix(view.segments.ids)
+    rows = (hashed < wanted / len(view)).nonzero().squeeze(1)
+    return rows if len(rows) else hashed.argmin().view(1)
+
+
+def _mix(ids: Tensor) -> Tensor:
+    """A number in [0, 1) for each id, without pattern."""
+    x = ids.long() & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return (x ^ (x >> 16)).double() / (1 << 32)
+
+
+def _pick(view: View) -> Tensor | None:
+    wanted = view.composition.metric_tokens
+    if wanted == 0 or len(view) <= wanted:
+        return None
+    return view.segments.where(_chosen(view))
+
+
+def _sample_size(excess: float, squared: float) -> float:
+    """(sum r)^2 / (n * sum r^2), from the means of r - 1 and (r - 1)^2."""
+    return (1 + excess) ** 2 / (1 + 2 * excess + squared)
+
+
+def _perplexity(logprob: float) -> float:
+    return math.exp(min(-logprob, 700.0))
+
+
+def _correlation(p: float, q: float, pp: float, qq: float, pq: float) -> float:
+    spread = max(pp - p * p, 0.0) * max(qq - q * q, 0.0)
+    return (pq - p * q) / math.sqrt(spread) if spread > 0 else math.nan

@@ -1,0 +1,151 @@
+"""Metrics that add: pairs of sum and count, histograms, and what is derived from them only when printed.
+
+Adding the metrics of two micro-batches, ranks or steps adds the pairs, so no mean of means is ever taken.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+
+class Measure(Protocol):
+    """Anything that adds and has a mean."""
+
+    @property
+    def mean(self) -> float: ...
+
+    def __add__(self, other: Self) -> Self: ...
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A sum and the number of things summed."""
+
+    sum: float
+    count: float
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.count if self.count else math.nan
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.sum + other.sum, self.count + other.count)
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A number computed from the means of several pairs; adding adds the pairs."""
+
+    parts: tuple[Metric, ...]
+    formula: Callable[..., float]
+
+    @property
+    def mean(self) -> float:
+        return (
+            math.nan
+            if any(part.count == 0 for part in self.parts)
+            else self.formula(*(part.mean for part in self.parts))
+        )
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(tuple(a + b for a, b in zip(self.parts, other.parts, strict=True)), self.formula)
+
+
+BITS = 20
+"""Bits of a float32 that a histogram bin ignores: eight bins for each factor of two."""
+BINS = 1 << (32 - BITS)
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """Counts of float32 values by their leading bits: fine near zero, relative elsewhere, exact to add."""
+
+    counts: Tensor
+    """[BINS], indexed by the sign and leading bits of the value."""
+    log: bool = False
+    """The values counted are logarithms, and quantiles are of what they are logarithms of."""
+
+    @staticmethod
+    def codes(values: Tensor) -> Tensor:
+        """The bin of each value."""
+        return (values.float().view(torch.int32) >> BITS) + BINS // 2
+
+    @property
+    def count(self) -> float:
+        return float(self.counts.sum())
+
+    @property
+    def mean(self) -> float:
+        """The median."""
+        return self.quantile(0.5)
+
+    def quantile(self, share: float) -> float:
+        """The value below which this share of the entries lies, to within a bin (9 % of its size)."""
+        if self.count == 0:
+            return math.nan
+        edges, counts = self.bins()
+        reached = torch.searchsorted(counts.cumsum(0), share * self.count)
+        place = min(int(reached), len(counts) - 1)
+        middle = float((edges[place] + edges[place + 1]) / 2)
+        return math.exp(min(middle, 700.0)) if self.log else middle
+
+    def bins(self) -> tuple[Tensor, Tensor]:
+        """Increasing edges [n + 1] and the counts [n] between them."""
+        half = BINS // 2
+        magnitudes = (torch.arange(half + 1, dtype=torch.int64) << BITS).to(torch.int32).view(torch.float32)
+        magnitudes = magnitudes[: (0x7F800000 >> BITS) + 1]  # the bins from infinity on stay empty
+        used = len(magnitudes) - 1
+        positive, negative = self.counts[half : half + used], self.counts[:used]
+        # the integer of a negative float grows with its size, so its bins run away from zero
+        edges = torch.cat([-magnitudes.flip(0), magnitudes[1:]])
+        return edges, torch.cat([negative.flip(0), positive])
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.counts + other.counts, self.log)
+
+
+@dataclass(frozen=True)
+class Metrics(Mapping[str, Measure]):
+    """A step's metrics by name. A name ending in `/staleness=s` is about the tokens that are s versions old."""
+
+    values_by_name: dict[str, Measure] = field(default_factory=dict)
+    dropped_tokens: Counter[int] = field(default_factory=Counter)
+    """How often each token id was refused by a gate."""
+
+    def __getitem__(self, name: str) -> Measure:
+        return self.values_by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_by_name)
+
+    def __len__(self) -> int:
+        return len(self.values_by_name)
+
+    def __add__(self, other: "Metrics") -> "Metrics":
+        names = dict.fromkeys([*self, *other])
+        joined = {}
+        for name in names:
+            mine, theirs = self.values_by_name.get(name), other.values_by_name.get(name)
+            joined[name] = mine + theirs if mine is not None and theirs is not None else mine or theirs
+        return Metrics(joined, self.dropped_tokens + other.dropped_tokens)  # type: ignore[arg-type]
+
+    def means(self) -> dict[str, float]:
+        """Every metric as one number; a histogram as its quantiles."""
+        flat: dict[str, float] = {}
+        for name, metric in self.items():
+            if isinstance(metric, Histogram):
+                stem, slash, staleness = name.partition("/")
+                for share in (0.01, 0.5, 0.99):
+                    flat[f"{stem}_p{round(share * 100):02d}{slash}{staleness}"] = metric.quantile(share)
+            else:
+                flat[name] = metric.mean
+        return flat
+
+    def most_dropped(self, count: int = 10, decode: Callable[[int], str] = str) -> list[tuple[str, int]]:
+        """The token texts that gates refused most often. Model text is untrusted: escape it where it is shown."""
+        return [(decode(token), times) for token, times in self.dropped_tokens.most_common(count)]

@@ -1,0 +1,249 @@
+"""A training signal: from the tokens of a step to a loss whose every kept and dropped token is known.
+
+An objective is a composition and nothing else; it holds no state between calls. The gradient with respect to the
+policy's log-probs is formed in closed form in the forward pass, so one call costs a few passes over the tokens.
+It does not compute log-probs, take optimizer steps or know what a file is.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, UInt8
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from keel.config import Composition, ObjectiveSettings, resolve_objective
+from keel.signal.account import Outcome, measure
+from keel.signal.batch import TokenBatch
+from keel.signal.gates import NOT_TRAINABLE, OTHER_ROLE, UNUSABLE, Decision, reason_names
+from keel.signal.metrics import Metrics
+from keel.signal.segments import Table
+from keel.signal.terms import Term, by_sign, penalty_term, policy_term
+from keel.signal.totals import Gather, Totals, totals_of
+from keel.signal.view import View, ratio
+
+
+def objective(name: str | Composition | ObjectiveSettings | Mapping[str, Any], /, **parameters: Any) -> "Objective":
+    """An objective from a recipe's name and parameters, or from a composition.
+
+    `objective("icepop", ratio_high=8.0)` or `objective({"gates": [{"on": "ratio", "low": 0.2}]})`. Beside its
+    parameters a recipe takes `gates`, `weights` and `penalties`, which are added to its own.
+    """
+    if isinstance(name, str):
+        _, values, composition = resolve_objective({"name": name, **parameters})
+        return Objective(composition, name=name, parameters=values)
+    if parameters:
+        raise TypeError(f"parameters ({', '.join(parameters)}) go with a recipe's name; a composition already has them")
+    if isinstance(name, Composition):
+        return Objective(name)
+    settings = name if isinstance(name, ObjectiveSettings) else ObjectiveSettings.model_validate(name)
+    return Objective(settings.composition, name=settings.name, parameters=settings.parameters)
+
+
+class Objective:
+    """A composition that can be called on batches."""
+
+    def __init__(
+        self, composition: Composition, *, name: str | None = None, parameters: Mapping[str, Any] | None = None
+    ) -> None:
+        self.composition = composition
+        self.name = name
+        self.parameters = dict(parameters or {})
+        self.reasons = reason_names(composition.gates)
+        """The meaning of each number in `Result.reasons`."""
+
+    def __repr__(self) -> str:
+        return f"Objective({self.name or self.composition!r})"
+
+    @property
+    def token_local(self) -> bool:
+        """Whether each token's gradient, up to one step-wide factor, follows from that token alone."""
+        return self.composition.token_local
+
+    def totals(self, batches: Sequence[TokenBatch], gather: Gather | None = None) -> Totals:
+        """The step-wide centre, thresholds and denominators of these micro-batches.
+
+        On several ranks, `gather` takes this rank's part of a sum and returns the parts of all ranks (for example by
+        `torch.distributed.all_gather_object`); it is called the same number of times on each.
+        """
+        with torch.no_grad():
+            views = [View(batch, self.composition) for batch in batches]
+            return totals_of(self.composition, views, gather)
+
+    def __call__(self, batch: TokenBatch, totals: Totals | None = None) -> "Result":
+        """The loss of a batch: as a whole step, or as the part that it is of the step with these totals."""
+        with torch.no_grad():
+            view = View(batch, self.composition)
+            if totals is None:
+                totals = totals_of(self.composition, [view])
+            elif self.composition.proximal == "interpolated":
+                view.interpolate_proximal(totals.trainer_version)
+            outcome = _evaluate(view, totals)
+        loss: Tensor = _Loss.apply(batch.logprobs, outcome.loss, outcome.gradient, view.index)  # type: ignore[no-untyped-call]
+        return Result(loss, self, view, totals, outcome)
+
+
+class _Loss(torch.autograd.Function):
+    """A loss whose gradient with respect to the log-probs is already known."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, loss: Tensor, gradient: Tensor, index: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gradient, index)
+        ctx.size, ctx.dtype = len(logprobs), logprobs.dtype
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, index = ctx.saved_tensors
+        return _place((gradient * outer).to(ctx.dtype), index, ctx.size), None, None, None
+
+
+def _place(values: Tensor, index: Tensor | None, size: int, rest: int = 0) -> Tensor:
+    """Values of selected tokens back at their positions, and `rest` elsewhere."""
+    if index is None:
+        return values
+    return torch.full((size,), rest, dtype=values.dtype, device=values.device).index_copy_(0, index, values)
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What an objective made of a batch."""
+
+    loss: Float[Tensor, ""]
+    """This batch's part of the step's loss; differentiable through `batch.logprobs`."""
+    objective: Objective
+    _view: View
+    totals: Totals
+    _outcome: Outcome
+
+    @cached_property
+    def reasons(self) -> UInt8[Tensor, "T"]:
+        """Why each token trains or not; `objective.reasons` names the numbers."""
+        view, size = self._view, len(self._view.batch)
+        reasons = _place(self._outcome.decision.reasons, view.index, size, UNUSABLE)
+        if view.index is not None:
+            others = torch.ones(size, dtype=torch.bool, device=reasons.device)
+            if view.member_index is None:
+                return reasons
+            others[view.member_index] = False
+            reasons.masked_fill_(others, OTHER_ROLE)
+            reasons.masked_fill_(~view.batch.trainable, NOT_TRAINABLE)
+        return reasons
+
+    @cached_property
+    def keep(self) -> Bool[Tensor, "T"]:
+        """Which tokens train."""
+        return self.reasons == 0
+
+    @cached_property
+    def gradient(self) -> Float[Tensor, "T"]:
+        """d loss / d logprobs, without a backward pass."""
+        return _place(self._outcome.gradient, self._view.index, len(self._view.batch))
+
+    @property
+    def kept_tokens(self) -> int:
+        """How many tokens of this batch train. When it is 0 over a step, the optimizer must not step."""
+        return len(self._view) - sum(self._outcome.decision.counts.values())
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """The accounts of this batch, each a (sum, count) pair; computed when asked for."""
+        with torch.no_grad():
+            return measure(self._view, self.totals, self._outcome)
+
+
+def _evaluate(view: View, totals: Totals) -> Outcome:
+    """Advantage, gates, policy term, penalties, reduction: one batch of a step."""
+    composition = totals.composition
+    if view.decided is None:
+        advantage = totals.advantage(view)
+        view.decided = advantage, totals.decide(view, advantage)
+    advantage, decision = view.decided
+    rows = totals.rows(view)
+    scale = _scale(view, totals, rows)
+    term = _weigh(_policy(view, totals, advantage, decision, rows), view, composition, advantage, rows)
+    dropped = decision.dropped
+    if dropped is not None:
+        term.slope.masked_fill_(dropped, 0.0)
+        if term.value is not term.slope:
+            term.value.masked_fill_(dropped, 0.0)
+    loss, gradient = _sum(term.value, scale), term.slope
+    sizes = {"policy": loss}
+    for penalty in composition.penalties:
+        drift = penalty_term(penalty, view)
+        if dropped is not None and penalty.scope == "kept":
+            drift = Term(drift.value.masked_fill_(dropped, 0.0), drift.slope.masked_fill_(dropped, 0.0))
+        sizes[f"{penalty.on} {penalty.of}"] = _sum(drift.value, scale)
+        loss = loss + sizes[f"{penalty.on} {penalty.of}"]
+        gradient.add_(drift.slope)
+    return Outcome(loss, gradient.mul_(scale), decision, advantage, term.clipped, sizes)
+
+
+def _scale(view: View, totals: Totals, rows: Table | None) -> Tensor | float:
+    """What multiplies each token's terms: one number, or one per token when each sequence divides by its own length."""
+    reduction = totals.composition.reduction
+    if reduction.over != "sequences":
+        return 1.0 / totals.denominator()
+    assert rows is not None
+    lengths = rows["members" if reduction.divide_by == "members" else "kept"].clamp(min=1)
+    return view.segments.spread((1.0 / totals.denominator()) / lengths.to(view.dtype))
+
+
+def _sum(values: Tensor, scale: Tensor | float) -> Tensor:
+    return torch.dot(values, scale) if isinstance(scale, Tensor) else values.sum() * scale
+
+
+def _policy(view: View, totals: Totals, advantage: Tensor, decision: Decision, rows: Table | None) -> Term:
+    policy = totals.composition.policy
+    logprob = view.logprob("policy")
+    if policy.anchor == "none":
+        return policy_term(policy, None, logprob, advantage)
+    log_ratio = view.log_ratio(f"policy/{policy.anchor}")
+    if policy.level == "token":
+        dropped = decision.dropped
+        if dropped is not None:
+            # before exp, so that a refused token cannot overflow; a log-ratio of 0 is as good as any
+            log_ratio = log_ratio.masked_fill(dropped, 0.0)
+        return policy_term(policy, log_ratio, logprob, advantage)
+    assert rows is not None
+    kept = rows["kept"].clamp(min=1)
+    term = policy_term(policy, rows["kept log-ratio"] / kept, logprob, rows["kept advantage"] / kept)
+    spread = view.segments.spread
+    slope = spread(term.slope)
+    clipped = None if term.clipped is None else spread(term.clipped)
+    if policy.token_clip is not None:
+        pushed = by_sign(advantage, 1.0, -1.0).mul_(log_ratio)
+        clipped = pushed > policy.token_clip
+        return Term(spread(term.value), slope.masked_fill_(clipped, 0.0), clipped)
+    return Term(slope if term.value is term.slope else spread(term.value), slope, clipped)
+
+
+def _weigh(term: Term, view: View, composition: Composition, advantage: Tensor, rows: Table | None) -> Term:
+    """Multiply the policy term by the weights, which carry no gradient."""
+    for weight in composition.weights:
+        sign = advantage
+        if weight.level == "token":
+            log_ratio = view.log_ratio(weight.of)
+        else:
+            assert rows is not None
+            log_ratio, sign = rows[f"sum {weight.of}"], rows["sum advantage"]
+            if weight.level == "geometric":
+                log_ratio = log_ratio / rows["usable"].clamp(min=1)
+        factor = ratio(log_ratio)
+        if weight.kernel == "gamma":
+            assert weight.k_positive and weight.k_negative
+            assert weight.rate_positive is not None and weight.rate_negative is not None
+            power = by_sign(sign, weight.k_positive, weight.k_negative)
+            decay = by_sign(sign, weight.rate_positive, weight.rate_negative)
+            factor = (power * log_ratio + decay * (1 - factor)).exp_()
+        if weight.low is not None or weight.high is not None:
+            factor = factor.clamp(weight.low, weight.high)
+        if weight.level != "token":
+            factor = view.segments.spread(factor)
+        slope = term.slope * factor
+        term = Term(slope if term.value is term.slope else term.value * factor, slope, term.clipped)
+    return term
