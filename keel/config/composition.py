@@ -94,7 +94,9 @@ class Weight(Settings):
     """A factor without gradient on the policy term: an importance ratio, clamped, or shaped by a kernel."""
 
     of: LogRatio = "policy/sampler"
+    """The two policies compared."""
     level: Level = "token"
+    """Ratio of the token, product or geometric mean over its sequence."""
     low: NonNegative | None = None
     """Smaller weights are raised to this value."""
     high: Positive | None = None
@@ -102,9 +104,13 @@ class Weight(Settings):
     kernel: Literal["ratio", "gamma"] = "ratio"
     """"gamma": ratio^k * exp(rate * (1 - ratio)), with its own k and rate for each sign of the advantage (VESPO)."""
     k_positive: Positive | None = None
+    """gamma: power where the advantage is positive."""
     rate_positive: NonNegative | None = None
+    """gamma: decay where the advantage is positive."""
     k_negative: Positive | None = None
+    """gamma: power elsewhere."""
     rate_negative: NonNegative | None = None
+    """gamma: decay elsewhere."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -173,7 +179,9 @@ class Penalty(Settings):
     on: Literal["log_ratio_squared", "k1", "k2", "k3"]
     """d^2, or the KL estimators k1 = x, k2 = x^2 / 2, k3 = exp(-x) + x - 1, with x = l - f."""
     of: Literal["policy/sampler", "policy/proximal", "policy/reference"] = "policy/reference"
+    """The two policies compared; log_ratio_squared: policy/sampler when not given."""
     coef: float
+    """Factor on the measure."""
     scope: Literal["kept", "all"] = "kept"
     """Whether a token refused by a gate still pays it."""
     ratio_correction: bool = False
@@ -267,6 +275,8 @@ class Composition(Transforms):
                 raise refuse("{adv_tau} cannot act: cross_entropy has no advantage", adv_tau=self.adv_tau)
             if self.weights:
                 raise refuse("{weights}: cross_entropy takes no weights", weights=len(self.weights))
+        if self.reduction.divide_by == "kept" and not self.gates and not self.reads("sampler"):
+            raise refuse('denominator (reduction.divide_by) = "kept" cannot act: nothing here drops a token')
         if self.policy.level == "sequence" and any(weight.level == "token" for weight in self.weights):
             raise refuse("{level}: a sequence-level policy term takes no token-level weights", level=self.policy.level)
         if self.proximal == "interpolated" and not self.reads("proximal"):

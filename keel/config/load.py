@@ -54,9 +54,9 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Loade
         tree = _read(Path(path))
         origins = {leaf: str(path) for leaf, _ in _leaves(tree)}
     for name, value in parse_overrides(overrides):
-        _put(tree, name, value)
+        put(tree, name, value)
         origins = {leaf: origin for leaf, origin in origins.items() if not leaf.startswith(f"{name}.")}
-        origins[name] = "command line"
+        origins |= {leaf: "command line" for leaf, _ in _leaves(value, name)}
     try:
         return Loaded(RunSettings.model_validate(tree), origins)
     except ValidationError as error:
@@ -99,7 +99,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
-def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+def put(tree: dict[str, Any], name: str, value: Any) -> None:
     """Set a dotted name; a number steps into a list (`objective.gates.0.low`)."""
     *parents, last = name.split(".")
     place: Any = tree
@@ -114,7 +114,7 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _position(place: list[Any], part: str, name: str) -> int:
-    if not part.isdigit() or int(part) >= len(place):
+    if not part.isdecimal() or int(part) >= len(place):
         raise ConfigError(f"--{name}: {part} is not a position in a list of {len(place)}")
     return int(part)
 

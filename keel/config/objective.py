@@ -34,18 +34,11 @@ def resolve_objective(table: Mapping[str, Any]) -> tuple[str | None, dict[str, A
     if name not in RECIPES:
         raise ConfigError(f'objective.name = "{name}" is not a recipe; {nearest(str(name), RECIPES)}')
     given = {key: value for key, value in table.items() if key != "name" and key not in EXTENSIONS}
-    parameters, composition = RECIPES[name].resolve(given, ("objective",))
     added = {key: table[key] for key in EXTENSIONS if table.get(key)}
-    if added:
-        parts = dict(composition)
-        for key, value in added.items():
-            if not isinstance(value, list):
-                raise ConfigError(f"objective.{key} = {value!r} must be a list of tables")
-            parts[key] = [*parts[key], *value]
-        try:
-            composition = Composition.model_validate(parts)
-        except ValidationError as error:
-            raise explain(error, ("objective",)) from None
+    for key, value in added.items():
+        if not isinstance(value, list):
+            raise ConfigError(f"objective.{key} = {value!r} must be a list of tables")
+    parameters, composition = RECIPES[name].resolve(given, ("objective",), added)
     return name, parameters, composition
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, create_model, model_validator
 
 from keel.config.composition import Composition, Level, NonNegative, Positive, Transforms
-from keel.config.settings import Path, Settings, explain, refuse
+from keel.config.settings import Path, Settings, dotted, explain, refuse
 
 PARAMETERS: dict[str, tuple[Any, str]] = {
     "ratio_low": (NonNegative | None, "smallest ratio kept (cispo: smallest weight)"),
@@ -101,17 +101,24 @@ class Recipe:
     def own_parameters(self) -> list[str]:
         return [name for name in self.parameters if name in PARAMETERS]
 
-    def resolve(self, given: Mapping[str, Any], prefix: Path = ()) -> tuple[dict[str, Any], Composition]:
-        """All parameters with their values, and the composition they make."""
+    def resolve(
+        self, given: Mapping[str, Any], prefix: Path = (), added: Mapping[str, list[Any]] | None = None
+    ) -> tuple[dict[str, Any], Composition]:
+        """All parameters with their values, and the composition they make with the parts that are `added`."""
         try:
             values = self.settings.model_validate(dict(given)).model_dump()
         except ValidationError as error:
             raise explain(error, prefix) from None
+        if values["reduction"] != "constant":
+            values["length"] = None  # a default that the chosen reduction does not read
         template = self.template(values)
+        parts = _fill(template, values)
+        for key, more in (added or {}).items():
+            parts[key] = [*parts.get(key, []), *more]
         try:
-            return values, Composition.model_validate(_fill(template, values))
+            return values, Composition.model_validate(parts)
         except ValidationError as error:
-            raise explain(error, prefix, lambda path: _parameter_at(template, path)) from None
+            raise explain(error, prefix, lambda path: _name_at(template, path)) from None
 
     def template(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The parts, with what the common parameters add, parameters still by name."""
@@ -144,8 +151,12 @@ def _fill(template: Any, values: Mapping[str, Any]) -> Any:
     return template
 
 
-def _parameter_at(template: Any, path: Path) -> str | None:
-    """The parameter that stands at a place in the parts."""
+def _name_at(template: Any, path: Path) -> str | None:
+    """The name under which the user knows a place in the parts: a parameter's, or one in the parts that were added."""
+    if len(path) > 1 and isinstance(path[1], int):
+        own = len(template.get(path[0], []))
+        if path[1] >= own:
+            return dotted((path[0], path[1] - own, *path[2:]))
     for part in path:
         try:
             template = template[part]

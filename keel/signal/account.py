@@ -14,7 +14,7 @@ from torch import Tensor
 
 from keel.signal.gates import FIRST_GATE, Decision, row_sides
 from keel.signal.metrics import BINS, Derived, Histogram, Measure, Metric, Metrics
-from keel.signal.totals import Totals
+from keel.signal.totals import Totals, kept_here
 from keel.signal.view import View, ratio
 
 BLOCK = 65536
@@ -30,6 +30,9 @@ class Outcome:
     decision: Decision
     advantage: Tensor
     clipped: Tensor | None
+    """Whose gradient a clip has stopped: tokens, or rows of the view's segments."""
+    by_sequence: bool
+    """Whether `clipped` is about sequences."""
     sizes: dict[str, Tensor]
     """The loss by term."""
 
@@ -58,12 +61,16 @@ def _exact(view: View, totals: Totals, outcome: Outcome, rejected: Tensor | None
         "is_masked_high": Metric(high, members),
         "signal/unusable_tokens": Metric(view.unusable, members),
     }
-    dropped = outcome.decision.dropped
-    for name, side in (("positive", outcome.advantage > 0), ("negative", outcome.advantage < 0)):
-        masked = 0 if dropped is None else int(torch.count_nonzero(side & dropped))
-        values[f"is_masked_{name}"] = Metric(masked, int(torch.count_nonzero(side)))
-    if outcome.clipped is not None:
-        clipped = outcome.clipped if dropped is None else outcome.clipped & ~dropped
+    signs = outcome.advantage.sign()
+    everyone = _by_sign(signs)
+    kept = _by_sign(outcome.decision.clear_(signs)) if counts else everyone
+    for name, of_sign, kept_of_sign in zip(("positive", "negative"), everyone, kept, strict=True):
+        values[f"is_masked_{name}"] = Metric(of_sign - kept_of_sign, of_sign)
+    clipped = outcome.clipped
+    if clipped is not None and outcome.by_sequence:
+        values["is_clipped"] = Metric(int((kept_here(view, outcome.decision) * clipped).sum()), members)
+    elif clipped is not None:
+        clipped = outcome.decision.clear_(clipped.clone()) if counts else clipped
         values["is_clipped"] = Metric(int(torch.count_nonzero(clipped)), members)
     if view.batch.reference_logprobs is not None:
         drift = view.logprob("policy") - view.logprob("reference")
@@ -78,6 +85,12 @@ def _exact(view: View, totals: Totals, outcome: Outcome, rejected: Tensor | None
         weight = torch.ones_like(here) if share is None else share
         values["opsm_rejected_sequences"] = Metric(float(weight[rejected].sum()), sequences)
     return values
+
+
+def _by_sign(signs: Tensor) -> tuple[int, int]:
+    """How many are positive and negative, without a pass for each."""
+    count, difference = int(torch.count_nonzero(signs)), int(signs.sum(dtype=torch.float64))
+    return (count + difference) // 2, (count - difference) // 2
 
 
 def _rejected_rows(view: View, totals: Totals) -> Tensor | None:
@@ -102,11 +115,9 @@ def _share_here(view: View, totals: Totals) -> Tensor | None:
 
 
 def _dropped_tokens(view: View, decision: Decision) -> Counter[int]:
-    dropped = decision.dropped
-    if view.batch.token_ids is None or dropped is None:
+    if view.batch.token_ids is None or not decision.counts:
         return Counter()
-    ids = view.batch.token_ids if view.index is None else view.batch.token_ids[view.index]
-    tokens, times = torch.unique(ids[dropped], return_counts=True)
+    tokens, times = torch.unique(view.take(view.batch.token_ids, decision.places), return_counts=True)
     return Counter(dict(zip(tokens.tolist(), times.tolist(), strict=True)))
 
 
@@ -115,13 +126,17 @@ class _Sample:
 
     def __init__(self, view: View, totals: Totals, outcome: Outcome) -> None:
         self.view, self.totals, self.outcome = view, totals, outcome
-        self.index = _pick(view)
+        self.rows = _chosen(view)
+        """The sequences of the sample, in increasing order of id; None: all of them."""
+        self.segments = view.segments if self.rows is None else view.segments.narrow(self.rows)
+        self.index = None if self.rows is None else view.segments.where(self.rows)
         self.size = len(view) if self.index is None else len(self.index)
         self.scale = len(view) / max(self.size, 1)
         self.ages: list[int] | None = None
         if view.batch.version is not None and totals.trainer_version is not None:
-            self.staleness = self._at(view.staleness(totals.trainer_version))
-            self.ages = torch.unique(self.staleness).tolist()
+            self.staleness = totals.trainer_version - view.take(view.batch.version, self.index)
+            self.ages = torch.unique(torch.unique_consecutive(self.staleness)).tolist()
+        self.clipped = self._clipped()
         self.names: list[str] = []
         self.sums = torch.zeros(0)
         groups = len(self.ages or [0])
@@ -130,8 +145,20 @@ class _Sample:
         for start in range(0, self.size, BLOCK):
             self._add(slice(start, start + BLOCK))
 
-    def _at(self, field: Tensor) -> Tensor:
-        return field if self.index is None else field[self.index]
+    def _at(self, field: Tensor, block: slice) -> Tensor:
+        """A field of the view's tokens, at a block of the sample."""
+        return field[block] if self.index is None else field.index_select(0, self.index[block])
+
+    def _of_rows(self, values: Tensor) -> Tensor:
+        """Per-sequence values at the sequences of the sample."""
+        return values if self.rows is None else values[self.rows]
+
+    def _clipped(self) -> Tensor | None:
+        """Which tokens of the sample a clip has stopped."""
+        clipped = self.outcome.clipped
+        if clipped is not None and self.outcome.by_sequence:
+            return self.segments.spread(self._of_rows(clipped))
+        return None if clipped is None else self._at(clipped, slice(None))
 
     def _group(self, block: slice) -> Tensor | None:
         """The position of each token's staleness among the ages."""
@@ -159,8 +186,8 @@ class _Sample:
 
     def _columns(self, block: slice) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         view, outcome = self.view, self.outcome
-        policy, sampler = self._at(view.logprob("policy"))[block], self._at(view.logprob("sampler"))[block]
-        advantage, reasons = self._at(outcome.advantage)[block], self._at(outcome.decision.reasons)[block]
+        policy, sampler = self._at(view.logprob("policy"), block), self._at(view.logprob("sampler"), block)
+        advantage, reasons = self._at(outcome.advantage, block), self._at(outcome.decision.reasons, block)
         d = policy - sampler
         p, q = policy.exp(), sampler.exp()
         excess = torch.expm1(d.clamp(max=40.0))  # r - 1, exact where the policies agree
@@ -188,14 +215,13 @@ class _Sample:
             "pq": p * q,
         }
         if view.batch.entropy is not None:
-            entropy = view.batch.entropy if view.index is None else view.batch.entropy[view.index]
-            columns["entropy"] = self._at(entropy.detach())[block]
+            columns["entropy"] = self._at(view.take(view.batch.entropy.detach()), block)
         else:
             columns["entropy"] = -(excess + 1) * policy
-        if outcome.clipped is not None:
-            columns["clipped"] = self._at(outcome.clipped)[block] & ~dropped
+        if self.clipped is not None:
+            columns["clipped"] = self.clipped[block] & ~dropped
         if view.batch.reference_logprobs is not None:
-            columns["reference"] = policy - self._at(view.logprob("reference"))[block]
+            columns["reference"] = policy - self._at(view.logprob("reference"), block)
         return columns, d, (p - q).abs()
 
     def measures(self) -> dict[str, Measure]:
@@ -241,27 +267,23 @@ class _Sample:
     def sequence_measures(self, rejected: Tensor | None) -> dict[str, Measure]:
         """What belongs to whole sequences; a sequence is as stale as its oldest token."""
         view, segments = self.view, self.view.segments
-        chosen = torch.arange(len(segments), device=segments.ids.device) if self.index is None else _chosen(view)
-        log_ratio = view.log_ratio("policy/sampler")
         rows = self.totals.rows(view)
         if rows is not None and "sum policy/sampler" in rows.columns:
-            log_ratio = rows["sum policy/sampler"][chosen]
-        elif self.index is None:
-            log_ratio = segments.sum(log_ratio)
+            log_ratio = self._of_rows(rows["sum policy/sampler"])
         else:
-            log_ratio = segments.narrow(chosen).sum(log_ratio[self.index])
+            log_ratio = self.segments.sum(self._at(view.log_ratio("policy/sampler"), slice(None)))
         share = _share_here(view, self.totals)
-        weight = (torch.ones(len(segments), device=segments.ids.device) if share is None else share)[chosen]
-        weight = weight.double() * (len(segments) / max(len(chosen), 1))
+        weight = torch.ones_like(log_ratio) if share is None else self._of_rows(share)
+        weight = weight.double() * (len(segments) / max(len(self.segments), 1))
         square = (ratio(log_ratio).double() - 1).square()
         values: dict[str, Measure] = {
             "sequence_chi_square": Metric(float((square * weight).sum()), float(weight.sum()))
         }
         if self.ages is None:
             return values
-        age = segments.narrow(chosen).max(self.staleness) if self.index is not None else segments.max(self.staleness)
-        refused = torch.zeros_like(weight) if rejected is None else rejected[chosen].double()
-        length = segments.count()[chosen].double() * self.scale
+        age = self.segments.max(self.staleness)
+        refused = torch.zeros_like(weight) if rejected is None else self._of_rows(rejected).double()
+        length = self.segments.count().double() * self.scale
         for each in self.ages:
             here = weight * (age == each)
             tokens = length * (age == each)
@@ -274,9 +296,11 @@ class _Sample:
         return values
 
 
-def _chosen(view: View) -> Tensor:
+def _chosen(view: View) -> Tensor | None:
     """The sequences of the sample: those whose hashed id is small enough. Their ids decide, not their place."""
     wanted = view.composition.metric_tokens
+    if wanted == 0 or len(view) <= wanted:
+        return None
     hashed = _mix(view.segments.ids)
     rows = (hashed < wanted / len(view)).nonzero().squeeze(1)
     return rows if len(rows) else hashed.argmin().view(1)
@@ -288,13 +312,6 @@ def _mix(ids: Tensor) -> Tensor:
     x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
     return (x ^ (x >> 16)).double() / (1 << 32)
-
-
-def _pick(view: View) -> Tensor | None:
-    wanted = view.composition.metric_tokens
-    if wanted == 0 or len(view) <= wanted:
-        return None
-    return view.segments.where(_chosen(view))
 
 
 def _sample_size(excess: float, squared: float) -> float:

@@ -7,10 +7,9 @@ is one threshold. Bounds are inclusive: a token on the bound is kept.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from keel.config import Gate
@@ -97,18 +96,60 @@ def _when(gate: Gate, advantage: Tensor, low: Tensor | None, high: Tensor | None
     return None if low is None else low & applies, None if high is None else high & applies
 
 
-@dataclass
+FEW = 16
+"""While at most one token in this many is refused, their positions are kept: a mask costs a pass at every use."""
+
+
 class Decision:
     """What the gates decided about the tokens of a view."""
 
-    reasons: UInt8[Tensor, "n"]
-    counts: dict[int, int]
-    """How many tokens each gate refused, by reason code; a token is counted for the first gate that refused it."""
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.reasons: UInt8[Tensor, "n"] = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.counts: dict[int, int] = {}
+        """How many tokens each gate refused, by reason code; a token is counted for the first gate that refused it."""
+        self._places: Int[Tensor, "refused"] | None = None
+        self._mask: Bool[Tensor, "n"] | None = None
+
+    @property
+    def refused(self) -> int:
+        """How many tokens some gate refused."""
+        return sum(self.counts.values())
 
     @property
     def dropped(self) -> Bool[Tensor, "n"] | None:
         """The refused tokens, or None when there are none."""
-        return self.reasons != TRAINED if self.counts else None
+        if self._mask is None and self.counts:
+            self._mask = self.reasons != TRAINED
+        return self._mask
+
+    def refuse(self, side: Bool[Tensor, "n"], code: int) -> None:
+        """Refuse these tokens, except those that an earlier gate refused. Takes `side` over."""
+        self.clear_(side)
+        count = int(torch.count_nonzero(side))
+        if count == 0:
+            return
+        if FEW * (self.refused + count) <= len(side):
+            places = side.nonzero().squeeze(1)
+            self.reasons.index_fill_(0, places, code)
+            self._places = places if self._places is None else torch.cat([self._places, places])
+            self._mask = None
+        else:
+            self.reasons.masked_fill_(side, code)
+            dropped = self.dropped
+            self._mask = side if dropped is None else side.logical_or_(dropped)
+            self._places = None
+        self.counts[code] = count
+
+    @property
+    def places(self) -> Int[Tensor, "refused"]:
+        """The positions of the refused tokens, in no particular order."""
+        return self.reasons.nonzero().squeeze(1) if self._places is None else self._places
+
+    def clear_(self, values: Tensor) -> Tensor:
+        """Zero, in place, at the refused tokens, whatever stood there."""
+        if self._places is not None:
+            return values.index_fill_(0, self._places, 0)
+        return values if self._mask is None else values.masked_fill_(self._mask, 0)
 
 
 def decide(
@@ -119,7 +160,7 @@ def decide(
     thresholds: dict[int, float],
 ) -> Decision:
     """Ask the gates in order. `table` has the rows of the view's sequences, `thresholds` the step gates' bounds."""
-    decision = Decision(torch.zeros(len(view), dtype=torch.uint8, device=advantage.device), {})
+    decision = Decision(len(view), advantage.device)
     for position, gate in enumerate(gates):
         if gate.scope == "sequence":
             assert table is not None
@@ -128,14 +169,8 @@ def decide(
         else:
             sides = _when(gate, advantage, *token_sides(gate, view, thresholds.get(position)))
         for code, side in enumerate(sides, start=FIRST_GATE + 2 * position):
-            if side is None:
-                continue
-            if decision.counts:
-                side = side & (decision.reasons == TRAINED)
-            count = int(torch.count_nonzero(side))
-            if count:
-                decision.reasons.masked_fill_(side, code)
-                decision.counts[code] = count
+            if side is not None:
+                decision.refuse(side, code)
     return decision
 
 

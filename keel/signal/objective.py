@@ -15,14 +15,14 @@ from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from keel.config import Composition, ObjectiveSettings, resolve_objective
+from keel.config import Composition, ObjectiveSettings, Weight, resolve_objective
 from keel.signal.account import Outcome, measure
 from keel.signal.batch import TokenBatch
 from keel.signal.gates import NOT_TRAINABLE, OTHER_ROLE, UNUSABLE, Decision, reason_names
 from keel.signal.metrics import Metrics
 from keel.signal.segments import Table
 from keel.signal.terms import Term, by_sign, penalty_term, policy_term
-from keel.signal.totals import Gather, Totals, totals_of
+from keel.signal.totals import Gather, Totals, kept_here, totals_of
 from keel.signal.view import View, ratio
 
 
@@ -147,7 +147,7 @@ class Result:
     @property
     def kept_tokens(self) -> int:
         """How many tokens of this batch train. When it is 0 over a step, the optimizer must not step."""
-        return len(self._view) - sum(self._outcome.decision.counts.values())
+        return len(self._view) - self._outcome.decision.refused
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -164,86 +164,108 @@ def _evaluate(view: View, totals: Totals) -> Outcome:
         view.decided = advantage, totals.decide(view, advantage)
     advantage, decision = view.decided
     rows = totals.rows(view)
-    scale = _scale(view, totals, rows)
-    term = _weigh(_policy(view, totals, advantage, decision, rows), view, composition, advantage, rows)
-    dropped = decision.dropped
-    if dropped is not None:
-        term.slope.masked_fill_(dropped, 0.0)
-        if term.value is not term.slope:
-            term.value.masked_fill_(dropped, 0.0)
-    loss, gradient = _sum(term.value, scale), term.slope
-    sizes = {"policy": loss}
+    scale = _scale(totals, rows, view.dtype)
+    by_sequence = composition.policy.level == "sequence"
+    if by_sequence:
+        term, loss = _sequence_policy(view, totals, advantage, decision, rows, scale)
+    if isinstance(scale, Tensor) and (composition.penalties or not by_sequence):
+        scale = view.segments.spread(scale)
+    if not by_sequence:
+        term, loss = _token_policy(view, totals, advantage, decision, rows, scale)
+    gradient, sizes = term.slope, {"policy": loss}
     for penalty in composition.penalties:
         drift = penalty_term(penalty, view)
-        if dropped is not None and penalty.scope == "kept":
-            drift = Term(drift.value.masked_fill_(dropped, 0.0), drift.slope.masked_fill_(dropped, 0.0))
+        if penalty.scope == "kept":
+            drift = Term(decision.clear_(drift.value), decision.clear_(drift.slope))
         sizes[f"{penalty.on} {penalty.of}"] = _sum(drift.value, scale)
         loss = loss + sizes[f"{penalty.on} {penalty.of}"]
-        gradient.add_(drift.slope)
-    return Outcome(loss, gradient.mul_(scale), decision, advantage, term.clipped, sizes)
+        gradient.add_(drift.slope.mul_(scale))
+    clipped_sequences = by_sequence and composition.policy.token_clip is None
+    return Outcome(loss, gradient, decision, advantage, term.clipped, clipped_sequences, sizes)
 
 
-def _scale(view: View, totals: Totals, rows: Table | None) -> Tensor | float:
-    """What multiplies each token's terms: one number, or one per token when each sequence divides by its own length."""
+def _scale(totals: Totals, rows: Table | None, dtype: torch.dtype) -> Tensor | float:
+    """What multiplies each token's terms: one number, or one per sequence when each divides by its own length."""
     reduction = totals.composition.reduction
     if reduction.over != "sequences":
         return 1.0 / totals.denominator()
     assert rows is not None
     lengths = rows["members" if reduction.divide_by == "members" else "kept"].clamp(min=1)
-    return view.segments.spread((1.0 / totals.denominator()) / lengths.to(view.dtype))
+    return (1.0 / totals.denominator()) / lengths.to(dtype)
 
 
 def _sum(values: Tensor, scale: Tensor | float) -> Tensor:
     return torch.dot(values, scale) if isinstance(scale, Tensor) else values.sum() * scale
 
 
-def _policy(view: View, totals: Totals, advantage: Tensor, decision: Decision, rows: Table | None) -> Term:
+def _token_policy(
+    view: View, totals: Totals, advantage: Tensor, decision: Decision, rows: Table | None, scale: Tensor | float
+) -> tuple[Term, Tensor]:
+    """The policy term of each token, its slope scaled, and its part of the loss."""
     policy = totals.composition.policy
-    logprob = view.logprob("policy")
-    if policy.anchor == "none":
-        return policy_term(policy, None, logprob, advantage)
-    log_ratio = view.log_ratio(f"policy/{policy.anchor}")
-    if policy.level == "token":
-        dropped = decision.dropped
-        if dropped is not None:
+    log_ratio = None
+    if policy.anchor != "none":
+        log_ratio = view.log_ratio(f"policy/{policy.anchor}")
+        if decision.counts:
             # before exp, so that a refused token cannot overflow; a log-ratio of 0 is as good as any
-            log_ratio = log_ratio.masked_fill(dropped, 0.0)
-        return policy_term(policy, log_ratio, logprob, advantage)
+            log_ratio = decision.clear_(log_ratio.clone())
+    term = policy_term(policy, log_ratio, view.logprob("policy"), advantage)
+    for weight in totals.composition.weights:
+        term = term.times(_factor(weight, view, advantage, rows))
+    decision.clear_(term.slope)
+    if term.value is not term.slope:
+        decision.clear_(term.value)
+    loss = _sum(term.value, scale)
+    term.slope.mul_(scale)
+    return term, loss
+
+
+def _sequence_policy(
+    view: View, totals: Totals, advantage: Tensor, decision: Decision, rows: Table | None, scale: Tensor | float
+) -> tuple[Term, Tensor]:
+    """The policy term of each sequence: the same for all of its kept tokens, so only the slope is ever spread."""
     assert rows is not None
+    policy = totals.composition.policy
     kept = rows["kept"].clamp(min=1)
-    term = policy_term(policy, rows["kept log-ratio"] / kept, logprob, rows["kept advantage"] / kept)
-    spread = view.segments.spread
-    slope = spread(term.slope)
-    clipped = None if term.clipped is None else spread(term.clipped)
+    mean_log_ratio, mean_advantage = rows["kept log-ratio"] / kept, rows["kept advantage"] / kept
+    term = policy_term(policy, mean_log_ratio, view.logprob("policy"), mean_advantage)
+    for weight in totals.composition.weights:
+        term = term.times(_row_factor(weight, rows))
+    loss = (term.value * scale * kept_here(view, decision)).sum()
+    slope = decision.clear_(view.segments.spread(term.slope * scale))
+    clipped = term.clipped
     if policy.token_clip is not None:
-        pushed = by_sign(advantage, 1.0, -1.0).mul_(log_ratio)
+        pushed = by_sign(advantage, 1.0, -1.0).mul_(view.log_ratio(f"policy/{policy.anchor}"))
         clipped = pushed > policy.token_clip
-        return Term(spread(term.value), slope.masked_fill_(clipped, 0.0), clipped)
-    return Term(slope if term.value is term.slope else spread(term.value), slope, clipped)
+        slope.masked_fill_(clipped, 0.0)
+    return Term(term.value, slope, clipped), loss
 
 
-def _weigh(term: Term, view: View, composition: Composition, advantage: Tensor, rows: Table | None) -> Term:
-    """Multiply the policy term by the weights, which carry no gradient."""
-    for weight in composition.weights:
-        sign = advantage
-        if weight.level == "token":
-            log_ratio = view.log_ratio(weight.of)
-        else:
-            assert rows is not None
-            log_ratio, sign = rows[f"sum {weight.of}"], rows["sum advantage"]
-            if weight.level == "geometric":
-                log_ratio = log_ratio / rows["usable"].clamp(min=1)
-        factor = ratio(log_ratio)
-        if weight.kernel == "gamma":
-            assert weight.k_positive and weight.k_negative
-            assert weight.rate_positive is not None and weight.rate_negative is not None
-            power = by_sign(sign, weight.k_positive, weight.k_negative)
-            decay = by_sign(sign, weight.rate_positive, weight.rate_negative)
-            factor = (power * log_ratio + decay * (1 - factor)).exp_()
-        if weight.low is not None or weight.high is not None:
-            factor = factor.clamp(weight.low, weight.high)
-        if weight.level != "token":
-            factor = view.segments.spread(factor)
-        slope = term.slope * factor
-        term = Term(slope if term.value is term.slope else term.value * factor, slope, term.clipped)
-    return term
+def _factor(weight: Weight, view: View, advantage: Tensor, rows: Table | None) -> Tensor:
+    """A weight for each token. It carries no gradient."""
+    if weight.level == "token":
+        return _shape(weight, view.log_ratio(weight.of), advantage)
+    assert rows is not None
+    return view.segments.spread(_row_factor(weight, rows))
+
+
+def _row_factor(weight: Weight, rows: Table) -> Tensor:
+    """A weight for each sequence."""
+    log_ratio = rows[f"sum {weight.of}"]
+    if weight.level == "geometric":
+        log_ratio = log_ratio / rows["usable"].clamp(min=1)
+    return _shape(weight, log_ratio, rows["sum advantage"])
+
+
+def _shape(weight: Weight, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+    """From a log-ratio to the weight that it gives."""
+    factor = ratio(log_ratio)
+    if weight.kernel == "gamma":
+        assert weight.k_positive and weight.k_negative
+        assert weight.rate_positive is not None and weight.rate_negative is not None
+        power = by_sign(advantage, weight.k_positive, weight.k_negative)
+        decay = by_sign(advantage, weight.rate_positive, weight.rate_negative)
+        factor = (power * log_ratio + decay * (1 - factor)).exp_()
+    if weight.low is not None or weight.high is not None:
+        factor = factor.clamp(weight.low, weight.high)
+    return factor

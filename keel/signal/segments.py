@@ -5,6 +5,8 @@ as they do in a packed batch, the sums run over the runs and cost a fraction of 
 There is no padding and no Python loop over sequences.
 """
 
+from typing import cast
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -13,19 +15,24 @@ from torch import Tensor
 class Segments:
     """The rows that a list of ids makes: one per distinct id, in increasing order of id."""
 
-    def __init__(self, ids: Int[Tensor, "n"]) -> None:
-        self.ids: Int[Tensor, "rows"]
-        self._row: Tensor | None
-        runs, lengths = torch.unique_consecutive(ids.long(), return_counts=True)
-        self._in_runs = 4 * len(runs) <= len(ids)
-        self._lengths = lengths
-        self._size = len(ids)
-        if not self._in_runs:
-            self.ids, self._row = torch.unique(ids.long(), return_inverse=True)
-        elif len(runs) < 2 or bool((runs[1:] > runs[:-1]).all()):
-            self.ids, self._row = runs, None
-        else:
-            self.ids, self._row = torch.unique(runs, return_inverse=True)
+    def __init__(self, ids: Int[Tensor, "n"], lengths: Int[Tensor, "n"] | None = None) -> None:
+        """One entry per id, or, with `lengths`, a run of that many entries."""
+        size = len(ids) if lengths is None else int(lengths.sum())
+        if lengths is None:
+            runs, lengths = torch.unique_consecutive(ids, return_counts=True)
+            if 4 * len(runs) <= len(ids):
+                # clones, since what unique_consecutive returns holds memory for as many runs as entries
+                ids, lengths = runs.clone(), lengths.clone()
+            else:
+                lengths = None
+        self.ids: Int[Tensor, "rows"] = ids.long()
+        self._size = size
+        self._lengths: Int[Tensor, "runs"] | None = lengths
+        """Of the runs of equal ids; None when there are too few equal neighbours to gain anything by them."""
+        self._row: Int[Tensor, "runs or n"] | None = None
+        """The row of each run, or of each entry; None when the runs are the rows."""
+        if lengths is None or (len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all())):
+            self.ids, self._row = torch.unique(self.ids, return_inverse=True)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -34,25 +41,23 @@ class Segments:
         """The sum of `values` over each row."""
         if values.dtype == torch.bool:
             values = values.float()
-        if self._in_runs:
+        if self._lengths is not None:
             values = torch.segment_reduce(values, "sum", lengths=self._lengths, unsafe=True)
-        if self._row is None:
-            return values
-        return values.new_zeros(len(self)).index_add_(0, self._row, values)
+        return values if self._row is None else values.new_zeros(len(self)).index_add_(0, self._row, values)
 
     def count(self) -> Int[Tensor, "rows"]:
         """The number of entries in each row."""
+        if self._lengths is None:
+            return torch.bincount(cast(Tensor, self._row), minlength=len(self))
         if self._row is None:
             return self._lengths
-        if not self._in_runs:
-            return torch.bincount(self._row, minlength=len(self))
         return self._lengths.new_zeros(len(self)).index_add_(0, self._row, self._lengths)
 
     def spread(self, rows: Tensor) -> Tensor:
         """Each entry's row value."""
         if self._row is not None:
             rows = rows[self._row]
-        return rows.repeat_interleave(self._lengths, output_size=self._size) if self._in_runs else rows
+        return rows if self._lengths is None else rows.repeat_interleave(self._lengths, output_size=self._size)
 
     def max(self, values: Tensor) -> Tensor:
         """The largest value in each row."""
@@ -60,20 +65,28 @@ class Segments:
         return values.new_zeros(len(self)).scatter_reduce_(0, row, values, "amax", include_self=False)
 
     def where(self, rows: Int[Tensor, "chosen"]) -> Int[Tensor, "m"]:
-        """The positions of all entries of the chosen rows, in order."""
-        if self._in_runs and self._row is None:
-            starts, lengths = (self._lengths.cumsum(0) - self._lengths)[rows], self._lengths[rows]
-            before = lengths.cumsum(0) - lengths
-            return (starts - before).repeat_interleave(lengths) + torch.arange(
-                int(lengths.sum()), device=self.ids.device
-            )
-        chosen = torch.zeros(len(self), dtype=torch.bool, device=self.ids.device)
-        chosen[rows] = True
-        return self.spread(chosen).nonzero().squeeze(1)
+        """The positions of all entries of the chosen rows, in order; `rows` must be increasing."""
+        runs = self._runs_of(rows)
+        if self._lengths is None:
+            return runs
+        lengths = self._lengths[runs]
+        size = int(lengths.sum())
+        shift = (self._lengths.cumsum(0) - self._lengths)[runs] - (lengths.cumsum(0) - lengths)
+        return shift.repeat_interleave(lengths, output_size=size) + torch.arange(size, device=shift.device)
 
     def narrow(self, rows: Int[Tensor, "chosen"]) -> "Segments":
         """The segments that the entries `where(rows)` make; `rows` must be increasing."""
-        return Segments(self.spread(self.ids)[self.where(rows)])
+        runs = self._runs_of(rows)
+        ids = self.ids[runs if self._row is None else self._row[runs]]
+        return Segments(ids, None if self._lengths is None else self._lengths[runs])
+
+    def _runs_of(self, rows: Int[Tensor, "chosen"]) -> Int[Tensor, "m"]:
+        """The runs of the chosen rows, or their entries when runs are not used."""
+        if self._row is None:
+            return rows
+        chosen = torch.zeros(len(self), dtype=torch.bool, device=self.ids.device)
+        chosen[rows] = True
+        return chosen[self._row].nonzero().squeeze(1)
 
 
 class Table:

@@ -22,6 +22,11 @@ class Term:
     slope: Tensor
     clipped: Tensor | None = None
 
+    def times(self, factor: Tensor) -> "Term":
+        """Both times a factor without gradient."""
+        slope = self.slope * factor
+        return Term(slope if self.value is self.slope else self.value * factor, slope, self.clipped)
+
 
 def by_sign(advantage: Tensor, positive: float, otherwise: float) -> Tensor:
     """One constant where A > 0 and another elsewhere, in the dtype of A."""
@@ -46,10 +51,13 @@ def policy_term(policy: Policy, log_ratio: Tensor | None, logprob: Tensor, advan
 
 
 def _clip(policy: Policy, linear: Tensor, advantage: Tensor) -> Term:
-    """max(-r*A, -clip(r)*A), from -r*A: the clip replaces r by the bound that its sign of A is held to."""
+    """max(-r*A, -clip(r)*A), from -r*A: the clip replaces r by the bound that its sign of A is held to.
+
+    That bound gives the smaller of the two products, whatever the sign, so no sign has to be looked at.
+    """
     eps = policy.eps or 0.0
     high = 1 + (eps if policy.eps_high is None else policy.eps_high)
-    bound = by_sign(advantage, -high, -(1 - eps)).mul_(advantage)
+    bound = torch.minimum(advantage * -high, advantage * -(1 - eps))
     clipped = linear < bound
     value = torch.maximum(linear, bound)
     if policy.dual_clip is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from keel.config import Composition
@@ -176,7 +176,7 @@ def _count_kept(totals: Totals, views: Sequence[View], gather: Gather) -> None:
         advantage = totals.advantage(view)
         decision = totals.decide(view, advantage)
         view.decided = (advantage, decision)
-        kept += len(view) - sum(decision.counts.values())
+        kept += len(view) - decision.refused
         if by_sequence:
             tables.append(_kept_sums(totals, view, advantage, decision))
     if composition.reduction.divide_by == "kept":
@@ -188,19 +188,21 @@ def _count_kept(totals: Totals, views: Sequence[View], gather: Gather) -> None:
 
 def _kept_sums(totals: Totals, view: View, advantage: Tensor, decision: Decision) -> Table:
     segments, policy = view.segments, totals.composition.policy
-    dropped = decision.dropped
-    if dropped is None:
-        columns: dict[str, Tensor] = {"kept": segments.count()}
-    else:
-        columns = {"kept": segments.sum(~dropped).long()}
+    columns = {"kept": kept_here(view, decision)}
     if policy.level == "sequence":
         log_ratio = view.log_ratio(f"policy/{policy.anchor}")
         if policy.token_clip is not None:
             log_ratio = clip_tokens(log_ratio, advantage, policy.token_clip)
-        if dropped is not None:
-            log_ratio, advantage = log_ratio.masked_fill(dropped, 0), advantage.masked_fill(dropped, 0)
+        if decision.counts:
+            log_ratio, advantage = decision.clear_(log_ratio.clone()), decision.clear_(advantage.clone())
         columns |= {"kept log-ratio": segments.sum(log_ratio), "kept advantage": segments.sum(advantage)}
     return Table(segments.ids, columns)
+
+
+def kept_here(view: View, decision: Decision) -> Int[Tensor, "rows"]:
+    """How many tokens of each of the view's sequences survived the gates."""
+    dropped = decision.dropped
+    return view.segments.count() if dropped is None else view.segments.sum(~dropped).long()
 
 
 def clip_tokens(log_ratio: Tensor, advantage: Tensor, bound: float) -> Tensor:

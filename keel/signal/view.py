@@ -52,8 +52,9 @@ class View:
                 raise BatchError(f"objective.roles = {composition.roles} needs batch.role")
             roles = torch.tensor(composition.roles, device=batch.role.device)
             members = members & torch.isin(batch.role, roles)
-        self.member_index: Int[Tensor, "members"] | None = None if bool(members.all()) else members.nonzero().squeeze(1)
-        self.members = len(batch) if self.member_index is None else len(self.member_index)
+        self.members = int(torch.count_nonzero(members))
+        everyone = self.members == len(batch)
+        self.member_index: Int[Tensor, "members"] | None = None if everyone else members.nonzero().squeeze(1)
         self.index: Int[Tensor, "n"] | None = self.member_index
         self.newest = int(batch.version.max()) if batch.version is not None and len(batch) else None
         self.decided: tuple[Float[Tensor, "n"], Decision] | None = None
@@ -82,12 +83,11 @@ class View:
         if not _all_finite(sampler):
             usable = sampler.isfinite().nonzero().squeeze(1)
             self.index = usable if self.index is None else self.index[usable]
-            sampler = sampler[usable]
+            sampler = sampler.index_select(0, usable)
         self._logprobs["sampler"] = sampler
 
     def _select(self, field: Tensor) -> Tensor:
-        field = field.detach()
-        return (field if self.index is None else field[self.index]).to(self.dtype)
+        return self.take(field.detach()).to(self.dtype)
 
     def _check_finite(self, name: str, values: Float[Tensor, "n"]) -> None:
         if _all_finite(values):
@@ -129,14 +129,18 @@ class View:
 
     def staleness(self, trainer_version: int) -> Int[Tensor, "n"]:
         """Trainer version minus the version that sampled the token."""
-        version = cast(Tensor, self.batch.version)
-        return trainer_version - (version if self.index is None else version[self.index])
+        return trainer_version - self.take(cast(Tensor, self.batch.version))
+
+    def take(self, field: Tensor, places: Int[Tensor, "m"] | None = None) -> Tensor:
+        """A field of the batch at the view's tokens, or at some of them."""
+        if self.index is not None:
+            places = self.index if places is None else self.index.index_select(0, places)
+        return field if places is None else field.index_select(0, places)
 
     @cached_property
     def segments(self) -> Segments:
         """The usable tokens by sequence."""
-        sequence = self.batch.sequence
-        return Segments(sequence if self.index is None else sequence[self.index])
+        return Segments(self.take(self.batch.sequence))
 
     @cached_property
     def member_segments(self) -> Segments:

@@ -1,0 +1,79 @@
+"""g. An option that is accepted acts, or is refused; it is never ignored."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from keel.audit.asking import enlarge, same
+from keel.audit.probes import build, random_sequences
+from keel.audit.target import Evaluation, Target
+from keel.signal import TokenBatch
+
+EXTRAS = ("reference_logprobs", "teacher_logprobs", "proximal_logprobs")
+REFUSED = (ValueError, TypeError, RuntimeError, KeyError, AttributeError)
+
+
+def dead_option(target: Target) -> tuple[str, TokenBatch] | None:
+    """An option whose every value gives the same loss, or that is silently ignored where it cannot act."""
+    batches = list(_batches(target))
+    base = {number: _answer(target, batch) for number, batch in enumerate(batches)}
+    for name, (now, values) in target.options.items():
+        others = [value for value in values if value != now]
+        if not any(
+            not _alike(base[number], _answer(target, batch, **{name: value}))
+            for value in others
+            for number, batch in enumerate(batches)
+        ):
+            return f"{name} is accepted and changes nothing, whatever its value", batches[0]
+        problem = _ignored_without(target, name, values, batches[0])
+        if problem is not None:
+            return problem, batches[0]
+    return None
+
+
+def _batches(target: Target) -> Iterator[TokenBatch]:
+    generator = torch.Generator().manual_seed(3)
+    for drifts in ((1e-5, -1e-5, 1e-4), (0.05, -0.05, 0.3, -0.3), (1.0, -1.0, 3.0, -3.0, 8.0, -8.0)):
+        batch = build(target.declaration, random_sequences(generator, (3, 1, 4, 2, 6), drifts), (0, 0, 1, 1, 1))
+        yield batch
+        assert batch.sampler_logprobs is not None
+        # a difference between sampler and proximal policy on some sequences
+        yield batch.replace(sampler_logprobs=batch.sampler_logprobs + 1.3 * (batch.sequence % 2))
+        for company in (0, 200):  # a token whose sampler log-prob is lost: a large share of the step, or a small one
+            joined = enlarge(target, batch, company) if company else batch
+            assert joined.sampler_logprobs is not None
+            lost = joined.trainable.nonzero()[0]
+            yield joined.replace(sampler_logprobs=joined.sampler_logprobs.index_fill(0, lost, math.nan))
+
+
+def _answer(target: Target, batch: TokenBatch, **options: Any) -> Evaluation | str:
+    try:
+        return target.evaluate(batch, **options)
+    except REFUSED:
+        return "refused"
+
+
+def _alike(first: Evaluation | str, second: Evaluation | str) -> bool:
+    if isinstance(first, str) or isinstance(second, str):
+        return first == second if isinstance(first, str) and isinstance(second, str) else False
+    if first.loss != first.loss or second.loss != second.loss:
+        return True  # a NaN says nothing about the option
+    return same(first, second)
+
+
+def _ignored_without(target: Target, name: str, values: tuple[Any, ...], batch: TokenBatch) -> str | None:
+    """Whether the option acts through a field of the batch and says nothing when that field is missing."""
+    for field in EXTRAS:
+        bare = batch.replace(**{field: None})
+        plain, stripped = _answer(target, batch), _answer(target, bare)
+        if isinstance(plain, str) or isinstance(stripped, str) or not same(plain, stripped):
+            continue  # the rule needs the field, or uses it anyway
+        for value in values:
+            with_field, without = _answer(target, batch, **{name: value}), _answer(target, bare, **{name: value})
+            if isinstance(with_field, str) or isinstance(without, str):
+                continue
+            if not _alike(plain, with_field) and _alike(plain, without):
+                return f"{name} = {value} acts through {field}, and without {field} it is silently ignored"
+    return None

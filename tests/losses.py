@@ -1,0 +1,392 @@
+"""Losses for the audit: wrong on purpose, each in one of the ways that really happened, and right ones beside them.
+
+Written as a user would write them, in plain torch over a TokenBatch, and in the simplest form that shows the failure.
+`WRONG` maps each to the class that names it.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import keel
+from keel import TokenBatch
+
+Loss = Callable[[TokenBatch], Tensor]
+
+
+def kept_mask(batch: TokenBatch, low: float = 0.2, high: float = 5.0) -> Tensor:
+    ratio = torch.exp((batch.logprobs - batch.sampler_logprobs).detach())
+    return batch.trainable & (ratio >= low) & (ratio <= high)
+
+
+def linear(batch: TokenBatch, keep: Tensor, advantages: Tensor | None = None) -> Tensor:
+    """-A * r on the kept tokens, safely."""
+    d = batch.logprobs[keep] - batch.sampler_logprobs[keep]
+    return -(batch.advantages if advantages is None else advantages)[keep] * torch.exp(d)
+
+
+def tokens_of(batch: TokenBatch) -> Tensor:
+    return batch.trainable.sum().clamp(min=1)
+
+
+def each_sequence(batch: TokenBatch) -> list[Tensor]:
+    return [(batch.sequence == each) & batch.trainable for each in torch.unique(batch.sequence)]
+
+
+# right
+
+
+def right_icepop(batch: TokenBatch) -> Tensor:
+    return linear(batch, kept_mask(batch)).sum() / tokens_of(batch)
+
+
+def right_clip(batch: TokenBatch) -> Tensor:
+    usable = batch.trainable & batch.sampler_logprobs.isfinite()
+    ratio = torch.exp((batch.logprobs[usable] - batch.sampler_logprobs[usable]).clamp(-30, 30))
+    advantage = batch.advantages[usable]
+    return torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.2) * advantage).sum() / tokens_of(batch)
+
+
+def right_sequence_mask(batch: TokenBatch) -> Tensor:
+    keep = kept_mask(batch, 0.0, 1e30)
+    total = batch.logprobs[batch.trainable].sum() * 0
+    for mine in each_sequence(batch):
+        mine = mine & keep
+        if mine.any():
+            kl = (batch.sampler_logprobs[mine] - batch.logprobs[mine]).mean().detach()
+            if not (kl > 0.05 and batch.advantages[mine].mean() < 0):
+                total = total + linear(batch, mine).sum()
+    return total / tokens_of(batch)
+
+
+def right_ratio_and_drift(batch: TokenBatch, kl_tau: float = 1e-3) -> Tensor:
+    keep = kept_mask(batch)
+    d = batch.logprobs[keep] - batch.sampler_logprobs[keep]
+    return (linear(batch, keep) + kl_tau * d.square()).sum() / tokens_of(batch)
+
+
+def right_group_baseline(batch: TokenBatch) -> Tensor:
+    keep = kept_mask(batch)
+    centred = batch.advantages.clone()
+    for group in torch.unique(batch.group[keep]):
+        mine = keep & (batch.group == group)
+        centred[mine] -= batch.advantages[mine].mean()
+    return linear(batch, keep, centred).sum() / tokens_of(batch)
+
+
+@keel.declare(divisor="sequences")
+def right_sequence_mean(batch: TokenBatch) -> Tensor:
+    keep = kept_mask(batch)
+    sums = [linear(batch, mine & keep).sum() / mine.sum() for mine in each_sequence(batch) if mine.any()]
+    return torch.stack(sums).mean()
+
+
+@keel.declare(leaves="policy term")
+def right_drift_on_all(batch: TokenBatch) -> Tensor:
+    usable = batch.trainable & batch.sampler_logprobs.isfinite()
+    d = batch.logprobs[usable] - batch.sampler_logprobs[usable]
+    return (linear(batch, kept_mask(batch)).sum() + 1e-3 * d.square().sum()) / tokens_of(batch)
+
+
+@keel.declare(anchor="proximal")
+def right_proximal(batch: TokenBatch) -> Tensor:
+    usable = batch.trainable & batch.sampler_logprobs.isfinite()
+    d = batch.logprobs[usable] - batch.proximal_logprobs[usable]
+    inside = d.abs() < 1
+    return -(batch.advantages[usable][inside] * torch.exp(d[inside])).sum() / tokens_of(batch)
+
+
+@keel.declare(divisor="kept tokens")
+def right_kept_divides(batch: TokenBatch) -> Tensor:
+    keep = kept_mask(batch)
+    return linear(batch, keep).sum() / keep.sum().clamp(min=1)
+
+
+RIGHT: list[Loss] = [
+    right_icepop,
+    right_clip,
+    right_sequence_mask,
+    right_ratio_and_drift,
+    right_group_baseline,
+    right_sequence_mean,
+    right_drift_on_all,
+    right_proximal,
+    right_kept_divides,
+]
+
+
+# wrong
+
+
+def mask_times_exp(batch: TokenBatch) -> Tensor:
+    """0 * inf: the mask multiplies what has already overflowed."""
+    usable = batch.trainable & batch.sampler_logprobs.isfinite()
+    ratio = torch.exp(batch.logprobs[usable] - batch.sampler_logprobs[usable])
+    keep = ((ratio >= 0.2) & (ratio <= 5.0)).double().detach()
+    return -(keep * ratio * batch.advantages[usable]).sum() / tokens_of(batch)
+
+
+def where_after_exp(batch: TokenBatch) -> Tensor:
+    """The forward is clean; the backward multiplies 0 by inf."""
+    usable = batch.trainable & batch.sampler_logprobs.isfinite()
+    ratio = torch.exp(batch.logprobs[usable] - batch.sampler_logprobs[usable])
+    inside = (ratio >= 0.2) & (ratio <= 5.0)
+    return -torch.where(inside, ratio * batch.advantages[usable], 0.0).sum() / tokens_of(batch)
+
+
+def nan_times_zero(batch: TokenBatch) -> Tensor:
+    """A NaN log-prob in a prompt, masked by multiplication, reaches the loss."""
+    ratio = torch.exp((batch.logprobs - batch.sampler_logprobs).clamp(-20, 20))
+    return -(batch.trainable * ratio * batch.advantages).sum() / tokens_of(batch)
+
+
+def missing_read_as_on_policy(batch: TokenBatch) -> Tensor:
+    """A sampler log-prob that is missing becomes a ratio of one."""
+    sampler = torch.where(batch.sampler_logprobs.isfinite(), batch.sampler_logprobs, batch.logprobs.detach())
+    filled = batch.replace(sampler_logprobs=sampler)
+    return linear(filled, kept_mask(filled)).sum() / tokens_of(batch)
+
+
+def _baseline_by(batch: TokenBatch, label: Tensor) -> Tensor:
+    keep = kept_mask(batch)
+    centred = batch.advantages.clone()
+    for each in torch.unique(label[keep]):
+        mine = keep & (label == each)
+        centred[mine] -= batch.advantages[mine].mean()
+    return linear(batch, keep, centred).sum() / tokens_of(batch)
+
+
+def groups_by_stride(batch: TokenBatch) -> Tensor:
+    """Every two sequences, in the order in which they stand, are a group."""
+    place = torch.unique_consecutive(batch.sequence, return_inverse=True)[1]
+    return _baseline_by(batch, place // 2)
+
+
+def groups_by_reshape(batch: TokenBatch) -> Tensor:
+    """Every four tokens are a group, and any other number of tokens is a crash."""
+    rows = batch.advantages.view(-1, 4)
+    centred = (rows - rows.mean(1, keepdim=True)).view(-1)
+    return linear(batch, kept_mask(batch), centred).sum() / tokens_of(batch)
+
+
+def uneven_groups_share_a_baseline(batch: TokenBatch) -> Tensor:
+    """Groups of equal size have their own baselines; as soon as they differ, all share one."""
+    sizes = {int((batch.group == each).sum()) for each in torch.unique(batch.group)}
+    return _baseline_by(batch, batch.group if len(sizes) == 1 else torch.zeros_like(batch.group))
+
+
+def baselines_crossed_by_order(batch: TokenBatch) -> Tensor:
+    """Baselines are listed by group id and handed out in order of appearance."""
+    keep = kept_mask(batch)
+    ids = torch.unique(batch.group)
+    masks = [keep & (batch.group == each) for each in ids]
+    means = [batch.advantages[mine].mean() if mine.any() else torch.tensor(0.0) for mine in masks]
+    seen = list(dict.fromkeys(batch.group.tolist()))
+    centred = batch.advantages.clone()
+    for place, group in enumerate(seen):
+        centred[batch.group == group] -= means[place]
+    return linear(batch, keep, centred).sum() / tokens_of(batch)
+
+
+def runs_taken_for_sequences(batch: TokenBatch) -> Tensor:
+    """A sequence is wherever the id changes: interleaved tokens become sequences of their own."""
+    runs = torch.unique_consecutive(batch.sequence, return_inverse=True)[1]
+    return right_sequence_mask(batch.replace(sequence=runs))
+
+
+def rejected_sibling_votes(batch: TokenBatch) -> Tensor:
+    """The baseline counts sequences that the mask has thrown out."""
+    keep = kept_mask(batch)
+    centred = batch.advantages.clone()
+    for group in torch.unique(batch.group):
+        mine = batch.trainable & (batch.group == group)
+        centred[mine] -= batch.advantages[mine].mean()
+    return linear(batch, keep, centred).sum() / tokens_of(batch)
+
+
+def empty_rollout_votes(batch: TokenBatch) -> Tensor:
+    """The baseline counts rollouts that have no trainable token."""
+    keep = kept_mask(batch)
+    sequences = {int(each): batch.sequence == each for each in torch.unique(batch.sequence)}
+    centred = batch.advantages.clone()
+    for group in torch.unique(batch.group):
+        mine = [mask for mask in sequences.values() if batch.group[mask][0] == group]
+        scores = [batch.advantages[m & keep].mean() if (m & keep).any() else batch.advantages[m][0] for m in mine]
+        if any(not (m & batch.trainable).any() for m in mine):
+            centred[batch.group == group] -= torch.stack([s.nan_to_num(0, 0, 0) for s in scores]).mean()
+    return linear(batch, keep, centred).sum() / tokens_of(batch)
+
+
+def sequence_mask_leaks(batch: TokenBatch) -> Tensor:
+    """The sequence is judged, but only its tokens of negative advantage leave."""
+    keep = kept_mask(batch, 0.0, 1e30)
+    total = batch.logprobs[batch.trainable].sum() * 0
+    for mine in each_sequence(batch):
+        mine = mine & keep
+        if mine.any():
+            kl = (batch.sampler_logprobs[mine] - batch.logprobs[mine]).mean().detach()
+            total = total + linear(batch, mine & ~((kl > 1e-4) & (batch.advantages < 0))).sum()
+    return total / tokens_of(batch)
+
+
+def sequence_clip_by_token_sign(batch: TokenBatch) -> Tensor:
+    """One ratio for the sequence, clipped by the sign of each token's own advantage."""
+    keep = kept_mask(batch, 1e-12, 1e12)
+    total = batch.logprobs[batch.trainable].sum() * 0
+    for mine in each_sequence(batch):
+        mine = mine & keep
+        if mine.any():
+            ratio = torch.exp((batch.logprobs[mine] - batch.sampler_logprobs[mine]).mean())
+            advantage = batch.advantages[mine]
+            here = ratio.detach() * torch.exp(batch.logprobs[mine] - batch.logprobs[mine].detach())
+            total = total + torch.maximum(-here * advantage, -here.clamp(0.8, 1.2) * advantage).sum()
+    return total / tokens_of(batch)
+
+
+def ratio_with_its_own_detach(batch: TokenBatch) -> Tensor:
+    """Always one."""
+    keep = kept_mask(batch)
+    ratio = torch.exp(batch.logprobs[keep] - batch.logprobs[keep].detach())
+    return -(batch.advantages[keep] * ratio).sum() / tokens_of(batch)
+
+
+def sequence_mask_on_recomputed(batch: TokenBatch) -> Tensor:
+    """The mask measures drift from the trainer's own recomputed log-probs, not from the sampler's."""
+    keep = kept_mask(batch, 0.0, 1e30)
+    total = batch.logprobs[batch.trainable].sum() * 0
+    for mine in each_sequence(batch):
+        mine = mine & keep
+        if mine.any():
+            kl = (batch.proximal_logprobs[mine] - batch.logprobs[mine]).mean().detach()
+            if not (kl > 1e-4 and batch.advantages[mine].mean() < 0):
+                total = total + linear(batch, mine).sum()
+    return total / tokens_of(batch)
+
+
+@keel.declare(decisions=["sequence"])
+def mask_that_never_fires(batch: TokenBatch) -> Tensor:
+    """Declares a sequence mask whose statistic compares the policy with itself."""
+    keep = kept_mask(batch, 0.0, 1e30)
+    total = batch.logprobs[batch.trainable].sum() * 0
+    for mine in each_sequence(batch):
+        mine = mine & keep
+        kl = (batch.logprobs[mine].detach() - batch.logprobs[mine]).mean().detach()
+        if mine.any() and not kl > 1e-4:
+            total = total + linear(batch, mine).sum()
+    return total / tokens_of(batch)
+
+
+def prompts_divide(batch: TokenBatch) -> Tensor:
+    """The numerator has the mask, the denominator has not."""
+    return linear(batch, kept_mask(batch)).sum() / len(batch)
+
+
+def truncation_in_numerator_only(batch: TokenBatch) -> Tensor:
+    """The last token of each sequence is masked out, and still counts."""
+    keep = kept_mask(batch)
+    for mine in each_sequence(batch):
+        if mine.sum() > 1:
+            keep[mine.nonzero()[-1]] = False
+    return linear(batch, keep).sum() / tokens_of(batch)
+
+
+def token_mean_turned_sample_mean(batch: TokenBatch) -> Tensor:
+    """Accumulating a mean per sequence makes short answers louder."""
+    return right_sequence_mean(batch)
+
+
+def survivors_divide(batch: TokenBatch) -> Tensor:
+    """The more is dropped, the larger every step."""
+    return right_kept_divides(batch)
+
+
+def kl_coefficient_ignored(batch: TokenBatch, kl_coef: float = 0.1) -> Tensor:
+    """Read from the settings, and never passed on."""
+    return right_icepop(batch)
+
+
+def dual_clip_ignored(batch: TokenBatch, eps: float = 0.2, dual_clip: float = 3.0) -> Tensor:
+    """Parsed, and never used."""
+    usable = batch.trainable & batch.sampler_logprobs.isfinite()
+    ratio = torch.exp((batch.logprobs[usable] - batch.sampler_logprobs[usable]).clamp(-30, 30))
+    advantage = batch.advantages[usable]
+    return torch.maximum(-ratio * advantage, -ratio.clamp(1 - eps, 1 + eps) * advantage).sum() / tokens_of(batch)
+
+
+def kl_ignored_without_reference(batch: TokenBatch, kl_coef: float = 0.0) -> Tensor:
+    """Works when there is a reference; when there is none, says nothing."""
+    keep = kept_mask(batch)
+    loss = linear(batch, keep).sum()
+    if batch.reference_logprobs is not None:
+        loss = loss + kl_coef * (batch.logprobs[keep] - batch.reference_logprobs[keep]).square().sum()
+    return loss / tokens_of(batch)
+
+
+def drift_centred_per_row(batch: TokenBatch) -> Tensor:
+    """A KL adjustment centred within each packed row of four tokens."""
+    keep = kept_mask(batch)
+    drift = (batch.logprobs - batch.reference_logprobs).detach()
+    adjusted = batch.advantages.clone()
+    for row in torch.arange(len(batch)).split(4):
+        mine = row[keep[row]]
+        adjusted[mine] += 0.1 * (drift[mine].mean() - drift[mine])
+    return linear(batch, keep, adjusted).sum() / tokens_of(batch)
+
+
+def whitened_per_call(batch: TokenBatch) -> Tensor:
+    """Advantages normalised over whatever tokens this rank or micro-batch happens to hold."""
+    keep = kept_mask(batch)
+    mine = batch.advantages[keep]
+    spread = mine.std() if len(mine) > 1 else torch.tensor(1.0)
+    white = batch.advantages.clone()
+    white[keep] = (mine - mine.mean()) / (spread + 1e-4)
+    return linear(batch, keep, white).sum() / tokens_of(batch)
+
+
+def micro_batch_size_matters(batch: TokenBatch) -> Tensor:
+    """Divided by the square root of the tokens in the call."""
+    return linear(batch, kept_mask(batch)).sum() / tokens_of(batch).sqrt()
+
+
+def drift_on_dropped_undeclared(batch: TokenBatch) -> Tensor:
+    """A dropped token still pays the drift penalty, and nobody said so."""
+    return right_drift_on_all(batch)
+
+
+def sum_over_all_slots(batch: TokenBatch) -> Tensor:
+    """Untrainable tokens train."""
+    usable = batch.sampler_logprobs.isfinite() & batch.logprobs.isfinite() & batch.advantages.isfinite()
+    return linear(batch, usable & kept_mask(batch.replace(trainable=usable))).sum() / tokens_of(batch)
+
+
+WRONG: dict[Loss, str] = {
+    mask_times_exp: "a",
+    where_after_exp: "a",
+    nan_times_zero: "a",
+    missing_read_as_on_policy: "a",
+    groups_by_stride: "b",
+    groups_by_reshape: "b",
+    uneven_groups_share_a_baseline: "b",
+    baselines_crossed_by_order: "b",
+    runs_taken_for_sequences: "b",
+    rejected_sibling_votes: "c",
+    empty_rollout_votes: "c",
+    drift_on_dropped_undeclared: "c",
+    sequence_mask_leaks: "d",
+    sequence_clip_by_token_sign: "d",
+    ratio_with_its_own_detach: "e",
+    sequence_mask_on_recomputed: "e",
+    mask_that_never_fires: "e",
+    prompts_divide: "f",
+    truncation_in_numerator_only: "f",
+    token_mean_turned_sample_mean: "f",
+    survivors_divide: "f",
+    sum_over_all_slots: "f",
+    kl_coefficient_ignored: "g",
+    dual_clip_ignored: "g",
+    kl_ignored_without_reference: "g",
+    drift_centred_per_row: "j",
+    whitened_per_call: "j",
+    micro_batch_size_matters: "j",
+}

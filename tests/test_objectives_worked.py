@@ -1,0 +1,86 @@
+"""The worked numbers of the objectives' definition, exact to float32."""
+
+import pytest
+import torch
+
+import keel
+
+F32 = torch.float32
+
+
+def leak_example() -> keel.TokenBatch:
+    """One negative sequence, one unit of KL, with one positive token inside."""
+    return keel.TokenBatch(
+        logprobs=torch.tensor([-1.0, -1.0, -1.0], dtype=F32, requires_grad=True),
+        sampler_logprobs=torch.zeros(3, dtype=F32),
+        advantages=torch.tensor([-1.0, 0.25, -1.0], dtype=F32),
+        trainable=torch.ones(3, dtype=torch.bool),
+        sequence=torch.zeros(3, dtype=torch.int64),
+    )
+
+
+def test_opsm_rejects_the_positive_token_of_a_rejected_sequence() -> None:
+    step = leak_example()
+    result = keel.objective("opsm", opsm_delta=1e-4)(step)
+    result.loss.backward()
+    assert result.loss.item() == 0.0
+    assert result.keep.tolist() == [False, False, False]
+    assert result.kept_tokens == 0
+    assert step.logprobs.grad is not None
+    assert step.logprobs.grad.tolist() == [0.0, 0.0, 0.0]
+    assert result.metrics["opsm_rejected_tokens"].mean == 1.0
+    assert result.metrics["opsm_rejected_sequences"].mean == 1.0
+
+
+def test_deciding_token_by_token_would_have_leaked_what_the_definition_says() -> None:
+    """The same numbers as three sequences of one token: the positive one stays, with -0.09196986 and -0.03065662."""
+    result = keel.objective("opsm")(leak_example().replace(sequence=torch.arange(3)))
+    assert result.keep.tolist() == [False, True, False]
+    assert result.loss.item() == pytest.approx(-0.03065662, rel=1e-6)
+    assert 3 * result.loss.item() == pytest.approx(-0.09196986, rel=1e-6)
+    assert result.metrics["opsm_rejected_tokens"].mean == pytest.approx(2 / 3)
+
+
+def test_opsm_decides_by_the_sequence_kl_of_one() -> None:
+    """The KL of the example is 1.0: a delta just below rejects, 1.0 itself keeps."""
+    assert keel.objective("opsm", opsm_delta=0.999999)(leak_example()).kept_tokens == 0
+    assert keel.objective("opsm", opsm_delta=1.0)(leak_example()).kept_tokens == 3
+
+
+@pytest.mark.parametrize("delta", [0.999999, 1.0])
+def test_opsm_ignores_what_is_not_trainable(delta: float) -> None:
+    def example(junk_logprob: float, junk_advantage: float) -> keel.TokenBatch:
+        return keel.TokenBatch(
+            logprobs=torch.tensor([-1.0, -1.0, -1.0], dtype=F32),
+            sampler_logprobs=torch.tensor([0.0, junk_logprob, 0.0], dtype=F32),
+            advantages=torch.tensor([-1.0, junk_advantage, -1.0], dtype=F32),
+            trainable=torch.tensor([True, False, True]),
+            sequence=torch.zeros(3, dtype=torch.int64),
+        )
+
+    rule = keel.objective("opsm", opsm_delta=delta)
+    result, clean = rule(example(9.0, 5.0)), rule(example(0.0, -1.0))
+    kept = [False, False, False] if delta < 1 else [True, False, True]
+    assert result.keep.tolist() == clean.keep.tolist() == kept
+    assert result.loss.item() == clean.loss.item()
+    assert result.metrics["opsm_rejected_tokens"].mean == (1.0 if delta < 1 else 0.0)
+    assert result.metrics["opsm_rejected_tokens"].count == 2
+
+
+def test_kl_penalty_moves_advantage_from_drifted_tokens_to_the_others() -> None:
+    """k = [0.5, -0.5, 1.0], coefficient 0.1: the adjustment, read off the gradient of an on-policy linear term."""
+    k = torch.tensor([0.5, -0.5, 1.0], dtype=F32)
+    logprobs = torch.tensor([-1.0, -1.0, -1.0], dtype=F32)
+    step = keel.TokenBatch(
+        logprobs=logprobs,
+        sampler_logprobs=logprobs,
+        advantages=torch.zeros(3, dtype=F32),
+        trainable=torch.ones(3, dtype=torch.bool),
+        sequence=torch.tensor([0, 1, 1]),
+        reference_logprobs=logprobs - k,
+    )
+    result = keel.objective("icepop", kl_penalty_coef=0.1)(step)
+    adjustment = -3 * result.gradient
+    torch.testing.assert_close(adjustment, torch.tensor([-0.0166667, 0.0833333, -0.0666667]), rtol=1e-5, atol=1e-7)
+    assert adjustment.sum().item() == pytest.approx(0.0, abs=1e-7)
+    assert result.metrics["kl_policy_ref"].mean == pytest.approx(1 / 3)
