@@ -11,7 +11,7 @@ import pytest
 import keel
 from keel.config import RECIPES, Composition, RunSettings, load, resolve_objective
 from keel.config.load import parse_overrides
-from keel.config.recipes import COMMON_NAMES, PARAMETERS
+from keel.config.recipe import COMMON_NAMES, PARAMETERS
 from keel.errors import ConfigError, KeelError
 
 ROOT = Path(keel.__file__).parent

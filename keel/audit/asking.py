@@ -4,7 +4,8 @@ A token counts as *active* when its gradient follows the advantage. One that doe
 dropped when not even the loss follows its advantage.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -71,9 +72,13 @@ def with_empty_row(target: Target, batch: TokenBatch) -> TokenBatch:
     return TokenBatch.cat([batch, row])
 
 
-def rejected_rows(target: Target) -> Iterator[TokenBatch]:
+@lru_cache(maxsize=4)
+def rejected_rows(target: Target) -> list[TokenBatch]:
+    """Short sequences of which the rule drops every token."""
+    rows = []
     for drift in (8.0, -8.0, 2.0, -2.0):
         for advantage in (1.0, -1.0):
             row = build(target.declaration, [[Token(drift, advantage), Token(drift, advantage)]])
             if not bool(active(target, row).any()) and vanished(target, row, row.trainable):
-                yield row
+                rows.append(row)
+    return rows

@@ -41,10 +41,10 @@ def _batches(target: Target) -> Iterator[TokenBatch]:
         assert batch.sampler_logprobs is not None
         # a difference between sampler and proximal policy on some sequences
         yield batch.replace(sampler_logprobs=batch.sampler_logprobs + 1.3 * (batch.sequence % 2))
-        for company in (0, 200):  # a token whose sampler log-prob is lost: a large share of the step, or a small one
+        for company in (0, 200):  # a sequence without sampler log-probs: a large share of the step, or a small one
             joined = enlarge(target, batch, company) if company else batch
             assert joined.sampler_logprobs is not None
-            lost = joined.trainable.nonzero()[0]
+            lost = (joined.trainable & (joined.sequence == batch.sequence[3])).nonzero().squeeze(1)
             yield joined.replace(sampler_logprobs=joined.sampler_logprobs.index_fill(0, lost, math.nan))
 
 

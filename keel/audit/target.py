@@ -35,7 +35,7 @@ class Evaluation:
     gradient: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Target:
     """Something that makes a loss from a batch."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from keel.config import Recipe, resolve_objective
-from keel.config.recipes import COMMON_NAMES, PARAMETERS, Common
+from keel.config.recipe import COMMON_NAMES, PARAMETERS, Common
 from keel.config.words import number
 
 

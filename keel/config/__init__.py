@@ -6,7 +6,8 @@ Nothing in this room imports torch, so that settings can be read, checked and pr
 from keel.config.composition import Composition, Gate, Penalty, Policy, Reduction, Weight
 from keel.config.load import Loaded, load
 from keel.config.objective import ObjectiveSettings, resolve_objective
-from keel.config.recipes import RECIPES, Recipe
+from keel.config.recipe import Recipe
+from keel.config.recipes import RECIPES
 from keel.config.run import RunSettings
 
 __all__ = [

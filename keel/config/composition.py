@@ -276,7 +276,7 @@ class Composition(Transforms):
             if self.weights:
                 raise refuse("{weights}: cross_entropy takes no weights", weights=len(self.weights))
         if self.reduction.divide_by == "kept" and not self.gates and not self.reads("sampler"):
-            raise refuse('denominator (reduction.divide_by) = "kept" cannot act: nothing here drops a token')
+            raise refuse("{denominator} (divide_by) cannot act: nothing here drops a token", denominator="kept")
         if self.policy.level == "sequence" and any(weight.level == "token" for weight in self.weights):
             raise refuse("{level}: a sequence-level policy term takes no token-level weights", level=self.policy.level)
         if self.proximal == "interpolated" and not self.reads("proximal"):

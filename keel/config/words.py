@@ -12,7 +12,7 @@ from typing import Any
 
 from keel.config.composition import Composition, Gate, Penalty, Weight
 from keel.config.objective import resolve_objective
-from keel.config.recipes import Recipe
+from keel.config.recipe import Recipe
 from keel.config.settings import Path
 from keel.config.symbols import COMMON_SYMBOLS, PAIRS, SIGNS, Symbol, used_in
 

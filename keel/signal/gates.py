@@ -36,9 +36,9 @@ def reason_names(gates: Sequence[Gate]) -> tuple[str, ...]:
 
 def binary_kl(start: Float[Tensor, "n"], end: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
     """KL of the two-outcome distributions (drawn token, any other), from log-probs: KL(start || end)."""
-    largest = 1 - torch.finfo(start.dtype).eps
-    p, q = start.exp().clamp_(max=largest), end.exp().clamp_(max=largest)
-    return p * (start - end) + (1 - p) * (torch.log1p(-p) - torch.log1p(-q))
+    other, other_end = -torch.expm1(start.clamp(max=0)), -torch.expm1(end.clamp(max=0))
+    rest = (other * (other.log() - other_end.log())).masked_fill_(other == 0, 0.0)
+    return start.exp().mul_(start - end).add_(rest)
 
 
 def token_sides(gate: Gate, view: View, threshold: float | None = None) -> Sides:
