@@ -25,6 +25,7 @@ types: $(VENV)/.test
 docs: $(VENV)/.core  ## write the generated pages again
 	$(BIN)/keel objectives --markdown > docs/objectives.md.new
 	mv docs/objectives.md.new docs/objectives.md
+	$(BIN)/python docs/images/objective.py
 
 docs-check: $(VENV)/.test
 	@$(BIN)/keel objectives --markdown | diff -u docs/objectives.md - || { echo "docs/objectives.md is out of date: run make docs"; exit 1; }

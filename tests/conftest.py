@@ -9,7 +9,7 @@ settings.register_profile(
     "keel",
     deadline=None,
     derandomize=True,
-    max_examples=12,
+    max_examples=8,
     # many properties are parametrised over every recipe, each with its own few examples
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )

@@ -16,7 +16,9 @@ from strategies import (
     FLOATS,
     IDS,
     assert_same_pairs,
+    chosen_from,
     close,
+    masks_of,
     objective,
     pairs,
     parts_of,
@@ -32,6 +34,22 @@ import keel
 from keel.signal.gates import NOT_TRAINABLE, UNUSABLE
 
 every_case = pytest.mark.parametrize("case", CASES)
+ACCOUNTED = [
+    "icepop",
+    "dppo_kl",
+    "opsm",
+    "m2po",
+    "gmpo",
+    "vespo",
+    "decoupled_ppo_loglinear",
+    "cross_entropy, roles",
+    "icepop, rollout_min_ratio",
+    "icepop, sequences, kept",
+    "dapo, kl_penalty sampled",
+    "gspo, gated, kept",
+    "mis, geometric",
+]
+"""Cases with every kind of decision, table and term; accounts are compared in full, which is slow, for these."""
 PAYS_AFTER_REFUSAL = [case for case in CASES if any(p.scope == "all" for p in objective(case).composition.penalties)]
 READS_SAMPLER = [case for case in CASES if objective(case).composition.reads("sampler")]
 GATED = [case for case in CASES if objective(case).composition.gates]
@@ -56,7 +74,8 @@ def test_order_of_tokens_changes_nothing(case: str, data: st.DataObject) -> None
     close(moved_loss, loss)
     close(moved_gradient, gradient[order])
     assert torch.equal(moved.reasons, result.reasons[order])
-    assert_same_pairs(pairs(moved.metrics), pairs(result.metrics))
+    if case in ACCOUNTED:
+        assert_same_pairs(pairs(moved.metrics), pairs(result.metrics))
 
 
 @every_case
@@ -71,32 +90,35 @@ def test_names_of_the_sequences_change_nothing(case: str, data: st.DataObject) -
     close(renamed_loss, loss)
     close(renamed_gradient, gradient)
     assert torch.equal(renamed.reasons, result.reasons)
-    assert_same_pairs(pairs(renamed.metrics), pairs(result.metrics))
 
 
 SEQUENCE_METRICS = ("sequence_chi_square", "opsm_rejected_sequences", "opsm_rejected_tokens/")
 """Metrics about whole sequences."""
 
 
-def split(rule: keel.Objective, step: keel.TokenBatch, parts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """Loss, gradient, reasons and metrics of a step given in parts, each part scored with the step's totals."""
+def split(
+    rule: keel.Objective, step: keel.TokenBatch, parts: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, list[keel.Result]]:
+    """Loss, gradient, reasons and results of a step given in parts, each part scored with the step's totals."""
     batches = [step.take(part) for part in parts]
     totals = rule.totals(batches)
     loss = torch.zeros((), dtype=torch.float64)
     gradient = torch.zeros_like(step.logprobs)
     reasons = torch.zeros(len(step), dtype=torch.uint8)
-    metrics = keel.Metrics()
+    results = []
     for part, micro_batch in zip(parts, batches, strict=True):
         part_loss, part_gradient, result = run(rule, micro_batch, totals)
         loss += part_loss
         gradient[part] = part_gradient
         reasons[part] = result.reasons
-        metrics = metrics + result.metrics
-    return loss, gradient, reasons, metrics
+        results.append(result)
+    return loss, gradient, reasons, results
 
 
-def with_names(numbers: dict[str, list[float]], *, sequence: bool) -> dict[str, list[float]]:
-    return {name: value for name, value in numbers.items() if name.startswith(SEQUENCE_METRICS) == sequence}
+def added(results: list[keel.Result], *, sequence: bool) -> dict[str, list[float]]:
+    """The metrics of several parts of a step, added; those about sequences or those about tokens."""
+    metrics = sum((result.metrics for result in results), keel.Metrics())
+    return {name: value for name, value in pairs(metrics).items() if name.startswith(SEQUENCE_METRICS) == sequence}
 
 
 @every_case
@@ -106,32 +128,30 @@ def test_any_split_into_micro_batches_changes_nothing(case: str, data: st.DataOb
     step = data.draw(steps())
     rule = objective(case)
     loss, gradient, result = run(rule, step)
-    parts_loss, parts_gradient, reasons, metrics = split(rule, step, data.draw(parts_of(step)))
+    parts_loss, parts_gradient, reasons, results = split(rule, step, data.draw(parts_of(step)))
     close(parts_loss, loss)
     close(parts_gradient, gradient)
     assert torch.equal(reasons, result.reasons)
-    assert_same_pairs(
-        with_names(pairs(metrics), sequence=False), with_names(pairs(result.metrics), sequence=False)
-    )
+    assert sum(part.kept_tokens for part in results) == result.kept_tokens
+    if case in ACCOUNTED:
+        assert_same_pairs(added(results, sequence=False), added([result], sequence=False))
 
 
-@every_case
+@pytest.mark.parametrize("case", ACCOUNTED)
 @given(data=st.data())
 def test_metrics_of_sequences_add_up_over_parts_of_whole_sequences(case: str, data: st.DataObject) -> None:
     step = data.draw(steps())
     rule = objective(case)
-    metrics = split(rule, step, data.draw(parts_of(step, whole_sequences=True)))[3]
-    expected = with_names(pairs(rule(step).metrics), sequence=True)
-    assert_same_pairs(with_names(pairs(metrics), sequence=True), expected)
+    results = split(rule, step, data.draw(parts_of(step, whole_sequences=True)))[3]
+    assert_same_pairs(added(results, sequence=True), added([rule(step)], sequence=True))
 
 
 @pytest.mark.parametrize("case", ["icepop", "opsm", "gspo"])
 def test_metrics_of_sequences_add_up_over_cut_sequences(case: str) -> None:
     step, rule = random_step(30), objective(case)
     positions = torch.arange(len(step))
-    metrics = split(rule, step, [positions[:17], positions[17:23], positions[23:]])[3]
-    expected = with_names(pairs(rule(step).metrics), sequence=True)
-    assert_same_pairs(with_names(pairs(metrics), sequence=True), expected)
+    results = split(rule, step, [positions[:17], positions[17:23], positions[23:]])[3]
+    assert_same_pairs(added(results, sequence=True), added([rule(step)], sequence=True))
 
 
 @every_case
@@ -183,21 +203,24 @@ def test_junk_in_untrainable_slots_changes_nothing(case: str, data: st.DataObjec
         value = getattr(step, name).clone()
         choices = JUNK if name in FLOATS else [0, -1, 2**62, -(2**62), 7]
         slots = (~step.trainable).nonzero().squeeze(1).tolist()
-        picked = data.draw(st.lists(st.sampled_from(choices), min_size=len(slots), max_size=len(slots)))
+        picked = data.draw(chosen_from(choices, len(slots)))
         for slot, number in zip(slots, picked, strict=True):
             value[slot] = number
         junk[name] = value
     rule = objective(case)
-    assert_untouched_by(rule, step, step.replace(**junk))
+    assert_untouched_by(rule, step, step.replace(**junk), accounts=case in ACCOUNTED)
 
 
-def assert_untouched_by(rule: keel.Objective, step: keel.TokenBatch, changed: keel.TokenBatch) -> None:
+def assert_untouched_by(
+    rule: keel.Objective, step: keel.TokenBatch, changed: keel.TokenBatch, accounts: bool = True
+) -> None:
     loss, gradient, result = run(rule, step)
     other_loss, other_gradient, other = run(rule, changed)
     assert torch.equal(other_loss, loss)
     assert torch.equal(other_gradient, gradient)
     assert torch.equal(other.reasons, result.reasons)
-    assert pairs(other.metrics) == pairs(result.metrics)
+    if accounts:
+        assert pairs(other.metrics) == pairs(result.metrics)
 
 
 @pytest.mark.parametrize("case", ["icepop", "decoupled_ppo_loglinear"])
@@ -222,21 +245,22 @@ def test_untrainable_tokens_may_as_well_be_absent(case: str, data: st.DataObject
     assert torch.equal(short.reasons, result.reasons[present])
     assert (result.reasons[~step.trainable] == NOT_TRAINABLE).all()
     assert (gradient[~step.trainable] == 0).all()
-    assert_same_pairs(pairs(short.metrics), pairs(result.metrics))
+    if case in ACCOUNTED:
+        assert_same_pairs(pairs(short.metrics), pairs(result.metrics))
 
 
-FAR = st.sampled_from([-1000.0, -999.0, -1.0, 0.0])
+FAR = (-1000.0, -999.0, -1.0, 0.0)
 
 
 @every_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_log_ratios_of_a_thousand_give_finite_numbers(case: str, dtype: torch.dtype, data: st.DataObject) -> None:
     step = data.draw(steps(all_trainable=True))
     size = len(step)
     far = {
-        name: torch.tensor(data.draw(st.lists(FAR, min_size=size, max_size=size)), dtype=dtype)
+        name: torch.tensor(data.draw(chosen_from(FAR, size)), dtype=dtype)
         for name in FLOATS
         if name.endswith("logprobs")
     }
@@ -337,10 +361,9 @@ def test_step_of_no_tokens_works(case: str, dtype: torch.dtype) -> None:
 @given(data=st.data())
 def test_token_without_a_sampler_logprob_is_dropped_and_counted(case: str, data: st.DataObject) -> None:
     step = data.draw(steps(min_size=2, all_trainable=True))
-    lost = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(step), max_size=len(step))))
-    sampler = step.sampler_logprobs.clone()
-    for slot in lost.nonzero().squeeze(1).tolist():
-        sampler[slot] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    lost = data.draw(masks_of(step))
+    missing = torch.tensor(data.draw(chosen_from([math.nan, math.inf, -math.inf], len(step))), dtype=torch.float64)
+    sampler = torch.where(lost, missing, step.sampler_logprobs)
     rule = objective(case, max_unusable_share=1.0)
     loss, gradient, result = run(rule, step.replace(sampler_logprobs=sampler))
     members = torch.ones(len(step), dtype=torch.bool)

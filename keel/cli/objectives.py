@@ -121,11 +121,14 @@ def explain(out: Console, recipe: Recipe, given: dict[str, Any]) -> None:
     _, _, composition = resolve_objective({"name": recipe.name, **given})
     out.print(Text.assemble((recipe.name, "bold"), ": ", recipe.title))
     out.print(f"from {recipe.source}", style="dim")
-    _section(out, "loss", Text(words.formula, style="bold"), _legend(words))
+    _section(out, "loss", Text(words.formula, style="bold"))
     _section(out, "who is dropped", *(Text(sentence) for sentence in words.dropped + words.optional))
     _section(out, "a dropped token leaves", Text(words.leaves))
     _section(out, "anchor", Text(words.anchor))
     _section(out, "what divides", Text(words.divisor))
+    if recipe.note:
+        _section(out, "note", Text(recipe.note))
+    _section(out, "kept and dropped", draw(composition))
     rows = parameters(recipe, given)
     own, common = [row for row in rows if row.own], [row for row in rows if not row.own]
     for title, part in (("parameters", own), ("parameters of every objective", common)):
@@ -138,9 +141,7 @@ def explain(out: Console, recipe: Recipe, given: dict[str, Any]) -> None:
             grid.add_row(row.name, show(row.value) + changed, row.meaning)
         if part:
             _section(out, title, grid)
-    if recipe.note:
-        _section(out, "note", Text(recipe.note))
-    _section(out, "kept and dropped", draw(composition))
+    _section(out, "symbols", _legend(words))
 
 
 def _legend(words: Words) -> Table:

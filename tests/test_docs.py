@@ -1,0 +1,86 @@
+"""What the documents show is what Keel prints."""
+
+import contextlib
+import io
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import keel
+import keel.config
+from keel.cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", "docs/audit.md", "docs/running.md"]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def sessions(page: str) -> list[tuple[str, str]]:
+    """Commands and what is shown under them."""
+    found = []
+    for block in blocks(page, ""):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, shown = part.partition("\n")
+            found.append((command, shown.rstrip("\n")))
+    return found
+
+
+@pytest.mark.parametrize(("command", "shown"), [pair for page in PAGES for pair in sessions(page)])
+def test_every_command_shown_prints_what_is_shown(
+    command: str,
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "my_losses.py").write_text(blocks("docs/audit.md", "python")[0])
+    (tmp_path / "run.toml").write_text(blocks("docs/running.md", "toml")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    main(command.split()[1:])
+    printed = capsys.readouterr()
+    lines = (printed.out + printed.err).rstrip("\n").split("\n")
+    assert [line.rstrip() for line in lines] == shown.split("\n")
+
+
+def test_the_readme_example_prints_the_numbers_in_its_comments() -> None:
+    example = blocks("README.md", "python")[0]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(example, "README.md", "exec"), {})
+    comments = re.findall(r"^print\(.*?\)\s*# (.*)$", example, re.MULTILINE)
+    for printed, comment in zip(out.getvalue().splitlines(), comments, strict=True):
+        assert printed.startswith(comment.split("...")[0])
+
+
+def test_the_readme_composition_is_an_objective() -> None:
+    table = tomllib.loads(blocks("README.md", "toml")[0])["objective"]
+    composition = keel.objective(table).composition
+    assert [gate.scope for gate in composition.gates] == ["token", "sequence"]
+
+
+def test_the_running_page_shows_real_advantages() -> None:
+    lines = blocks("docs/running.md", "python")[0].splitlines()
+    assert lines[0] == ">>> import keel"
+    for call, shown in zip(lines[1::2], lines[2::2], strict=True):
+        assert str(eval(call.removeprefix(">>> "), {"keel": keel})) == shown
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    for page in pages:
+        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_package_names_the_recipes_it_counts() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert f"{len(keel.config.RECIPES)} published objectives" in text
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert all(f"`{name}`" in changelog for name in keel.config.RECIPES)
