@@ -15,6 +15,7 @@ from keel.audit import CLASSES, Declaration, TargetError, audit
 from keel.audit.declaration import declaration_of
 from keel.cli import main
 from keel.config import RECIPES, Composition, Gate, Policy
+from keel.config.words import describe_recipe
 
 HERE = Path(__file__).parent
 
@@ -77,6 +78,17 @@ def test_declarations_of_the_five_are_those_of_the_table() -> None:
     assert said["ipo_kl"] == Declaration(decisions=("token",), drops=True)
     assert said["dppo_kl"] == Declaration(decisions=("token",), leaves="policy term", drops=True)
     assert said["opsm"] == Declaration(decisions=("sequence",), drops=True)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_words_of_a_recipe_are_what_the_audit_holds_it_to(name: str) -> None:
+    words = describe_recipe(RECIPES[name])
+    said = declaration_of(keel.objective(name).composition)
+    assert said.anchor == {"interpolated": "sampler"}.get(words.anchor, words.anchor)
+    assert (said.leaves == "every term") == (words.leaves == "every term")
+    assert said.drops == (words.dropped != ("nobody",))
+    divides = {"tokens": "N,", "sequences": "sequences x own", "constant": "sequences x length"}
+    assert words.divisor.startswith(divides[said.divisor])
 
 
 def test_a_declaration_with_an_unknown_word_is_refused() -> None:

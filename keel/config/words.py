@@ -91,6 +91,8 @@ def anchor(composition: Composition) -> str:
 
     A surrogate without a ratio takes the anchor of its importance weights.
     """
+    if composition.proximal == "interpolated":
+        return "interpolated"  # a proximal policy made from the sampler and the policy
     if composition.policy.anchor != "none":
         return composition.policy.anchor
     against = dict.fromkeys(weight.of.split("/")[1] for weight in composition.weights)

@@ -70,7 +70,8 @@ def _exact(view: View, totals: Totals, outcome: Outcome, rejected: Tensor | None
     if clipped is not None and outcome.by_sequence:
         values["is_clipped"] = Metric(int((kept_here(view, outcome.decision) * clipped).sum()), members)
     elif clipped is not None:
-        clipped = outcome.decision.clear_(clipped.clone()) if counts else clipped
+        dropped = outcome.decision.dropped
+        clipped = clipped if dropped is None else clipped & ~dropped
         values["is_clipped"] = Metric(int(torch.count_nonzero(clipped)), members)
     if view.batch.reference_logprobs is not None:
         drift = view.logprob("policy") - view.logprob("reference")
@@ -88,8 +89,10 @@ def _exact(view: View, totals: Totals, outcome: Outcome, rejected: Tensor | None
 
 
 def _by_sign(signs: Tensor) -> tuple[int, int]:
-    """How many are positive and negative, without a pass for each."""
-    count, difference = int(torch.count_nonzero(signs)), int(signs.sum(dtype=torch.float64))
+    """How many are positive and negative, from sums, which cost less than comparisons."""
+    if len(signs) >= 1 << 24:
+        signs = signs.double()  # float32 counts no further
+    count, difference = int(torch.dot(signs, signs)), int(signs.sum())
     return (count + difference) // 2, (count - difference) // 2
 
 
@@ -115,9 +118,9 @@ def _share_here(view: View, totals: Totals) -> Tensor | None:
 
 
 def _dropped_tokens(view: View, decision: Decision) -> Counter[int]:
-    if view.batch.token_ids is None or not decision.counts:
+    if view.batch.token_ids is None or decision.dropped is None:
         return Counter()
-    tokens, times = torch.unique(view.take(view.batch.token_ids, decision.places), return_counts=True)
+    tokens, times = torch.unique(view.take(view.batch.token_ids)[decision.dropped], return_counts=True)
     return Counter(dict(zip(tokens.tolist(), times.tolist(), strict=True)))
 
 

@@ -9,13 +9,13 @@ import math
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from keel.config import Gate
 from keel.config.composition import DISTANCES
 from keel.signal.segments import Table
-from keel.signal.view import View
+from keel.signal.view import View, apply_bits_, staying_bits
 
 TRAINED, NOT_TRAINABLE, OTHER_ROLE, UNUSABLE, FIRST_GATE = range(5)
 """The first reason codes. Gate i has two: FIRST_GATE + 2*i where the policy went too low, then too high."""
@@ -96,10 +96,6 @@ def _when(gate: Gate, advantage: Tensor, low: Tensor | None, high: Tensor | None
     return None if low is None else low & applies, None if high is None else high & applies
 
 
-FEW = 16
-"""While at most one token in this many is refused, their positions are kept: a mask costs a pass at every use."""
-
-
 class Decision:
     """What the gates decided about the tokens of a view."""
 
@@ -107,49 +103,33 @@ class Decision:
         self.reasons: UInt8[Tensor, "n"] = torch.zeros(size, dtype=torch.uint8, device=device)
         self.counts: dict[int, int] = {}
         """How many tokens each gate refused, by reason code; a token is counted for the first gate that refused it."""
-        self._places: Int[Tensor, "refused"] | None = None
-        self._mask: Bool[Tensor, "n"] | None = None
+        self.dropped: Bool[Tensor, "n"] | None = None
+        """The refused tokens, or None when there are none."""
+        self._bits: Tensor | None = None
 
     @property
     def refused(self) -> int:
         """How many tokens some gate refused."""
         return sum(self.counts.values())
 
-    @property
-    def dropped(self) -> Bool[Tensor, "n"] | None:
-        """The refused tokens, or None when there are none."""
-        if self._mask is None and self.counts:
-            self._mask = self.reasons != TRAINED
-        return self._mask
-
     def refuse(self, side: Bool[Tensor, "n"], code: int) -> None:
         """Refuse these tokens, except those that an earlier gate refused. Takes `side` over."""
-        self.clear_(side)
+        if self.dropped is not None:
+            side.logical_and_(~self.dropped)
         count = int(torch.count_nonzero(side))
-        if count == 0:
-            return
-        if FEW * (self.refused + count) <= len(side):
-            places = side.nonzero().squeeze(1)
-            self.reasons.index_fill_(0, places, code)
-            self._places = places if self._places is None else torch.cat([self._places, places])
-            self._mask = None
-        else:
-            self.reasons.masked_fill_(side, code)
-            dropped = self.dropped
-            self._mask = side if dropped is None else side.logical_or_(dropped)
-            self._places = None
-        self.counts[code] = count
+        if count:
+            self.counts[code] = count
+            self.reasons.add_(side.view(torch.uint8), alpha=code)
+            self.dropped = side if self.dropped is None else self.dropped.logical_or_(side)
+            self._bits = None
 
-    @property
-    def places(self) -> Int[Tensor, "refused"]:
-        """The positions of the refused tokens, in no particular order."""
-        return self.reasons.nonzero().squeeze(1) if self._places is None else self._places
-
-    def clear_(self, values: Tensor) -> Tensor:
+    def clear_(self, values: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
         """Zero, in place, at the refused tokens, whatever stood there."""
-        if self._places is not None:
-            return values.index_fill_(0, self._places, 0)
-        return values if self._mask is None else values.masked_fill_(self._mask, 0)
+        if self.dropped is None:
+            return values
+        if self._bits is None:
+            self._bits = staying_bits(self.dropped, values.dtype)
+        return apply_bits_(values, self._bits)
 
 
 def decide(

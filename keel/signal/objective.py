@@ -205,10 +205,8 @@ def _token_policy(
     policy = totals.composition.policy
     log_ratio = None
     if policy.anchor != "none":
-        log_ratio = view.log_ratio(f"policy/{policy.anchor}")
-        if decision.counts:
-            # before exp, so that a refused token cannot overflow; a log-ratio of 0 is as good as any
-            log_ratio = decision.clear_(log_ratio.clone())
+        # cleared before exp, so that a refused token cannot overflow; a log-ratio of 0 is as good as any
+        log_ratio = decision.clear_(view.log_ratio(f"policy/{policy.anchor}").clone())
     term = policy_term(policy, log_ratio, view.logprob("policy"), advantage)
     for weight in totals.composition.weights:
         term = term.times(_factor(weight, view, advantage, rows))

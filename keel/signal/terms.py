@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from keel.config import Penalty, Policy
-from keel.signal.view import View, ratio
+from keel.signal.view import MAX_LOG_RATIO, View, apply_bits_, ratio, staying_bits
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ def by_sign(advantage: Tensor, positive: float, otherwise: float) -> Tensor:
 
 
 def policy_term(policy: Policy, log_ratio: Tensor | None, logprob: Tensor, advantage: Tensor) -> Term:
-    """The term that carries the advantage. `log_ratio` is against the policy's anchor, if it has one."""
+    """The term that carries the advantage. `log_ratio`, against the policy's anchor if it has one, is taken over."""
     if policy.surrogate == "cross_entropy":
         return Term(-logprob, torch.full_like(logprob, -1.0))
     if policy.surrogate == "log_prob":
         slope = -advantage
         return Term(slope * logprob, slope)
     assert log_ratio is not None
-    r = ratio(log_ratio)
+    r = log_ratio.clamp_(max=MAX_LOG_RATIO).exp_()
     if policy.surrogate == "soft":
         return _soft(policy, r, advantage)
     linear = r.mul_(advantage).neg_()
@@ -57,14 +57,15 @@ def _clip(policy: Policy, linear: Tensor, advantage: Tensor) -> Term:
     """
     eps = policy.eps or 0.0
     high = 1 + (eps if policy.eps_high is None else policy.eps_high)
-    bound = torch.minimum(advantage * -high, advantage * -(1 - eps))
+    bound = advantage * -high
+    torch.minimum(bound, advantage * -(1 - eps), out=bound)
     clipped = linear < bound
-    value = torch.maximum(linear, bound)
+    value = torch.maximum(linear, bound, out=bound)
     if policy.dual_clip is not None:
         ceiling = (advantage * -policy.dual_clip).masked_fill_(advantage >= 0, torch.inf)
         clipped |= value > ceiling
-        value = torch.minimum(value, ceiling)
-    return Term(value, linear.masked_fill_(clipped, 0.0), clipped)
+        value = torch.minimum(value, ceiling, out=value)
+    return Term(value, apply_bits_(linear, staying_bits(clipped, linear.dtype)), clipped)
 
 
 def _soft(policy: Policy, r: Tensor, advantage: Tensor) -> Term:
