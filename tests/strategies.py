@@ -76,7 +76,9 @@ def objective(case: str, **changes: Any) -> keel.Objective:
     return keel.objective(name, **(parameters | changes))
 
 
-def batch(logprobs: Sequence[float] | Tensor, sampler: Sequence[float] | Tensor | None, **fields: Any) -> keel.TokenBatch:
+def batch(
+    logprobs: Sequence[float] | Tensor, sampler: Sequence[float] | Tensor | None, **fields: Any
+) -> keel.TokenBatch:
     """A batch in float64 from lists; by default one sequence, all trainable, advantage 1."""
     size = len(logprobs)
     values: dict[str, Any] = {
@@ -190,9 +192,7 @@ def steps(draw: st.DrawFn, min_size: int = 1, max_size: int = 20, all_trainable:
     def grid(low: int, high: int) -> Tensor:
         return low + next(fields) % (high - low + 1)
 
-    logprobs = {
-        name: grid(0, 24).double() / -8 for name in FLOATS if name not in ("advantages", "entropy")
-    }
+    logprobs = {name: grid(0, 24).double() / -8 for name in FLOATS if name not in ("advantages", "entropy")}
     return keel.TokenBatch(
         **logprobs,
         advantages=grid(-6, 6).double() / 4,
@@ -234,3 +234,84 @@ def chosen_from(choices: Sequence[float], size: int) -> st.SearchStrategy[list[f
 
 def without_trainer_version(step: keel.TokenBatch) -> keel.TokenBatch:
     return replace(step, trainer_version=None)
+
+
+PAIRS = ("policy/sampler", "policy/proximal", "proximal/sampler")
+
+
+@st.composite
+def gates(draw: st.DrawFn) -> dict[str, Any]:
+    """Any gate that can be written down, with bounds off the grid."""
+    on = draw(st.sampled_from(sorted(BOUNDS)))
+    gate: dict[str, Any] = {"on": on, "of": draw(st.sampled_from(PAIRS))}
+    low, high = BOUNDS[on]
+    sides = draw(st.sampled_from(["low", "high", "both"])) if low is not None else "high"
+    gate |= {"low": low} if sides in ("low", "both") else {}
+    gate |= {"high": high} if sides in ("high", "both") else {}
+    if on == "ratio":
+        gate["level"] = draw(st.sampled_from(["token", "sequence", "geometric"]))
+    if on not in ("second_moment", "sequence_kl") and gate.get("level", "token") == "token":
+        gate["scope"] = draw(st.sampled_from(["token", "sequence"]))
+    if on != "second_moment":
+        gate["when"] = draw(st.sampled_from(["always", "positive_advantage", "negative_advantage"]))
+    return gate
+
+
+BOUNDS: dict[str, tuple[float | None, float]] = {
+    "ratio": (0.37, 2.3),
+    "probability_difference": (-0.23, 0.19),
+    "binary_kl": (None, 0.31),
+    "signed_binary_kl": (-0.21, 0.17),
+    "symmetric_binary_kl": (None, 0.41),
+    "sequence_kl": (-0.57, 0.13),
+    "second_moment": (None, 0.29),
+}
+
+
+@st.composite
+def compositions(draw: st.DrawFn) -> dict[str, Any]:
+    """Any objective that can be written down, from all kinds of parts."""
+    surrogate = draw(st.sampled_from(["linear", "clip", "soft", "log_prob"]))
+    policy: dict[str, Any] = {"surrogate": surrogate, "anchor": "none"}
+    if surrogate != "log_prob":
+        policy["anchor"] = draw(st.sampled_from(["sampler", "proximal"]))
+        policy["level"] = draw(st.sampled_from(["token", "sequence"]))
+    if surrogate == "clip":
+        policy |= {"eps": 0.21, "eps_high": draw(st.sampled_from([None, 0.33]))}
+        policy |= {"dual_clip": draw(st.sampled_from([None, 1.7]))}
+    if surrogate == "soft":
+        policy |= {"tau_positive": 1.1, "tau_negative": 0.7}
+    if surrogate == "linear" and policy["level"] == "sequence":
+        policy["token_clip"] = draw(st.sampled_from([None, 0.43]))
+    levels = ["sequence", "geometric"] if policy.get("level") == "sequence" else ["token", "sequence", "geometric"]
+    weight = st.fixed_dictionaries(
+        {"of": st.sampled_from(PAIRS), "level": st.sampled_from(levels)},
+        optional={"low": st.just(0.47), "high": st.just(1.9)},
+    )
+    gamma = {"kernel": "gamma", "k_positive": 1.5, "rate_positive": 2.5, "k_negative": 2.5, "rate_negative": 1.5}
+    penalty = st.fixed_dictionaries(
+        {
+            "on": st.just("log_ratio_squared"),
+            "of": st.sampled_from(["policy/sampler", "policy/proximal", "policy/reference"]),
+            "coef": st.sampled_from([0.01, 0.3]),
+            "scope": st.sampled_from(["kept", "all"]),
+        }
+    ) | st.fixed_dictionaries(
+        {
+            "on": st.sampled_from(["k1", "k2", "k3"]),
+            "coef": st.sampled_from([0.01, 0.3]),
+            "scope": st.sampled_from(["kept", "all"]),
+            "ratio_correction": st.just(True),
+        }
+    )
+    over = draw(st.sampled_from(["tokens", "sequences", "constant"]))
+    reduction: dict[str, Any] = {"over": over, "divide_by": draw(st.sampled_from(["members", "kept"]))}
+    return {
+        "gates": draw(st.lists(gates(), max_size=3)),
+        "weights": draw(st.lists(weight | weight.map(lambda each: each | gamma), max_size=2)),
+        "policy": policy,
+        "penalties": draw(st.lists(penalty, max_size=2)),
+        "reduction": reduction | ({"length": 3} if over == "constant" else {}),
+        "adv_tau": draw(st.sampled_from([1.0, 0.5])),
+        "teacher_tau": draw(st.sampled_from([0.0, 0.25])),
+    }

@@ -131,7 +131,7 @@ def test_the_table_shows_every_recipe_within_its_width(
         monkeypatch.setenv("COLUMNS", columns)
     out = run("objectives").out
     assert max(map(len, out.splitlines())) <= int(columns or 120)
-    assert re.findall(r"^(\w+) +(?:sampler|proximal|none) ", out, re.MULTILINE) == list(RECIPES)
+    assert re.findall(r"^(\w+) +(?:sampler|proximal|interpolated|none) ", out, re.MULTILINE) == list(RECIPES)
     assert "\x1b" not in out
     assert "…" not in out
 

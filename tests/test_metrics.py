@@ -57,7 +57,9 @@ def test_metrics_of_two_steps_add_pair_by_pair(case: str) -> None:
     total = pairs(first + second)
     for name in first:
         if isinstance(first[name], Metric) and name in second:
-            assert total[name] == pytest.approx([first[name].sum + second[name].sum, first[name].count + second[name].count])
+            assert total[name] == pytest.approx(
+                [first[name].sum + second[name].sum, first[name].count + second[name].count]
+            )
         elif isinstance(first[name], Histogram) and name in second:
             assert torch.equal((first + second)[name].counts, first[name].counts + second[name].counts)
 
@@ -68,13 +70,13 @@ def test_metrics_of_two_steps_add_pair_by_pair(case: str) -> None:
 def naive(step: keel.TokenBatch, keep: Tensor, chosen: Tensor) -> dict[str, float]:
     """Metrics of the chosen tokens, each from its definition."""
     places = chosen.nonzero().squeeze(1).tolist()
-    l = [step.logprobs[t].item() for t in places]
+    logp = [step.logprobs[t].item() for t in places]
     b = [step.sampler_logprobs[t].item() for t in places]
     adv = [step.advantages[t].item() for t in places]
     masked = [not bool(keep[t]) for t in places]
     n = len(places)
-    r = [math.exp(x - y) for x, y in zip(l, b, strict=True)]
-    p, q = [math.exp(x) for x in l], [math.exp(y) for y in b]
+    r = [math.exp(x - y) for x, y in zip(logp, b, strict=True)]
+    p, q = [math.exp(x) for x in logp], [math.exp(y) for y in b]
     mismatch = [ratio - math.log(ratio) - 1 for ratio in r]
 
     def mean(values: list[float]) -> float:
@@ -98,7 +100,7 @@ def naive(step: keel.TokenBatch, keep: Tensor, chosen: Tensor) -> dict[str, floa
         "chi_square": mean([(ratio - 1) ** 2 for ratio in r]),
         "effective_sample_size": sum(r) ** 2 / (n * sum(ratio**2 for ratio in r)),
         "sampler_perplexity": math.exp(-mean(b)),
-        "trainer_perplexity": math.exp(-mean(l)),
+        "trainer_perplexity": math.exp(-mean(logp)),
         "entropy": mean([step.entropy[t].item() for t in places]),
         "correlation": covariance / spread if spread else math.nan,
         "kl_policy_ref": mean([step.logprobs[t].item() - step.reference_logprobs[t].item() for t in places]),
@@ -123,7 +125,14 @@ def test_values_equal_their_definitions_over_the_step_and_by_staleness(name: str
 @given(step=steps())
 def test_staleness_shares_add_up_to_the_step(step: keel.TokenBatch) -> None:
     numbers = pairs(keel.objective("icepop")(step).metrics)
-    for name in ("mismatch_kl", "is_masked_low", "is_masked_positive", "chi_square", "entropy", "effective_sample_size"):
+    for name in (
+        "mismatch_kl",
+        "is_masked_low",
+        "is_masked_positive",
+        "chi_square",
+        "entropy",
+        "effective_sample_size",
+    ):
         ages = [value for key, value in numbers.items() if key.startswith(f"{name}/staleness=")]
         if name in numbers and ages:
             assert [sum(column) for column in zip(*ages, strict=True)] == pytest.approx(numbers[name])
@@ -236,7 +245,9 @@ def histogram(values: list[float], log: bool = False) -> Histogram:
     return Histogram(torch.bincount(codes, minlength=BINS), log)
 
 
-floats = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False).map(lambda value: 0.0 if abs(value) < 1e-30 else value)
+floats = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False).map(
+    lambda value: 0.0 if abs(value) < 1e-30 else value
+)
 
 
 @given(values=st.lists(floats, min_size=1, max_size=40), share=st.sampled_from([0.01, 0.25, 0.5, 0.75, 0.99, 1.0]))
@@ -265,7 +276,9 @@ def test_ratio_and_difference_quantiles_of_a_step() -> None:
     for share, end in ((0.01, "p01"), (0.5, "p50"), (0.99, "p99")):
         rank = math.ceil(share * len(d)) - 1
         assert math.log(means[f"ratio_{end}"]) == pytest.approx(d.sort().values[rank].item(), rel=0.0626)
-        assert means[f"probability_difference_{end}"] == pytest.approx(difference.sort().values[rank].item(), rel=0.0626)
+        assert means[f"probability_difference_{end}"] == pytest.approx(
+            difference.sort().values[rank].item(), rel=0.0626
+        )
     assert any(name.startswith("ratio_p50/staleness=") for name in means)
 
 

@@ -13,7 +13,9 @@ import keel
 LOG2, LOG5 = math.log(2), math.log(5)
 
 
-def one(log_ratio: float, advantage: float, *, sampler: float = 0.0, dtype: torch.dtype = torch.float64) -> keel.TokenBatch:
+def one(
+    log_ratio: float, advantage: float, *, sampler: float = 0.0, dtype: torch.dtype = torch.float64
+) -> keel.TokenBatch:
     """One token whose log-ratio is exactly this number when the sampler's log-prob is 0."""
     step = batch([sampler + log_ratio], [sampler], advantages=[advantage])
     return step.replace(

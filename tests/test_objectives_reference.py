@@ -23,9 +23,7 @@ class Naive:
     def __init__(self, batch: keel.TokenBatch, roles: tuple[int, ...] | None = None) -> None:
         self.leaf = batch.logprobs.detach().clone().requires_grad_()
         self.tokens = [
-            t
-            for t in range(len(batch))
-            if bool(batch.trainable[t]) and (roles is None or int(batch.role[t]) in roles)
+            t for t in range(len(batch)) if bool(batch.trainable[t]) and (roles is None or int(batch.role[t]) in roles)
         ]
         self.l = {t: self.leaf[t] for t in self.tokens}
         self.b = {t: batch.sampler_logprobs[t] for t in self.tokens}

@@ -18,6 +18,7 @@ from strategies import (
     assert_same_pairs,
     chosen_from,
     close,
+    compositions,
     masks_of,
     objective,
     pairs,
@@ -432,9 +433,7 @@ def test_cross_entropy_does_not_read_the_sampler(junk: float) -> None:
 def test_kl_penalty_adds_nothing_over_the_step(source: str, step: keel.TokenBatch) -> None:
     """Read off the gradient of an ungated on-policy linear term, whose slope is minus the advantage over N."""
     same = {"sampler_logprobs": step.logprobs, "advantages": torch.zeros_like(step.advantages)}
-    rule = keel.objective(
-        "icepop", ratio_low=None, ratio_high=None, kl_penalty_coef=0.7, kl_penalty_source=source
-    )
+    rule = keel.objective("icepop", ratio_low=None, ratio_high=None, kl_penalty_coef=0.7, kl_penalty_source=source)
     _, gradient, _ = run(rule, step.replace(**same))
     assert gradient.sum().item() == pytest.approx(0.0, abs=1e-12)
 
@@ -516,3 +515,95 @@ def test_bfloat16_inputs_are_computed_in_float32(case: str, step: keel.TokenBatc
     close(half_loss.double(), loss, rtol=2e-5, atol=2e-6)
     close(half_result.gradient.double(), gradient, rtol=2e-5, atol=2e-6)
     close(half_gradient.double(), gradient, rtol=2**-8, atol=2e-6)
+
+
+# --- not only the recipes: any composition
+
+
+@settings(max_examples=100)
+@given(data=st.data(), table=compositions())
+def test_layout_and_junk_change_nothing_in_any_composition(table: dict[str, Any], data: st.DataObject) -> None:
+    step, rule = data.draw(steps(min_size=2)), keel.objective(table)
+    loss, gradient, result = run(rule, step)
+    order = data.draw(permutations_of(step))
+    moved_loss, moved_gradient, moved = run(rule, step.take(order))
+    close(moved_loss, loss)
+    close(moved_gradient, gradient[order])
+    assert torch.equal(moved.reasons, result.reasons[order])
+    parts_loss, parts_gradient, reasons, _ = split(rule, step, data.draw(parts_of(step)))
+    close(parts_loss, loss)
+    close(parts_gradient, gradient)
+    assert torch.equal(reasons, result.reasons)
+    junk = {
+        name: value.masked_fill(~step.trainable, math.nan) for name, value in step.tensors().items() if name in FLOATS
+    }
+    assert_untouched_by(rule, step, step.replace(**junk), accounts=False)
+
+
+@settings(max_examples=100)
+@given(data=st.data(), table=compositions())
+def test_dropped_tokens_of_any_composition_leave_the_terms_they_should(
+    table: dict[str, Any], data: st.DataObject
+) -> None:
+    step, rule = data.draw(steps()), keel.objective(table)
+    _, gradient, result = run(rule, step)
+    masked, low, high = (result.metrics[name].sum for name in ("is_masked", "is_masked_low", "is_masked_high"))
+    assert low + high == masked == int((step.trainable & ~result.keep).sum())
+    assert (gradient[~step.trainable] == 0).all()
+    if all(penalty["scope"] == "kept" for penalty in table["penalties"]):
+        assert (gradient[~result.keep] == 0).all()
+
+
+@settings(max_examples=100)
+@given(data=st.data(), table=compositions())
+def test_log_ratios_of_a_thousand_give_finite_numbers_in_any_composition(
+    table: dict[str, Any], data: st.DataObject
+) -> None:
+    step = data.draw(steps(all_trainable=True))
+    far = {
+        name: torch.tensor(data.draw(chosen_from(FAR, len(step))), dtype=torch.float64)
+        for name in FLOATS
+        if name.endswith("logprobs")
+    }
+    loss, gradient, _ = run(keel.objective(table), step.replace(**far))
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+
+
+@settings(max_examples=60)
+@given(table=compositions())
+def test_gradient_of_any_composition_without_stops_is_the_finite_difference_of_its_loss(table: dict[str, Any]) -> None:
+    still = [weight for weight in table["weights"] if weight["of"] == "proximal/sampler"]
+    rule = keel.objective(table | {"weights": still, "teacher_tau": 0.0})
+    step, width = random_step(61, lengths=(3, 2, 3, 4), spread=0.6), 1e-6
+    gradient = rule(step).gradient
+    for t in step.trainable.nonzero().squeeze(1).tolist():
+        ends = []
+        for sign in (1, -1):
+            moved = step.logprobs.clone()
+            moved[t] += sign * width
+            ends.append(rule(step.replace(logprobs=moved)).loss.item())
+        assert gradient[t].item() == pytest.approx((ends[0] - ends[1]) / (2 * width), rel=1e-5, abs=1e-8)
+
+
+def test_fields_may_have_different_precisions() -> None:
+    step = random_step(60)
+    mixed = step.replace(
+        logprobs=step.logprobs.float(),
+        sampler_logprobs=step.sampler_logprobs.bfloat16(),
+        advantages=step.advantages.float(),
+        entropy=step.entropy.half(),
+        proximal_logprobs=None,
+        reference_logprobs=None,
+        teacher_logprobs=None,
+    )
+    loss, gradient, result = run(keel.objective("icepop"), mixed)
+    exact = step.replace(
+        logprobs=mixed.logprobs.double(),
+        sampler_logprobs=mixed.sampler_logprobs.double(),
+        advantages=mixed.advantages.double(),
+    )
+    assert gradient.dtype == torch.float32
+    close(gradient.double(), run(keel.objective("icepop"), exact)[1], rtol=1e-5, atol=1e-7)
+    assert loss.dtype == torch.float32
+    assert result.metrics["entropy"].mean == pytest.approx(step.entropy[step.trainable].mean().item(), rel=1e-3)

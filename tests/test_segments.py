@@ -34,7 +34,9 @@ def check(ids: list[int]) -> None:
     assert len(segments) == len(names)
     assert segments.count().tolist() == [len(places[name]) for name in names]
     assert segments.sum(values).tolist() == [sum(values[place].item() for place in places[name]) for name in names]
-    assert segments.sum(values > 2).tolist() == [sum(values[place].item() > 2 for place in places[name]) for name in names]
+    assert segments.sum(values > 2).tolist() == [
+        sum(values[place].item() > 2 for place in places[name]) for name in names
+    ]
     row_values = torch.arange(len(names), dtype=torch.float64)
     assert segments.spread(row_values).tolist() == [float(names.index(each)) for each in ids]
     assert segments.max(-values).tolist() == [max(-values[place].item() for place in places[name]) for name in names]

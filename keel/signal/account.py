@@ -14,6 +14,7 @@ from torch import Tensor
 
 from keel.signal.gates import FIRST_GATE, Decision, row_sides
 from keel.signal.metrics import BINS, Derived, Histogram, Measure, Metric, Metrics
+from keel.signal.segments import Segments
 from keel.signal.totals import Totals, kept_here
 from keel.signal.view import View, ratio
 
@@ -136,56 +137,53 @@ class _Sample:
         self.size = len(view) if self.index is None else len(self.index)
         self.scale = len(view) / max(self.size, 1)
         self.ages: list[int] | None = None
+        parts, order = [self.size], None
         if view.batch.version is not None and totals.trainer_version is not None:
             self.staleness = totals.trainer_version - view.take(view.batch.version, self.index)
-            self.ages = torch.unique(torch.unique_consecutive(self.staleness)).tolist()
-        self.clipped = self._clipped()
+            by_age = Segments(self.staleness)
+            self.ages, parts, order = by_age.ids.tolist(), by_age.count().tolist(), by_age.in_order()
+        # from here on tokens of one age stand together, so that a sum by age is a sum over a slice
+        self.places = self.index if order is None else order if self.index is None else self.index[order]
+        self.clipped = self._clipped(order)
         self.names: list[str] = []
         self.sums = torch.zeros(0)
-        groups = len(self.ages or [0])
-        self.ratios = torch.zeros(groups, BINS, dtype=torch.int64)
-        self.differences = torch.zeros(groups, BINS, dtype=torch.int64)
+        self.ratios = torch.zeros(len(parts), BINS, dtype=torch.int64)
+        self.differences = torch.zeros(len(parts), BINS, dtype=torch.int64)
         for start in range(0, self.size, BLOCK):
-            self._add(slice(start, start + BLOCK))
+            self._add(start, parts)
 
     def _at(self, field: Tensor, block: slice) -> Tensor:
         """A field of the view's tokens, at a block of the sample."""
-        return field[block] if self.index is None else field.index_select(0, self.index[block])
+        return field[block] if self.places is None else field.index_select(0, self.places[block])
 
     def _of_rows(self, values: Tensor) -> Tensor:
         """Per-sequence values at the sequences of the sample."""
         return values if self.rows is None else values[self.rows]
 
-    def _clipped(self) -> Tensor | None:
+    def _clipped(self, order: Tensor | None) -> Tensor | None:
         """Which tokens of the sample a clip has stopped."""
         clipped = self.outcome.clipped
-        if clipped is not None and self.outcome.by_sequence:
-            return self.segments.spread(self._of_rows(clipped))
-        return None if clipped is None else self._at(clipped, slice(None))
+        if clipped is None or not self.outcome.by_sequence:
+            return None if clipped is None else self._at(clipped, slice(None))
+        clipped = self.segments.spread(self._of_rows(clipped))
+        return clipped if order is None else clipped[order]
 
-    def _group(self, block: slice) -> Tensor | None:
-        """The position of each token's staleness among the ages."""
-        if self.ages is None or len(self.ages) == 1:
-            return None
-        ages = torch.tensor(self.ages, device=self.staleness.device)
-        return torch.searchsorted(ages, self.staleness[block].contiguous())
-
-    def _add(self, block: slice) -> None:
-        columns, log_ratio, difference = self._columns(block)
+    def _add(self, start: int, parts: list[int]) -> None:
+        """Add a block of tokens, the first `parts[0]` of all being of the first age, and so on."""
+        columns, log_ratio, difference = self._columns(slice(start, start + BLOCK))
         self.names = list(columns)
+        if len(self.sums) == 0:
+            self.sums = torch.zeros(len(columns), len(parts), dtype=torch.float64, device=log_ratio.device)
         matrix = torch.stack([column.to(log_ratio.dtype) for column in columns.values()])
-        group = self._group(block)
-        if group is None:
-            sums = matrix.sum(1, dtype=torch.float64)[:, None]
-        else:
-            member = torch.nn.functional.one_hot(group, len(self.ages or [])).to(matrix.dtype)
-            sums = (matrix @ member).double()
-        self.sums = sums if len(self.sums) == 0 else self.sums + sums
-        for table, values in ((self.ratios, log_ratio), (self.differences, difference)):
-            codes = Histogram.codes(values)
-            if group is not None:
-                codes = codes + group * BINS
-            table += torch.bincount(codes, minlength=table.numel()).view_as(table).cpu()
+        codes = Histogram.codes(log_ratio), Histogram.codes(difference)
+        end = -start
+        for place, size in enumerate(parts):
+            here = slice(max(end, 0), max(end + size, 0))
+            end += size
+            if here.start < min(here.stop, matrix.shape[1]):
+                self.sums[:, place] += matrix[:, here].sum(1, dtype=torch.float64)
+                self.ratios[place] += torch.bincount(codes[0][here], minlength=BINS).cpu()
+                self.differences[place] += torch.bincount(codes[1][here], minlength=BINS).cpu()
 
     def _columns(self, block: slice) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         view, outcome = self.view, self.outcome
@@ -218,7 +216,9 @@ class _Sample:
             "pq": p * q,
         }
         if view.batch.entropy is not None:
-            columns["entropy"] = self._at(view.take(view.batch.entropy.detach()), block)
+            entropy = view.batch.entropy.detach()
+            places = self.places
+            columns["entropy"] = view.take(entropy)[block] if places is None else view.take(entropy, places[block])
         else:
             columns["entropy"] = -(excess + 1) * policy
         if self.clipped is not None:
@@ -274,27 +274,26 @@ class _Sample:
         if rows is not None and "sum policy/sampler" in rows.columns:
             log_ratio = self._of_rows(rows["sum policy/sampler"])
         else:
-            log_ratio = self.segments.sum(self._at(view.log_ratio("policy/sampler"), slice(None)))
+            log_ratio = view.log_ratio("policy/sampler")
+            log_ratio = self.segments.sum(log_ratio if self.index is None else log_ratio.index_select(0, self.index))
         share = _share_here(view, self.totals)
         weight = torch.ones_like(log_ratio) if share is None else self._of_rows(share)
         weight = weight.double() * (len(segments) / max(len(self.segments), 1))
-        square = (ratio(log_ratio).double() - 1).square()
-        values: dict[str, Measure] = {
-            "sequence_chi_square": Metric(float((square * weight).sum()), float(weight.sum()))
-        }
+        square = (ratio(log_ratio).double() - 1).square() * weight
+        values: dict[str, Measure] = {"sequence_chi_square": Metric(float(square.sum()), float(weight.sum()))}
         if self.ages is None:
             return values
         age = self.segments.max(self.staleness)
         refused = torch.zeros_like(weight) if rejected is None else self._of_rows(rejected).double()
         length = self.segments.count().double() * self.scale
-        for each in self.ages:
-            here = weight * (age == each)
-            tokens = length * (age == each)
+        columns = torch.stack([square, weight, refused * weight, length, refused * length])
+        member = age[:, None] == torch.tensor(self.ages, device=age.device)
+        for each, sums in zip(self.ages, (columns @ member.double()).T.tolist(), strict=True):
             end = f"/staleness={each}"
             values |= {
-                f"sequence_chi_square{end}": Metric(float((square * here).sum()), float(here.sum())),
-                f"opsm_rejected_sequences{end}": Metric(float((refused * here).sum()), float(here.sum())),
-                f"opsm_rejected_tokens{end}": Metric(float((refused * tokens).sum()), float(tokens.sum())),
+                f"sequence_chi_square{end}": Metric(sums[0], sums[1]),
+                f"opsm_rejected_sequences{end}": Metric(sums[2], sums[1]),
+                f"opsm_rejected_tokens{end}": Metric(sums[4], sums[3]),
             }
         return values
 

@@ -23,7 +23,7 @@ from keel.signal.metrics import Metrics
 from keel.signal.segments import Table
 from keel.signal.terms import Term, by_sign, penalty_term, policy_term
 from keel.signal.totals import Gather, Totals, kept_here, totals_of
-from keel.signal.view import View, ratio
+from keel.signal.view import View, ratio, saturated
 
 
 def objective(name: str | Composition | ObjectiveSettings | Mapping[str, Any], /, **parameters: Any) -> "Objective":
@@ -206,7 +206,7 @@ def _token_policy(
     log_ratio = None
     if policy.anchor != "none":
         # cleared before exp, so that a refused token cannot overflow; a log-ratio of 0 is as good as any
-        log_ratio = decision.clear_(view.log_ratio(f"policy/{policy.anchor}").clone())
+        log_ratio = decision.clear_(saturated(view.log_ratio(f"policy/{policy.anchor}")))
     term = policy_term(policy, log_ratio, view.logprob("policy"), advantage)
     for weight in totals.composition.weights:
         term = term.times(_factor(weight, view, advantage, rows))
@@ -225,8 +225,8 @@ def _sequence_policy(
     assert rows is not None
     policy = totals.composition.policy
     kept = rows["kept"].clamp(min=1)
-    mean_log_ratio, mean_advantage = rows["kept log-ratio"] / kept, rows["kept advantage"] / kept
-    term = policy_term(policy, mean_log_ratio, view.logprob("policy"), mean_advantage)
+    log_ratio = saturated(rows["kept log-ratio"] / kept)
+    term = policy_term(policy, log_ratio, view.logprob("policy"), rows["kept advantage"] / kept)
     for weight in totals.composition.weights:
         term = term.times(_row_factor(weight, rows))
     loss = (term.value * scale * kept_here(view, decision)).sum()

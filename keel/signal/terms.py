@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from keel.config import Penalty, Policy
-from keel.signal.view import MAX_LOG_RATIO, View, apply_bits_, ratio, staying_bits
+from keel.signal.view import View, apply_bits_, ratio, staying_bits
 
 
 @dataclass(frozen=True)
@@ -34,31 +34,27 @@ def by_sign(advantage: Tensor, positive: float, otherwise: float) -> Tensor:
 
 
 def policy_term(policy: Policy, log_ratio: Tensor | None, logprob: Tensor, advantage: Tensor) -> Term:
-    """The term that carries the advantage. `log_ratio`, against the policy's anchor if it has one, is taken over."""
+    """The term that carries the advantage. `log_ratio`, saturated, against its anchor, is taken over."""
     if policy.surrogate == "cross_entropy":
         return Term(-logprob, torch.full_like(logprob, -1.0))
     if policy.surrogate == "log_prob":
         slope = -advantage
         return Term(slope * logprob, slope)
     assert log_ratio is not None
-    r = log_ratio.clamp_(max=MAX_LOG_RATIO).exp_()
+    r = log_ratio.exp_()
     if policy.surrogate == "soft":
         return _soft(policy, r, advantage)
+    if policy.surrogate == "clip":
+        return _clip(policy, r, advantage)
     linear = r.mul_(advantage).neg_()
-    if policy.surrogate == "linear":
-        return Term(linear, linear)
-    return _clip(policy, linear, advantage)
+    return Term(linear, linear)
 
 
-def _clip(policy: Policy, linear: Tensor, advantage: Tensor) -> Term:
-    """max(-r*A, -clip(r)*A), from -r*A: the clip replaces r by the bound that its sign of A is held to.
-
-    That bound gives the smaller of the two products, whatever the sign, so no sign has to be looked at.
-    """
+def _clip(policy: Policy, r: Tensor, advantage: Tensor) -> Term:
+    """max(-r*A, -clip(r)*A), in place of r. Inside the band both are the same number, and nothing is clipped."""
     eps = policy.eps or 0.0
-    high = 1 + (eps if policy.eps_high is None else policy.eps_high)
-    bound = advantage * -high
-    torch.minimum(bound, advantage * -(1 - eps), out=bound)
+    bound = r.clamp(1 - eps, 1 + (eps if policy.eps_high is None else policy.eps_high)).mul_(advantage).neg_()
+    linear = r.mul_(advantage).neg_()
     clipped = linear < bound
     value = torch.maximum(linear, bound, out=bound)
     if policy.dual_clip is not None:

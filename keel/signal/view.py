@@ -45,9 +45,14 @@ def apply_bits_(values: Float[Tensor, "n"], bits: Int[Tensor, "n"]) -> Float[Ten
     return values
 
 
+def saturated(log_ratio: Tensor) -> Tensor:
+    """A copy, held far outside anything a real pair of policies can show."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO)
+
+
 def ratio(log_ratio: Tensor) -> Tensor:
-    """exp, saturating far outside anything a real pair of policies can show."""
-    return log_ratio.clamp(max=MAX_LOG_RATIO).exp_()
+    """exp of a log-ratio, saturating."""
+    return saturated(log_ratio).exp_()
 
 
 class View:
