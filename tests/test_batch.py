@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from strategies import batch, close, random_step
+from strategies import IDS, batch, close, random_step
 from torch import Tensor
 
 import keel
 
 FLOATS = ("logprobs", "sampler_logprobs", "advantages", "proximal_logprobs", "reference_logprobs", "teacher_logprobs")
-IDS = ("sequence", "group", "version", "token_ids", "role")
 
 
 def fields(size: int = 3) -> dict[str, Tensor]:

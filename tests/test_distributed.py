@@ -1,7 +1,6 @@
 """Two real processes that split a step unevenly get the loss and the gradient of one process."""
 
 import json
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -132,8 +131,12 @@ def test_refusal_of_unusable_tokens_is_decided_over_all_ranks() -> None:
     bad = bad.replace(sampler_logprobs=bad.sampler_logprobs.index_fill(0, torch.tensor([3]), torch.nan))
     rule = keel.objective("icepop", max_unusable_share=0.1)
     parts: list[Any] = []
-    gather: Callable[[Any], list[Any]] = lambda part: parts.append(part) or [part]  # noqa: E731
-    rule.totals([clean], gather)
+
+    def record(part: Any) -> list[Any]:
+        parts.append(part)
+        return [part]
+
+    rule.totals([clean], record)
     with pytest.raises(keel.SignalRefused, match="1 of 7"):
         rule.totals([bad])
     assert rule.totals([bad], lambda part: [part, parts[0]]).members == 7 + len(clean)

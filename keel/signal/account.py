@@ -8,6 +8,7 @@ batch, so that metrics stay a small part of a step and do not depend on packing.
 import math
 from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -143,14 +144,15 @@ class _Sample:
             by_age = Segments(self.staleness)
             self.ages, parts, order = by_age.ids.tolist(), by_age.count().tolist(), by_age.in_order()
         # from here on tokens of one age stand together, so that a sum by age is a sum over a slice
-        self.places = self.index if order is None else order if self.index is None else self.index[order]
+        self.places = (
+            self.index if order is None else order if self.index is None else self.index.index_select(0, order)
+        )
         self.clipped = self._clipped(order)
         self.names: list[str] = []
-        self.sums = torch.zeros(0)
-        self.ratios = torch.zeros(len(parts), BINS, dtype=torch.int64)
-        self.differences = torch.zeros(len(parts), BINS, dtype=torch.int64)
-        for start in range(0, self.size, BLOCK):
-            self._add(start, parts)
+        self.sums: list[list[float]] = []
+        """For each age the sum of each column."""
+        self.ratios = self.differences = torch.zeros(len(parts), BINS, dtype=torch.int64)
+        self._fill(parts)
 
     def _at(self, field: Tensor, block: slice) -> Tensor:
         """A field of the view's tokens, at a block of the sample."""
@@ -168,22 +170,19 @@ class _Sample:
         clipped = self.segments.spread(self._of_rows(clipped))
         return clipped if order is None else clipped[order]
 
-    def _add(self, start: int, parts: list[int]) -> None:
-        """Add a block of tokens, the first `parts[0]` of all being of the first age, and so on."""
-        columns, log_ratio, difference = self._columns(slice(start, start + BLOCK))
-        self.names = list(columns)
-        if len(self.sums) == 0:
-            self.sums = torch.zeros(len(columns), len(parts), dtype=torch.float64, device=log_ratio.device)
-        matrix = torch.stack([column.to(log_ratio.dtype) for column in columns.values()])
-        codes = Histogram.codes(log_ratio), Histogram.codes(difference)
-        end = -start
-        for place, size in enumerate(parts):
-            here = slice(max(end, 0), max(end + size, 0))
-            end += size
-            if here.start < min(here.stop, matrix.shape[1]):
-                self.sums[:, place] += matrix[:, here].sum(1, dtype=torch.float64)
-                self.ratios[place] += torch.bincount(codes[0][here], minlength=BINS).cpu()
-                self.differences[place] += torch.bincount(codes[1][here], minlength=BINS).cpu()
+    def _fill(self, parts: list[int]) -> None:
+        """Sum and count block by block, the first `parts[0]` tokens being of the first age, and so on."""
+        sums = torch.zeros(len(parts), 1, dtype=torch.float64, device=self.view.advantages.device)
+        for start in range(0, self.size, BLOCK):
+            columns, log_ratio, difference = self._columns(slice(start, start + BLOCK))
+            self.names = list(columns)
+            end = min(start + BLOCK, self.size)
+            edges = [min(max(edge, start), end) - start for edge in accumulate(parts, initial=0)]
+            matrix = torch.stack(list(columns.values()))
+            sums = sums + torch.stack([matrix[:, first:last].sum(1) for first, last in pairwise(edges)])
+            self.ratios = self.ratios + _count_by(Histogram.codes(log_ratio), edges)
+            self.differences = self.differences + _count_by(Histogram.codes(difference), edges)
+        self.sums = (sums * self.scale).tolist()
 
     def _columns(self, block: slice) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         view, outcome = self.view, self.outcome
@@ -193,18 +192,20 @@ class _Sample:
         p, q = policy.exp(), sampler.exp()
         excess = torch.expm1(d.clamp(max=40.0))  # r - 1, exact where the policies agree
         mismatch = excess - d
-        dropped = reasons > 0
-        high = dropped & ((reasons - FIRST_GATE) % 2 == 1)
+        masked, high = reasons.clamp(max=1).to(d.dtype), (reasons & 1).to(d.dtype)  # odd codes are high
+        sign = advantage.sign()
+        positive, negative = sign.clamp(min=0), -sign.clamp(max=0)
+        # all of it is finite, so that a product with a mask is safe here
         columns = {
             "count": torch.ones_like(d),
-            "masked": dropped,
+            "masked": masked,
             "high": high,
-            "positive": advantage > 0,
-            "negative": advantage < 0,
-            "masked positive": dropped & (advantage > 0),
-            "masked negative": dropped & (advantage < 0),
+            "positive": positive,
+            "negative": negative,
+            "masked positive": masked * positive,
+            "masked negative": masked * negative,
             "mismatch": mismatch,
-            "mismatch masked": mismatch.masked_fill(~dropped, 0.0),
+            "mismatch masked": mismatch * masked,
             "excess": excess,
             "excess squared": excess.square(),
             "policy": policy,
@@ -218,25 +219,28 @@ class _Sample:
         if view.batch.entropy is not None:
             entropy = view.batch.entropy.detach()
             places = self.places
-            columns["entropy"] = view.take(entropy)[block] if places is None else view.take(entropy, places[block])
+            entropy = view.take(entropy)[block] if places is None else view.take(entropy, places[block])
+            columns["entropy"] = entropy.to(d.dtype)
         else:
             columns["entropy"] = -(excess + 1) * policy
         if self.clipped is not None:
-            columns["clipped"] = self.clipped[block] & ~dropped
+            columns["clipped"] = self.clipped[block] * (1 - masked)
         if view.batch.reference_logprobs is not None:
             columns["reference"] = policy - self._at(view.logprob("reference"), block)
         return columns, d, (p - q).abs()
 
     def measures(self) -> dict[str, Measure]:
         """Over all tokens, and for each staleness."""
-        values = self._named(self.sums.sum(1), self.ratios.sum(0), self.differences.sum(0))
+        ratios, differences = self.ratios * self.scale, self.differences * self.scale
+        totals = [sum(column) for column in zip(*self.sums, strict=True)]
+        values = self._named(totals, ratios.sum(0), differences.sum(0))
         for place, age in enumerate(self.ages or []):
-            of_age = self._named(self.sums[:, place], self.ratios[place], self.differences[place])
+            of_age = self._named(self.sums[place], ratios[place], differences[place])
             values |= {f"{name}/staleness={age}": value for name, value in of_age.items()}
         return values
 
-    def _named(self, sums: Tensor, ratios: Tensor, differences: Tensor) -> dict[str, Measure]:
-        total = dict(zip(self.names, (sums * self.scale).tolist(), strict=True))
+    def _named(self, sums: list[float], ratios: Tensor, differences: Tensor) -> dict[str, Measure]:
+        total = dict(zip(self.names, sums, strict=True))
         count = total["count"]
 
         def mean(name: str) -> Metric:
@@ -252,8 +256,8 @@ class _Sample:
             "is_masked_high": mean("high"),
             "is_masked_positive": Metric(total["masked positive"], total["positive"]),
             "is_masked_negative": Metric(total["masked negative"], total["negative"]),
-            "ratio": Histogram(ratios * self.scale, log=True),
-            "probability_difference": Histogram(differences * self.scale),
+            "ratio": Histogram(ratios, log=True),
+            "probability_difference": Histogram(differences),
             "effective_sample_size": Derived((mean("excess"), mean("excess squared")), _sample_size),
             "chi_square": mean("excess squared"),
             "sampler_perplexity": Derived((mean("sampler"),), _perplexity),
@@ -296,6 +300,17 @@ class _Sample:
                 f"opsm_rejected_tokens{end}": Metric(sums[4], sums[3]),
             }
         return values
+
+
+def _count_by(codes: Tensor, edges: list[int]) -> Tensor:
+    """[parts, BINS]: how often each bin occurs between one edge and the next."""
+    parts = len(edges) - 1
+    if parts > 1:
+        sizes = torch.tensor(edges, device=codes.device).diff()
+        codes = codes + (torch.arange(parts, device=codes.device) * BINS).repeat_interleave(
+            sizes, output_size=len(codes)
+        )
+    return torch.bincount(codes, minlength=parts * BINS).view(parts, BINS).cpu()
 
 
 def _chosen(view: View) -> Tensor | None:
