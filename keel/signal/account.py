@@ -1,8 +1,9 @@
 """The accounts of a batch: what was refused, and how far sampler and policy are apart.
 
 Counts of kept and dropped tokens are exact. Distributions, and everything split by staleness, are exact up to
-`metric_tokens` tokens; above, they come from a sample of whole sequences chosen by a hash of their id, scaled to the
-batch, so that metrics stay a small part of a step and do not depend on packing.
+`metric_tokens` tokens a step; above, they come from a sample of whole sequences chosen by a hash of their id, scaled to
+the batch, so that metrics stay a small part of a step and do not depend on the order of tokens. What belongs to whole
+sequences takes each sequence as it lies in the batch: one that is cut over micro-batches counts in its parts.
 """
 
 import math
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from keel.signal.gates import FIRST_GATE, Decision, row_sides
 from keel.signal.metrics import BINS, Derived, Histogram, Measure, Metric, Metrics
+from keel.signal.passes import above, below, count
 from keel.signal.segments import Segments
-from keel.signal.totals import Totals, kept_here
+from keel.signal.totals import Totals, drift, kept_here
 from keel.signal.view import View, ratio
 
 BLOCK = 65536
@@ -42,7 +44,7 @@ class Outcome:
 def measure(view: View, totals: Totals, outcome: Outcome) -> Metrics:
     """All metrics of a view."""
     values: dict[str, Measure] = {}
-    sample = _Sample(view, totals, outcome) if len(view) and "sampler" in view.known else None
+    sample = _Sample(view, totals, outcome) if "sampler" in view.known else None
     if sample is not None:
         values |= sample.measures()
     rejected = _rejected_rows(view, totals)
@@ -55,7 +57,7 @@ def measure(view: View, totals: Totals, outcome: Outcome) -> Metrics:
 def _exact(view: View, totals: Totals, outcome: Outcome, rejected: Tensor | None) -> dict[str, Measure]:
     """What is counted over every token whatever their number."""
     counts, members = outcome.decision.counts, view.members
-    low = sum(count for code, count in counts.items() if (code - FIRST_GATE) % 2 == 0)
+    low = sum(number for code, number in counts.items() if (code - FIRST_GATE) % 2 == 0)
     high = sum(counts.values()) - low
     values: dict[str, Measure] = {
         "is_masked": Metric(low + high, members),
@@ -63,21 +65,16 @@ def _exact(view: View, totals: Totals, outcome: Outcome, rejected: Tensor | None
         "is_masked_high": Metric(high, members),
         "signal/unusable_tokens": Metric(view.unusable, members),
     }
-    signs = outcome.advantage.sign()
-    everyone = _by_sign(signs)
-    kept = _by_sign(outcome.decision.clear_(signs)) if counts else everyone
-    for name, of_sign, kept_of_sign in zip(("positive", "negative"), everyone, kept, strict=True):
-        values[f"is_masked_{name}"] = Metric(of_sign - kept_of_sign, of_sign)
+    dropped = outcome.decision.dropped
+    for name, side in (("positive", above(outcome.advantage, 0.0)), ("negative", below(outcome.advantage, 0.0))):
+        values[f"is_masked_{name}"] = Metric(0 if dropped is None else count(side & dropped), count(side))
     clipped = outcome.clipped
     if clipped is not None and outcome.by_sequence:
         values["is_clipped"] = Metric(int((kept_here(view, outcome.decision) * clipped).sum()), members)
     elif clipped is not None:
-        dropped = outcome.decision.dropped
-        clipped = clipped if dropped is None else clipped & ~dropped
-        values["is_clipped"] = Metric(int(torch.count_nonzero(clipped)), members)
-    if view.batch.reference_logprobs is not None:
-        drift = view.logprob("policy") - view.logprob("reference")
-        values["kl_policy_ref"] = Metric(float(drift.sum(dtype=torch.float64)), len(view))
+        values["is_clipped"] = Metric(count(clipped if dropped is None else clipped & ~dropped), members)
+    if view.composition.reads("reference"):
+        values["kl_policy_ref"] = Metric(float(drift(view).sum(dtype=torch.float64)), len(view))
     share = _share_here(view, totals)
     sequences = float(len(view.segments) if share is None else share.sum())
     values["opsm_rejected_sequences"] = Metric(0.0, sequences)
@@ -88,14 +85,6 @@ def _exact(view: View, totals: Totals, outcome: Outcome, rejected: Tensor | None
         weight = torch.ones_like(here) if share is None else share
         values["opsm_rejected_sequences"] = Metric(float(weight[rejected].sum()), sequences)
     return values
-
-
-def _by_sign(signs: Tensor) -> tuple[int, int]:
-    """How many are positive and negative, from sums, which cost less than comparisons."""
-    if len(signs) >= 1 << 24:
-        signs = signs.double()  # float32 counts no further
-    count, difference = int(torch.dot(signs, signs)), int(signs.sum())
-    return (count + difference) // 2, (count - difference) // 2
 
 
 def _rejected_rows(view: View, totals: Totals) -> Tensor | None:
@@ -131,7 +120,7 @@ class _Sample:
 
     def __init__(self, view: View, totals: Totals, outcome: Outcome) -> None:
         self.view, self.totals, self.outcome = view, totals, outcome
-        self.rows = _chosen(view)
+        self.rows = _chosen(view, totals)
         """The sequences of the sample, in increasing order of id; None: all of them."""
         self.segments = view.segments if self.rows is None else view.segments.narrow(self.rows)
         self.index = None if self.rows is None else view.segments.where(self.rows)
@@ -144,10 +133,11 @@ class _Sample:
             by_age = Segments(self.staleness)
             self.ages, parts, order = by_age.ids.tolist(), by_age.count().tolist(), by_age.in_order()
         # from here on tokens of one age stand together, so that a sum by age is a sum over a slice
-        self.places = (
-            self.index if order is None else order if self.index is None else self.index.index_select(0, order)
-        )
+        self.places = order
+        if self.index is not None:
+            self.places = self.index if order is None else self.index.index_select(0, order)
         self.clipped = self._clipped(order)
+        self.drift = drift(view) if view.composition.reads("reference") else view.advantages
         self.names: list[str] = []
         self.sums: list[list[float]] = []
         """For each age the sum of each column."""
@@ -173,13 +163,15 @@ class _Sample:
     def _fill(self, parts: list[int]) -> None:
         """Sum and count block by block, the first `parts[0]` tokens being of the first age, and so on."""
         sums = torch.zeros(len(parts), 1, dtype=torch.float64, device=self.view.advantages.device)
-        for start in range(0, self.size, BLOCK):
+        for start in range(0, max(self.size, 1), BLOCK):  # once for an empty sample, so that every name is there
             columns, log_ratio, difference = self._columns(slice(start, start + BLOCK))
             self.names = list(columns)
             end = min(start + BLOCK, self.size)
             edges = [min(max(edge, start), end) - start for edge in accumulate(parts, initial=0)]
             matrix = torch.stack(list(columns.values()))
-            sums = sums + torch.stack([matrix[:, first:last].sum(1) for first, last in pairwise(edges)])
+            sums = sums + torch.stack(
+                [matrix[:, first:last].sum(1, dtype=torch.float64) for first, last in pairwise(edges)]
+            )
             self.ratios = self.ratios + _count_by(Histogram.codes(log_ratio), edges)
             self.differences = self.differences + _count_by(Histogram.codes(difference), edges)
         self.sums = (sums * self.scale).tolist()
@@ -225,17 +217,16 @@ class _Sample:
             columns["entropy"] = -(excess + 1) * policy
         if self.clipped is not None:
             columns["clipped"] = self.clipped[block] * (1 - masked)
-        if view.batch.reference_logprobs is not None:
-            columns["reference"] = policy - self._at(view.logprob("reference"), block)
+        if view.composition.reads("reference"):
+            columns["reference"] = self._at(self.drift, block)
         return columns, d, (p - q).abs()
 
     def measures(self) -> dict[str, Measure]:
         """Over all tokens, and for each staleness."""
-        ratios, differences = self.ratios * self.scale, self.differences * self.scale
         totals = [sum(column) for column in zip(*self.sums, strict=True)]
-        values = self._named(totals, ratios.sum(0), differences.sum(0))
+        values = self._named(totals, self.ratios.sum(0), self.differences.sum(0))
         for place, age in enumerate(self.ages or []):
-            of_age = self._named(self.sums[place], ratios[place], differences[place])
+            of_age = self._named(self.sums[place], self.ratios[place], self.differences[place])
             values |= {f"{name}/staleness={age}": value for name, value in of_age.items()}
         return values
 
@@ -256,8 +247,8 @@ class _Sample:
             "is_masked_high": mean("high"),
             "is_masked_positive": Metric(total["masked positive"], total["positive"]),
             "is_masked_negative": Metric(total["masked negative"], total["negative"]),
-            "ratio": Histogram(ratios, log=True),
-            "probability_difference": Histogram(differences),
+            "ratio": Histogram(ratios.double() * self.scale, log=True),
+            "probability_difference": Histogram(differences.double() * self.scale),
             "effective_sample_size": Derived((mean("excess"), mean("excess squared")), _sample_size),
             "chi_square": mean("excess squared"),
             "sampler_perplexity": Derived((mean("sampler"),), _perplexity),
@@ -307,19 +298,18 @@ def _count_by(codes: Tensor, edges: list[int]) -> Tensor:
     parts = len(edges) - 1
     if parts > 1:
         sizes = torch.tensor(edges, device=codes.device).diff()
-        codes = codes + (torch.arange(parts, device=codes.device) * BINS).repeat_interleave(
-            sizes, output_size=len(codes)
-        )
+        first = torch.arange(parts, device=codes.device) * BINS
+        codes = codes + first.repeat_interleave(sizes, output_size=len(codes))
     return torch.bincount(codes, minlength=parts * BINS).view(parts, BINS).cpu()
 
 
-def _chosen(view: View) -> Tensor | None:
+def _chosen(view: View, totals: Totals) -> Tensor | None:
     """The sequences of the sample: those whose hashed id is small enough. Their ids decide, not their place."""
     wanted = view.composition.metric_tokens
-    if wanted == 0 or len(view) <= wanted:
+    if wanted == 0 or totals.members <= wanted or len(view) == 0:
         return None
     hashed = _mix(view.segments.ids)
-    rows = (hashed < wanted / len(view)).nonzero().squeeze(1)
+    rows = (hashed < wanted / totals.members).nonzero().squeeze(1)
     return rows if len(rows) else hashed.argmin().view(1)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from keel.config import Gate
 from keel.config.composition import DISTANCES
+from keel.signal.passes import above, below, count
 from keel.signal.segments import Table
 from keel.signal.view import View, apply_bits_, staying_bits
 
@@ -46,8 +47,8 @@ def token_sides(gate: Gate, view: View, threshold: float | None = None) -> Sides
     x = view.log_ratio(gate.of)
     over, under = (view.logprob(who) for who in gate.of.split("/"))
     if gate.on == "ratio":
-        low = None if gate.low is None or gate.low == 0 else x < math.log(gate.low)
-        return low, None if gate.high is None else x > math.log(gate.high)
+        low = None if gate.low is None or gate.low == 0 else below(x, math.log(gate.low))
+        return low, None if gate.high is None else above(x, math.log(gate.high))
     if gate.on == "second_moment":
         assert threshold is not None
         distance, high = x.square(), threshold
@@ -63,11 +64,11 @@ def token_sides(gate: Gate, view: View, threshold: float | None = None) -> Sides
         else:
             statistic = binary_kl(under, over).mul_(x.sign())
         return (
-            None if gate.low is None else statistic < gate.low,
-            None if gate.high is None else statistic > gate.high,
+            None if gate.low is None else below(statistic, gate.low),
+            None if gate.high is None else above(statistic, gate.high),
         )
-    far = distance > high
-    return far & (x < 0), far & (x >= 0)
+    far, negative = above(distance, high), below(x, 0.0)
+    return far & negative, far & ~negative
 
 
 def row_sides(gate: Gate, position: int, table: Table) -> Sides:
@@ -92,7 +93,7 @@ def _when(gate: Gate, advantage: Tensor, low: Tensor | None, high: Tensor | None
     """Restrict a decision to one sign of the advantage."""
     if gate.when == "always":
         return low, high
-    applies = advantage > 0 if gate.when == "positive_advantage" else advantage < 0
+    applies = above(advantage, 0.0) if gate.when == "positive_advantage" else below(advantage, 0.0)
     return None if low is None else low & applies, None if high is None else high & applies
 
 
@@ -116,9 +117,9 @@ class Decision:
         """Refuse these tokens, except those that an earlier gate refused. Takes `side` over."""
         if self.dropped is not None:
             side.logical_and_(~self.dropped)
-        count = int(torch.count_nonzero(side))
-        if count:
-            self.counts[code] = count
+        number = count(side)
+        if number:
+            self.counts[code] = number
             self.reasons.add_(side.view(torch.uint8), alpha=code)
             self.dropped = side if self.dropped is None else self.dropped.logical_or_(side)
             self._bits = None

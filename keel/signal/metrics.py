@@ -89,8 +89,8 @@ class Histogram:
         if self.count == 0:
             return math.nan
         edges, counts = self.bins()
-        reached = torch.searchsorted(counts.cumsum(0), share * self.count)
-        place = min(int(reached), len(counts) - 1)
+        first, last = (int(counts.nonzero()[end]) for end in (0, -1))
+        place = min(max(int(torch.searchsorted(counts.cumsum(0), share * self.count)), first), last)
         middle = float((edges[place] + edges[place + 1]) / 2)
         return math.exp(min(middle, 700.0)) if self.log else middle
 

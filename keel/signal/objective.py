@@ -16,14 +16,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from keel.config import Composition, ObjectiveSettings, Weight, resolve_objective
+from keel.errors import BatchError
 from keel.signal.account import Outcome, measure
 from keel.signal.batch import TokenBatch
 from keel.signal.gates import NOT_TRAINABLE, OTHER_ROLE, UNUSABLE, Decision, reason_names
 from keel.signal.metrics import Metrics
+from keel.signal.passes import above
 from keel.signal.segments import Table
 from keel.signal.terms import Term, by_sign, penalty_term, policy_term
 from keel.signal.totals import Gather, Totals, kept_here, totals_of
-from keel.signal.view import View, ratio, saturated
+from keel.signal.view import View, apply_bits_, ratio, saturated, staying_bits
 
 
 def objective(name: str | Composition | ObjectiveSettings | Mapping[str, Any], /, **parameters: Any) -> "Objective":
@@ -39,8 +41,8 @@ def objective(name: str | Composition | ObjectiveSettings | Mapping[str, Any], /
         raise TypeError(f"parameters ({', '.join(parameters)}) go with a recipe's name; a composition already has them")
     if isinstance(name, Composition):
         return Objective(name)
-    settings = name if isinstance(name, ObjectiveSettings) else ObjectiveSettings.model_validate(name)
-    return Objective(settings.composition, name=settings.name, parameters=settings.parameters)
+    recipe, values, composition = resolve_objective(name.table if isinstance(name, ObjectiveSettings) else name)
+    return Objective(composition, name=recipe, parameters=values)
 
 
 class Objective:
@@ -79,6 +81,8 @@ class Objective:
             view = View(batch, self.composition)
             if totals is None:
                 totals = totals_of(self.composition, [view])
+            elif totals.composition != self.composition:
+                raise BatchError(f"the totals are of another objective than {self!r}: make them with its own totals()")
             elif self.composition.proximal == "interpolated":
                 view.interpolate_proximal(totals.trainer_version)
             outcome = _evaluate(view, totals)
@@ -145,6 +149,11 @@ class Result:
         return _place(self._outcome.gradient, self._view.index, len(self._view.batch))
 
     @property
+    def terms(self) -> dict[str, Tensor]:
+        """The loss by term, without gradient: "policy", and each penalty by what it is on."""
+        return dict(self._outcome.sizes)
+
+    @property
     def kept_tokens(self) -> int:
         """How many tokens of this batch train. When it is 0 over a step, the optimizer must not step."""
         return len(self._view) - self._outcome.decision.refused
@@ -177,8 +186,9 @@ def _evaluate(view: View, totals: Totals) -> Outcome:
         drift = penalty_term(penalty, view)
         if penalty.scope == "kept":
             drift = Term(decision.clear_(drift.value), decision.clear_(drift.slope))
-        sizes[f"{penalty.on} {penalty.of}"] = _sum(drift.value, scale)
-        loss = loss + sizes[f"{penalty.on} {penalty.of}"]
+        size, name = _sum(drift.value, scale), f"{penalty.on} {penalty.of}"
+        sizes[name] = sizes[name] + size if name in sizes else size
+        loss = loss + size
         gradient.add_(drift.slope.mul_(scale))
     clipped_sequences = by_sequence and composition.policy.token_clip is None
     return Outcome(loss, gradient, decision, advantage, term.clipped, clipped_sequences, sizes)
@@ -234,8 +244,8 @@ def _sequence_policy(
     clipped = term.clipped
     if policy.token_clip is not None:
         pushed = by_sign(advantage, 1.0, -1.0).mul_(view.log_ratio(f"policy/{policy.anchor}"))
-        clipped = pushed > policy.token_clip
-        slope.masked_fill_(clipped, 0.0)
+        clipped = above(pushed, policy.token_clip)
+        apply_bits_(slope, staying_bits(clipped, slope.dtype))
     return Term(term.value, slope, clipped), loss
 
 
@@ -263,7 +273,7 @@ def _shape(weight: Weight, log_ratio: Tensor, advantage: Tensor) -> Tensor:
         assert weight.rate_positive is not None and weight.rate_negative is not None
         power = by_sign(advantage, weight.k_positive, weight.k_negative)
         decay = by_sign(advantage, weight.rate_positive, weight.rate_negative)
-        factor = (power * log_ratio + decay * (1 - factor)).exp_()
+        factor = ratio(power * log_ratio + decay * (1 - factor))
     if weight.low is not None or weight.high is not None:
         factor = factor.clamp(weight.low, weight.high)
     return factor

@@ -7,10 +7,12 @@ There is no padding and no Python loop over sequences.
 
 from typing import cast
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from keel.errors import BatchError
+from keel.signal.passes import repeat_runs, sum_runs
 
 
 class Segments:
@@ -21,7 +23,7 @@ class Segments:
         size = len(ids) if lengths is None else int(lengths.sum())
         if lengths is None:
             runs, lengths = torch.unique_consecutive(ids, return_counts=True)
-            if 4 * len(runs) <= len(ids):
+            if 4 * len(runs) <= size:
                 # clones, since what unique_consecutive returns holds memory for as many runs as entries
                 ids, lengths = runs.clone(), lengths.clone()
             else:
@@ -43,7 +45,7 @@ class Segments:
         if values.dtype == torch.bool:
             values = values.float()
         if self._lengths is not None:
-            values = _sum_runs(values, self._lengths)
+            values = sum_runs(values, self._lengths)
         return values if self._row is None else values.new_zeros(len(self)).index_add_(0, self._row, values)
 
     def count(self) -> Int[Tensor, "rows"]:
@@ -58,13 +60,13 @@ class Segments:
         """Each entry's row value."""
         if self._row is not None:
             rows = rows[self._row]
-        return rows if self._lengths is None else rows.repeat_interleave(self._lengths, output_size=self._size)
+        return rows if self._lengths is None else repeat_runs(rows, self._lengths, self._size)
 
     def max(self, values: Tensor) -> Tensor:
         """The largest value in each row."""
         if self._lengths is not None:
-            runs = torch.segment_reduce(values.double(), "max", lengths=self._lengths, unsafe=True)
-            values = runs.to(values.dtype)
+            largest = torch.segment_reduce(values.double(), "max", lengths=self._lengths, unsafe=True)
+            values = largest.to(values.dtype)
         if self._row is None:
             return values
         return values.new_zeros(len(self)).scatter_reduce_(0, self._row, values, "amax", include_self=False)
@@ -79,18 +81,18 @@ class Segments:
 
     def narrow(self, rows: Int[Tensor, "chosen"]) -> "Segments":
         """The segments that the entries `where(rows)` make; `rows` must be increasing."""
-        runs = self._runs_of(rows)
-        ids = self.ids[runs if self._row is None else self._row[runs]]
-        return Segments(ids, None if self._lengths is None else self._lengths[runs])
+        places = self._runs_of(rows)
+        ids = self.ids[places if self._row is None else self._row[places]]
+        return Segments(ids, None if self._lengths is None else self._lengths[places])
 
-    def _entries(self, runs: Int[Tensor, "m"]) -> Int[Tensor, "m"]:
+    def _entries(self, places: Int[Tensor, "m"]) -> Int[Tensor, "m"]:
         """The positions of the entries of these runs, run after run."""
         if self._lengths is None:
-            return runs
-        lengths = self._lengths[runs]
+            return places
+        lengths = self._lengths[places]
         size = int(lengths.sum())
-        shift = (self._lengths.cumsum(0) - self._lengths)[runs] - (lengths.cumsum(0) - lengths)
-        return shift.repeat_interleave(lengths, output_size=size) + torch.arange(size, device=shift.device)
+        shift = (self._lengths.cumsum(0) - self._lengths)[places] - (lengths.cumsum(0) - lengths)
+        return repeat_runs(shift, lengths, size) + torch.arange(size, device=shift.device)
 
     def _runs_of(self, rows: Int[Tensor, "chosen"]) -> Int[Tensor, "m"]:
         """The runs of the chosen rows, or their entries when runs are not used."""
@@ -99,13 +101,6 @@ class Segments:
         chosen = torch.zeros(len(self), dtype=torch.bool, device=self.ids.device)
         chosen[rows] = True
         return chosen[self._row].nonzero().squeeze(1)
-
-
-def _sum_runs(values: Float[Tensor, "n"], lengths: Int[Tensor, "runs"]) -> Float[Tensor, "runs"]:
-    if values.device.type != "cpu" or values.requires_grad or len(lengths) == 0:
-        return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
-    # eight partial sums at a time, where segment_reduce waits for each addition: half the time, and pairwise
-    return torch.from_numpy(np.add.reduceat(values.numpy(), (lengths.cumsum(0) - lengths).numpy()))
 
 
 class Table:
@@ -123,6 +118,8 @@ class Table:
         """One table over the union of ids; a column that a table lacks counts as zero there."""
         if len(tables) == 1:
             return tables[0]
+        if not tables:
+            return Table(torch.zeros(0, dtype=torch.int64), {})
         ids, row = torch.unique(torch.cat([table.ids for table in tables]), return_inverse=True)
         rows = row.split([len(table.ids) for table in tables])
         columns: dict[str, Tensor] = {}
@@ -138,6 +135,9 @@ class Table:
         if ids is self.ids:
             return self
         place = torch.searchsorted(self.ids, ids)
-        if len(ids) and (int(place.max()) >= len(self.ids) or not torch.equal(self.ids[place], ids)):
-            raise ValueError("the totals were made from other batches: a sequence of this batch is not in them")
+        found = place < len(self.ids)
+        found[found.clone()] = self.ids[place[found]] == ids[found]
+        if not bool(found.all()):
+            stranger = int(ids[~found][0])
+            raise BatchError(f"batch.sequence holds {stranger}, which is not in the totals: they are of other batches")
         return Table(ids, {name: values[place] for name, values in self.columns.items()})

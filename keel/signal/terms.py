@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from keel.config import Penalty, Policy
+from keel.signal.passes import below
 from keel.signal.view import View, apply_bits_, ratio, staying_bits
 
 
 @dataclass(frozen=True)
 class Term:
-    """Value and slope; `clipped` marks entries whose gradient a clip has stopped. May share storage."""
+    """Value and slope; `clipped` marks where a clip has stopped the gradient. Value and slope may share storage."""
 
     value: Tensor
     slope: Tensor
@@ -55,7 +56,7 @@ def _clip(policy: Policy, r: Tensor, advantage: Tensor) -> Term:
     eps = policy.eps or 0.0
     bound = r.clamp(1 - eps, 1 + (eps if policy.eps_high is None else policy.eps_high)).mul_(advantage).neg_()
     linear = r.mul_(advantage).neg_()
-    clipped = linear < bound
+    clipped = below(linear, bound)
     value = torch.maximum(linear, bound, out=bound)
     if policy.dual_clip is not None:
         ceiling = (advantage * -policy.dual_clip).masked_fill_(advantage >= 0, torch.inf)

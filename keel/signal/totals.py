@@ -67,8 +67,9 @@ class Totals:
             divisor = float(self.members if self.kept is None else self.kept)
         else:
             assert self.table is not None
-            counts = self.table["members" if reduction.divide_by == "members" else "kept"]
-            divisor = float((counts > 0).sum()) * (reduction.length or 1.0)
+            counts = self.table.columns.get("members" if reduction.divide_by == "members" else "kept")
+            sequences = 0.0 if counts is None else float((counts > 0).sum())  # no column: a step without any batch
+            divisor = sequences * (reduction.length or 1.0)
         return max(divisor, 1.0)
 
 
@@ -93,7 +94,7 @@ def totals_of(composition: Composition, views: Sequence[View], gather: Gather | 
     for position, gate in enumerate(composition.gates):
         if gate.scope == "step":
             assert gate.high is not None
-            squares = torch.cat([view.log_ratio(gate.of).square() for view in views])
+            squares = torch.cat([view.log_ratio(gate.of).square() for view in views]) if views else torch.zeros(0)
             totals.thresholds[position] = second_moment_threshold(torch.cat(gather(squares)), gate.high)
     _count_kept(totals, views, gather)
     return totals

@@ -14,6 +14,7 @@ from torch import Tensor
 from keel.config import Composition
 from keel.errors import BatchError
 from keel.signal.batch import FLOAT_FIELDS, TokenBatch
+from keel.signal.passes import count
 from keel.signal.segments import Segments
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ NAMES = {
 
 
 def staying_bits(leaving: Bool[Tensor, "n"], dtype: torch.dtype) -> Int[Tensor, "n"]:
-    """No bit where the mask is true and every bit elsewhere, as wide as `dtype`, for `apply_bits_`."""
+    """No bit where the mask is true and every bit elsewhere; as wide as `dtype`, for `apply_bits_`."""
     return leaving.to(torch.int64 if dtype == torch.float64 else torch.int32).sub_(1)
 
 
@@ -71,18 +72,19 @@ class View:
                 raise BatchError(f"objective.roles = {composition.roles} needs batch.role")
             roles = torch.tensor(composition.roles, device=batch.role.device)
             members = members & torch.isin(batch.role, roles)
-        self.members = int(torch.count_nonzero(members))
+        self.members = count(members)
         everyone = self.members == len(batch)
         self.member_index: Int[Tensor, "members"] | None = None if everyone else members.nonzero().squeeze(1)
         self.index: Int[Tensor, "n"] | None = self.member_index
-        self.newest = int(batch.version.max()) if batch.version is not None and len(batch) else None
+        self.newest = int(self.take(batch.version).max()) if batch.version is not None and self.members else None
         self.decided: tuple[Float[Tensor, "n"], Decision] | None = None
         """Advantage and decision, once the step's totals are known."""
         self._logprobs: dict[str, Float[Tensor, "n"]] = {}
         self._log_ratios: dict[str, Float[Tensor, "n"]] = {}
         if composition.reads("sampler"):
             self._drop_unusable()
-        self._check_finite("logprobs", self.logprob("policy"))
+        else:
+            self._check_finite("logprobs", self.logprob("policy"))
         self.advantages: Float[Tensor, "n"] = self._select(batch.advantages)
         if composition.policy.surrogate != "cross_entropy":
             self._check_finite("advantages", self.advantages)
@@ -96,14 +98,20 @@ class View:
         return self.members - (len(self.batch) if self.index is None else len(self.index))
 
     def _drop_unusable(self) -> None:
+        """Leave out the tokens without a usable sampler log-prob; the others must have one of the policy."""
         if self.batch.sampler_logprobs is None:
             raise BatchError("batch.sampler_logprobs is missing, and this objective reads it")
         sampler = self._select(self.batch.sampler_logprobs)
+        self._logprobs["sampler"] = sampler
+        # a finite difference has finite sides, and will be needed: one look in place of two
+        if bool(self.log_ratio("policy/sampler").sum().isfinite()):
+            return
+        self._log_ratios.clear()
         if not _all_finite(sampler):
             usable = sampler.isfinite().nonzero().squeeze(1)
             self.index = usable if self.index is None else self.index[usable]
-            sampler = sampler.index_select(0, usable)
-        self._logprobs["sampler"] = sampler
+            self._logprobs = {"sampler": sampler.index_select(0, usable)}
+        self._check_finite("logprobs", self.logprob("policy"))
 
     def _select(self, field: Tensor) -> Tensor:
         return self.take(field.detach()).to(self.dtype)
