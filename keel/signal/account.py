@@ -73,8 +73,11 @@ def _exact(view: View, totals: Totals, outcome: Outcome, rejected: Tensor | None
         values["is_clipped"] = Metric(int((kept_here(view, outcome.decision) * clipped).sum()), members)
     elif clipped is not None:
         values["is_clipped"] = Metric(count(clipped if dropped is None else clipped & ~dropped), members)
-    if view.composition.reads("reference"):
-        values["kl_policy_ref"] = Metric(float(drift(view).sum(dtype=torch.float64)), len(view))
+    known = _drift(view)
+    if known is not None:
+        usable = known.isfinite()
+        total = known.nan_to_num(0.0, 0.0, 0.0).sum(dtype=torch.float64)
+        values["kl_policy_ref"] = Metric(float(total), count(usable))
     share = _share_here(view, totals)
     sequences = float(len(view.segments) if share is None else share.sum())
     values["opsm_rejected_sequences"] = Metric(0.0, sequences)
@@ -85,6 +88,14 @@ def _exact(view: View, totals: Totals, outcome: Outcome, rejected: Tensor | None
         weight = torch.ones_like(here) if share is None else share
         values["opsm_rejected_sequences"] = Metric(float(weight[rejected].sum()), sequences)
     return values
+
+
+def _drift(view: View) -> Tensor | None:
+    """k where there is a reference; one that the objective does not read may have holes, which are not counted."""
+    if view.composition.reads("reference"):
+        return drift(view)
+    reference = view.batch.reference_logprobs
+    return None if reference is None else view.logprob("policy") - view.take(reference.detach())
 
 
 def _rejected_rows(view: View, totals: Totals) -> Tensor | None:
@@ -128,7 +139,7 @@ class _Sample:
         self.scale = len(view) / max(self.size, 1)
         self.ages: list[int] | None = None
         parts, order = [self.size], None
-        if view.batch.version is not None and totals.trainer_version is not None:
+        if view.batch.version is not None and totals.trainer_version is not None and self.size:
             self.staleness = totals.trainer_version - view.take(view.batch.version, self.index)
             by_age = Segments(self.staleness)
             self.ages, parts, order = by_age.ids.tolist(), by_age.count().tolist(), by_age.in_order()
@@ -137,7 +148,7 @@ class _Sample:
         if self.index is not None:
             self.places = self.index if order is None else self.index.index_select(0, order)
         self.clipped = self._clipped(order)
-        self.drift = drift(view) if view.composition.reads("reference") else view.advantages
+        self.drift = _drift(view)
         self.names: list[str] = []
         self.sums: list[list[float]] = []
         """For each age the sum of each column."""
@@ -217,8 +228,10 @@ class _Sample:
             columns["entropy"] = -(excess + 1) * policy
         if self.clipped is not None:
             columns["clipped"] = self.clipped[block] * (1 - masked)
-        if view.composition.reads("reference"):
-            columns["reference"] = self._at(self.drift, block)
+        if self.drift is not None:
+            here = self._at(self.drift, block)
+            columns["reference"] = here.nan_to_num(0.0, 0.0, 0.0)
+            columns["referenced"] = here.isfinite().to(d.dtype)
         return columns, d, (p - q).abs()
 
     def measures(self) -> dict[str, Measure]:
@@ -259,7 +272,7 @@ class _Sample:
         if "clipped" in total:
             values["is_clipped"] = mean("clipped")
         if "reference" in total:
-            values["kl_policy_ref"] = mean("reference")
+            values["kl_policy_ref"] = Metric(total["reference"], total["referenced"])
         return values
 
     def sequence_measures(self, rejected: Tensor | None) -> dict[str, Measure]:

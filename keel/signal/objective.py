@@ -244,8 +244,9 @@ def _sequence_policy(
     clipped = term.clipped
     if policy.token_clip is not None:
         pushed = by_sign(advantage, 1.0, -1.0).mul_(view.log_ratio(f"policy/{policy.anchor}"))
-        clipped = above(pushed, policy.token_clip)
-        apply_bits_(slope, staying_bits(clipped, slope.dtype))
+        stopped = above(pushed, policy.token_clip)
+        apply_bits_(slope, staying_bits(stopped, slope.dtype))
+        clipped = stopped if clipped is None else stopped | view.segments.spread(clipped)
     return Term(term.value, slope, clipped), loss
 
 
