@@ -15,7 +15,7 @@ EXTRAS = ("reference_logprobs", "teacher_logprobs", "proximal_logprobs")
 REFUSED = (ValueError, TypeError, RuntimeError, KeyError, AttributeError)
 
 
-def dead_option(target: Target) -> tuple[str, TokenBatch] | None:
+def dead_option(target: Target) -> str | None:
     """An option whose every value gives the same loss, or that is silently ignored where it cannot act."""
     batches = list(_batches(target))
     base = {number: _answer(target, batch) for number, batch in enumerate(batches)}
@@ -26,10 +26,10 @@ def dead_option(target: Target) -> tuple[str, TokenBatch] | None:
             for value in others
             for number, batch in enumerate(batches)
         ):
-            return f"{name} is accepted and changes nothing, whatever its value", batches[0]
+            return f"{name} is accepted and changes nothing, whatever its value"
         problem = _ignored_without(target, name, values, batches[0])
         if problem is not None:
-            return problem, batches[0]
+            return problem
     return None
 
 

@@ -5,6 +5,7 @@ The classes are those of the real silent failures in docs/objectives.md. Two of 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from keel.audit import layout, scale, tokens
@@ -47,6 +48,7 @@ QUESTIONS: dict[str, tuple[Question, ...]] = {
 WHOLE: dict[str, tuple[Callable[[Target], str | None], ...]] = {
     "e": (scale.follows_its_anchor, scale.somebody_is_dropped),
     "f": (dropped_as_declared,),
+    "g": (dead_option,),
 }
 
 
@@ -90,9 +92,11 @@ def audit(what: Any, /, *, seed: int = 0, parameters: dict[str, Any] | None = No
     """
     target = find_target(what, parameters, **word)
     _call_once(target)
+    misfit = _misfit(target, seed)
     report = Report(target.name)
     for letter in CLASSES:
-        report.findings.append(_class(target, letter, seed))
+        # a rule that needs a certain shape counts by position: said once, where it belongs
+        report.findings.append(misfit if misfit and letter == "b" else _class(target, letter, seed, fussy=bool(misfit)))
     return report
 
 
@@ -111,49 +115,43 @@ def _call_once(target: Target) -> None:
     raise TargetError(f"{target.name} cannot be called: {type(failure).__name__}: {failure}") from failure
 
 
-def _class(target: Target, letter: str, seed: int) -> Finding:
-    if letter in OUTSIDE:
-        return Finding(letter, "outside", OUTSIDE[letter])
-    for question in QUESTIONS.get(letter, ()):
-        for batch in _batches(target, letter, seed):
-            failure = _fails_on(target, batch)
-            if failure is not None and letter != "b":
-                continue  # said once, where it belongs: a rule that needs a certain shape counts by position
-            message = failure or _ask(question, target, batch)
-            if message is not None:
-                if failure is not None:
-                    return Finding(letter, "broken", failure, batch)
-                small = shrink(batch, lambda b, q=question: _ask(q, target, b) is not None)  # type: ignore[misc]
-                return Finding(letter, "broken", _ask(question, target, small) or message, small)
-    for whole in WHOLE.get(letter, ()):
-        message = whole(target)
-        if message is not None:
-            return Finding(letter, "broken", message)
-    if letter == "g":
-        dead = dead_option(target)
-        if dead is not None:
-            return Finding(letter, "broken", dead[0])
-    return Finding(letter, "held")
-
-
-def _fails_on(target: Target, batch: TokenBatch) -> str | None:
-    """Why a legal batch cannot even be scored."""
-    try:
-        target.evaluate(batch)
-    except TargetError:
-        raise
-    except Exception as error:  # noqa: BLE001
-        return f"a batch of {len(batch)} tokens cannot be scored: {type(error).__name__}: {error}"
+def _misfit(target: Target, seed: int) -> Finding | None:
+    """A legal batch that cannot even be scored."""
+    for batch in _batches(target, "b", seed):
+        try:
+            target.evaluate(batch)
+        except TargetError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a target is anybody's code
+            message = f"a batch of {len(batch)} tokens cannot be scored: {type(error).__name__}: {error}"
+            return Finding("b", "broken", message, batch)
     return None
 
 
-def _ask(question: Question, target: Target, batch: TokenBatch) -> str | None:
+def _class(target: Target, letter: str, seed: int, fussy: bool) -> Finding:
+    """One class of failure. A fussy target fails on some legal shapes, and its exceptions say nothing more."""
+    if letter in OUTSIDE:
+        return Finding(letter, "outside", OUTSIDE[letter])
+    for question in QUESTIONS.get(letter, ()):
+        ask = partial(_answer, question, target, fussy)
+        for batch in _batches(target, letter, seed):
+            if ask(batch) is not None:
+                small = shrink(batch, lambda candidate, ask=ask: ask(candidate) is not None)  # type: ignore[misc]
+                return Finding(letter, "broken", ask(small) or "", small)
+    for whole in WHOLE.get(letter, ()):
+        message = _answer(whole, target, fussy)
+        if message is not None:
+            return Finding(letter, "broken", message)
+    return Finding(letter, "held")
+
+
+def _answer(question: Callable[..., str | None], target: Target, fussy: bool, *batch: TokenBatch) -> str | None:
     try:
-        return question(target, batch)
+        return question(target, *batch)
     except TargetError:
         raise
     except Exception as error:  # noqa: BLE001 - a target that fails on a legal batch has not held
-        return f"{question.__name__.replace('_', ' ')}: {type(error).__name__}: {error}"
+        return None if fussy else f"{question.__name__.replace('_', ' ')}: {type(error).__name__}: {error}"
 
 
 def _batches(target: Target, letter: str, seed: int) -> Iterable[TokenBatch]:
