@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from keel.audit import audit, declare
+    from keel.audit import declare
     from keel.config import Composition, Gate, Penalty, Policy, Reduction, Weight, load
     from keel.errors import BatchError, ConfigError, KeelError, SignalRefused
     from keel.signal import (
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
 
 _ROOMS = {
-    "keel.audit": ["audit", "declare"],
+    "keel.audit": ["declare"],
     "keel.config": ["Composition", "Gate", "Penalty", "Policy", "Reduction", "Weight", "load"],
     "keel.errors": ["BatchError", "ConfigError", "KeelError", "SignalRefused"],
     "keel.signal": [
@@ -61,7 +61,6 @@ __all__ = [
     "Totals",
     "Weight",
     "advantages",
-    "audit",
     "declare",
     "load",
     "objective",

@@ -49,7 +49,7 @@ def right_clip(batch: TokenBatch) -> Tensor:
 
 
 def right_sequence_mask(batch: TokenBatch) -> Tensor:
-    keep = kept_mask(batch, 0.0, 1e30)
+    keep = batch.trainable & batch.sampler_logprobs.isfinite()
     total = batch.logprobs[batch.trainable].sum() * 0
     for mine in each_sequence(batch):
         mine = mine & keep

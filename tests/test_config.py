@@ -251,7 +251,7 @@ CANNOT_ACT: list[tuple[dict[str, Any], str]] = [
         'level = "sequence" needs a ratio, and objective.policy.surrogate = "log_prob" has none',
     ),
     ({"policy": {"token_clip": 0.4}}, 'token_clip = 0.4 cannot act: it belongs to level = "sequence"'),
-    ({"penalties": [{"on": "k1", "coef": 1.0}]}, 'on = "k1" needs ratio_correction = true'),
+    ({"penalties": [{"on": "k1", "coef": 1.0}]}, 'on = "k1" cannot go with'),
     (
         {"penalties": [{"on": "log_ratio_squared", "coef": 1, "ratio_correction": True}]},
         "ratio_correction = true cannot act: it belongs to k1, k2 and k3",
@@ -283,7 +283,7 @@ CANNOT_ACT: list[tuple[dict[str, Any], str]] = [
     ({"name": "icepop", "reduction": "constant"}, "needs length"),
     (
         {"name": "icepop", "reference_kl_coef": 0.1, "reference_kl_estimator": "k1"},
-        'objective.reference_kl_estimator = "k1" needs ratio_correction = true',
+        'objective.reference_kl_estimator = "k1" cannot go with objective.reference_kl_correction = false',
     ),
     ({"name": "icepop", "gates": {"on": "ratio"}}, "must be a list of tables"),
 ]

@@ -5,8 +5,8 @@ the strict default: anchored on the sampler; each decision about one token from 
 sequence; a dropped token leaves every term; the step's trainable tokens divide.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
 from keel.config import Composition
@@ -53,19 +53,27 @@ def _check(name: str, value: Any, known: tuple[str, ...]) -> None:
 
 def declare(**word: Any) -> Callable[[Function], Function]:
     """Attach a declaration to a loss: `@keel.declare(anchor="proximal", divisor="sequences")`."""
-    if "decisions" in word:
-        word["decisions"] = tuple(word["decisions"])
-        word.setdefault("drops", bool(word["decisions"]))
-    try:
-        declaration = Declaration(**word)
-    except TypeError as error:
-        raise ConfigError(f"keel.declare: {error}") from None
+    declaration = revise(Declaration(), word)
 
     def attach(function: Function) -> Function:
         function.keel_declaration = declaration  # type: ignore[attr-defined]
         return function
 
     return attach
+
+
+def revise(declaration: Declaration, word: Mapping[str, Any]) -> Declaration:
+    """A declaration with some of its fields said otherwise."""
+    known = [each.name for each in fields(Declaration)]
+    for name in word:
+        if name not in known:
+            raise ConfigError(f"declaration.{name} is not known; {nearest(name, known)}")
+    word = dict(word)
+    if "decisions" in word:
+        said = word["decisions"]
+        word["decisions"] = (said,) if isinstance(said, str) else tuple(said)
+        word.setdefault("drops", bool(word["decisions"]))
+    return replace(declaration, **word)
 
 
 def declaration_of(composition: Composition) -> Declaration:

@@ -31,8 +31,8 @@ def order_means_nothing(target: Target, batch: TokenBatch) -> str | None:
     orders = {"sequences in reverse": backwards, "sequences in another order": blocks, "tokens interleaved": mixed}
     for what, order in orders.items():
         found, moved = target.evaluate(batch.take(order)), Evaluation(clean.loss, clean.gradient[order])
-        if not same(moved, found):
-            return f"with {what} {difference(moved, found)}"
+        if not same(target, moved, found):
+            return f"with {what} {difference(target, moved, found)}"
     return None
 
 
@@ -40,10 +40,14 @@ def labels_mean_nothing(target: Target, batch: TokenBatch) -> str | None:
     """Ids are names: any other distinct integers do as well."""
     clean = target.evaluate(batch)
     assert batch.group is not None
-    renamed = batch.replace(sequence=(batch.sequence * 7919 + 13) % 10007, group=100 - batch.group)
-    found = target.evaluate(renamed)
-    if not same(clean, found):
-        return f"with other sequence and group ids {difference(clean, found)}"
+    for sequence, group in (
+        ((batch.sequence * 7919 + 13) % 10007, 100 - batch.group),
+        (batch.sequence * 64, batch.group * 64),  # equal in every table of a power of two
+        (-batch.sequence, -batch.group),
+    ):
+        found = target.evaluate(batch.replace(sequence=sequence, group=group))
+        if not same(target, clean, found):
+            return f"with other sequence and group ids {difference(target, clean, found)}"
     return None
 
 
@@ -56,7 +60,7 @@ def groups_keep_to_themselves(target: Target, batch: TokenBatch) -> str | None:
         changed = with_advantages(
             target.declaration, batch, torch.where(inside, batch.advantages * 1.7, batch.advantages)
         )
-        if not close(clean.gradient[~inside], target.evaluate(changed).gradient[~inside]):
+        if not close(target, clean.gradient[~inside], target.evaluate(changed).gradient[~inside]):
             return f"changing the advantages of group {int(group)} changes gradients of other groups"
     return None
 
@@ -67,14 +71,24 @@ def groups_keep_to_themselves(target: Target, batch: TokenBatch) -> str | None:
 def filler_changes_nothing(target: Target, batch: TokenBatch) -> str | None:
     """Untrainable tokens before, between and after the others are invisible."""
     clean = target.evaluate(batch)
+    assert batch.group is not None
     filler = shift_ids(build(target.declaration, [[Token(0.4, 2.0, False)] * 3]), 40_000)
     half = len(batch) // 2
-    parts = [filler, batch.take(torch.arange(half)), filler, batch.take(torch.arange(half, len(batch))), filler]
+    inside = filler.replace(
+        sequence=torch.full((3,), int(batch.sequence[0])), group=torch.full((3,), int(batch.group[0]))
+    )
+    inside = inside.replace(token_ids=torch.full((3,), -1))
+    parts = [filler, batch.take(torch.arange(half)), inside, batch.take(torch.arange(half, len(batch))), filler]
     joined = TokenBatch.cat([part for part in parts if len(part)])
     found = target.evaluate(joined)
-    real = joined.sequence < 40_000
+    assert joined.token_ids is not None
+    real = (joined.sequence < 40_000) & (joined.token_ids >= 0)
     seen = Evaluation(found.loss, found.gradient[real])
-    return None if same(clean, seen) else f"with filler tokens between the others {difference(clean, seen)}"
+    return (
+        None
+        if same(target, clean, seen)
+        else f"with filler tokens between the others {difference(target, clean, seen)}"
+    )
 
 
 def micro_batches_add_up(target: Target, batch: TokenBatch) -> str | None:
@@ -85,7 +99,11 @@ def micro_batches_add_up(target: Target, batch: TokenBatch) -> str | None:
         loss += share * found.loss
         gradient[part] += share * found.gradient
     joined = Evaluation(loss, gradient)
-    return None if same(whole, joined) else f"from the whole step to its micro-batches {difference(whole, joined)}"
+    return (
+        None
+        if same(target, whole, joined)
+        else f"from the whole step to its micro-batches {difference(target, whole, joined)}"
+    )
 
 
 def _cut_with_totals(target: Target, batch: TokenBatch) -> Iterator[tuple[Tensor, Evaluation, float]]:

@@ -8,11 +8,10 @@ import torch
 
 from keel.audit.asking import enlarge, same
 from keel.audit.probes import build, random_sequences
-from keel.audit.target import Evaluation, Target
+from keel.audit.target import UNKNOWN, Evaluation, Target
 from keel.signal import TokenBatch
 
 EXTRAS = ("reference_logprobs", "teacher_logprobs", "proximal_logprobs")
-REFUSED = (ValueError, TypeError, RuntimeError, KeyError, AttributeError)
 
 
 def dead_option(target: Target) -> str | None:
@@ -22,10 +21,12 @@ def dead_option(target: Target) -> str | None:
     for name, (now, values) in target.options.items():
         others = [value for value in values if value != now]
         if not any(
-            not _alike(base[number], _answer(target, batch, **{name: value}))
+            not _alike(target, base[number], _answer(target, batch, **{name: value}))
             for value in others
             for number, batch in enumerate(batches)
         ):
+            if name == UNKNOWN:
+                return "options that do not exist are accepted and swallowed"
             return f"{name} is accepted and changes nothing, whatever its value"
         problem = _ignored_without(target, name, values, batches[0])
         if problem is not None:
@@ -51,29 +52,26 @@ def _batches(target: Target) -> Iterator[TokenBatch]:
 def _answer(target: Target, batch: TokenBatch, **options: Any) -> Evaluation | str:
     try:
         return target.evaluate(batch, **options)
-    except REFUSED:
+    except Exception:  # noqa: BLE001 - however a target refuses, it has not ignored the option
         return "refused"
 
 
-def _alike(first: Evaluation | str, second: Evaluation | str) -> bool:
+def _alike(target: Target, first: Evaluation | str, second: Evaluation | str) -> bool:
     if isinstance(first, str) or isinstance(second, str):
         return first == second if isinstance(first, str) and isinstance(second, str) else False
     if first.loss != first.loss or second.loss != second.loss:
         return True  # a NaN says nothing about the option
-    return same(first, second)
+    return same(target, first, second)
 
 
 def _ignored_without(target: Target, name: str, values: tuple[Any, ...], batch: TokenBatch) -> str | None:
     """Whether the option acts through a field of the batch and says nothing when that field is missing."""
     for field in EXTRAS:
         bare = batch.replace(**{field: None})
-        plain, stripped = _answer(target, batch), _answer(target, bare)
-        if isinstance(plain, str) or isinstance(stripped, str) or not same(plain, stripped):
-            continue  # the rule needs the field, or uses it anyway
-        for value in values:
-            with_field, without = _answer(target, batch, **{name: value}), _answer(target, bare, **{name: value})
-            if isinstance(with_field, str) or isinstance(without, str):
-                continue
-            if not _alike(plain, with_field) and _alike(plain, without):
-                return f"{name} = {value} acts through {field}, and without {field} it is silently ignored"
+        with_field = [_answer(target, batch, **{name: value}) for value in values]
+        without = [_answer(target, bare, **{name: value}) for value in values]
+        if "refused" in without or all(_alike(target, with_field[0], answer) for answer in with_field):
+            continue
+        if all(_alike(target, without[0], answer) for answer in without):
+            return f"{name} acts through {field}, and without {field} it is silently ignored"
     return None

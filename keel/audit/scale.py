@@ -6,6 +6,7 @@ from torch import Tensor
 from keel.audit.asking import (
     active,
     close,
+    factor,
     rejected_rows,
     same,
     shift_ids,
@@ -25,9 +26,10 @@ def anchor_is_as_declared(target: Target, batch: TokenBatch) -> str | None:
         return None
     clean = target.evaluate(batch)
     assert batch.proximal_logprobs is not None
-    found = target.evaluate(batch.replace(proximal_logprobs=batch.proximal_logprobs - 0.37))
-    if not same(clean, found):
-        return f"the declared anchor is {word.anchor}, and other proximal log-probs change the loss or a gradient"
+    for shift in (-0.37, 0.37, -1.0, 1.0, -3.0, 3.0, -10.0, 10.0):
+        found = target.evaluate(batch.replace(proximal_logprobs=batch.proximal_logprobs + shift))
+        if not same(target, clean, found):
+            return f"the declared anchor is {word.anchor}, and other proximal log-probs change the loss or a gradient"
     return None
 
 
@@ -42,9 +44,12 @@ def follows_its_anchor(target: Target) -> str | None:
     steps = (1e-5, 1e-3, 0.05, 0.5) if word.anchor == "proximal" else (1e-5, 1e-3, 0.05)
     generator = torch.Generator().manual_seed(7)
     moved = False
-    for sizes in ((1,), (2, 1), (3, 2)):
-        batch = build(word, random_sequences(generator, sizes, (1e-5, -1e-5)))
+    for sizes in ((1,), (2, 1), (3, 2), (1, 1, 2, 1)):
+        batch = build(word, random_sequences(generator, sizes, (1e-5, -1e-5)), [0] * len(sizes))
         before = target.evaluate(batch).gradient
+        uphill = float((before * batch.advantages)[batch.trainable].sum()) > 1e-9
+        if uphill and target.objective is None and word.signal == "advantage":
+            return "near on-policy the gradient runs against the advantage: a ratio or a sign is upside down"
         for step in (*steps, *(-step for step in steps)):
             after = target.evaluate(batch.replace(**{field: batch.tensors()[field] + step})).gradient
             changed = (before - after).abs() > 1e-9 * before.abs().max()
@@ -79,21 +84,54 @@ def somebody_is_dropped(target: Target) -> str | None:
 
 
 def divisor_is_as_declared(target: Target, batch: TokenBatch) -> str | None:
-    """On policy, with every advantage 1, each trainable token's gradient is the same constant over the divisor."""
+    """On policy, with every advantage 1, each trainable token's gradient is the same constant over the divisor.
+
+    A token whose advantage is 0 has no gradient and counts all the same.
+    """
     batch = _on_policy(target, batch)
+    silenced = batch.advantages.clone()
+    silenced[batch.trainable.nonzero().squeeze(1)[1::3]] = 0.0
+    some = with_advantages(target.declaration, batch, silenced)
     values = []
-    for probe in (batch, with_empty_row(target, batch), _twice(batch)):
+    for probe in (batch, with_empty_row(target, batch), _twice(batch), some):
         gradient = target.evaluate(probe).gradient
         if bool((gradient[~probe.trainable] != 0).any()):
             return "a token that is not trainable has a gradient"
         mine = gradient[probe.trainable]
-        if bool((mine == 0).all()):
-            return None  # equal advantages were centred away: nothing to see
-        if bool((mine == 0).any()):
+        speaks = probe.advantages[probe.trainable] != 0
+        if target.declaration.signal == "none":
+            speaks = torch.ones_like(speaks)
+        if bool((mine[speaks] == 0).any()):
+            if _centres(target, probe):
+                return None  # equal advantages were centred away: nothing to see
             place = int((probe.trainable & (gradient == 0)).nonzero()[0])
             return f"token {place} is trainable and on policy and has no gradient: it counts in one place only"
-        values.append(-mine * _divisor(target, probe, probe.trainable))
+        if probe is some and bool((mine[~speaks] != 0).any()):
+            continue  # the advantage is not all that this rule follows
+        values.append((-mine * _divisor(target, probe, probe.trainable))[speaks])
     return _one_constant(target, torch.cat(values))
+
+
+def _centres(target: Target, batch: TokenBatch) -> bool:
+    """Whether the tokens that are silent under equal advantages speak under different ones."""
+    varied = batch.advantages * (1 + 0.4 * torch.cos(2.0 * torch.arange(len(batch), dtype=torch.float64)))
+    gradient = target.evaluate(with_advantages(target.declaration, batch, varied)).gradient
+    return bool((gradient[batch.trainable] != 0).all()) or not bool(target.evaluate(batch).gradient.any())
+
+
+def every_term_divides(target: Target, batch: TokenBatch) -> str | None:
+    """Off policy too, doubling the step halves each gradient, and a refused sequence scales all of them alike."""
+    if "step" in target.declaration.decisions:
+        return None
+    before = target.evaluate(batch).gradient
+    after = target.evaluate(_twice(batch)).gradient[: len(batch)]
+    if not close(target, before, 2 * after):
+        return "the step twice over does not halve each gradient: some term has another divisor, or none"
+    for row in rejected_rows(target):
+        after = target.evaluate(TokenBatch.cat([batch, shift_ids(row, 30_000)])).gradient[: len(batch)]
+        if bool((before != 0).any()) and factor(target, before, after) is None:
+            return "a refused sequence changes the gradients of others by different factors: terms divide differently"
+    return None
 
 
 def dropped_tokens_count_as_declared(target: Target, batch: TokenBatch) -> str | None:
@@ -113,7 +151,8 @@ def dropped_tokens_count_as_declared(target: Target, batch: TokenBatch) -> str |
 
 
 def _on_policy(target: Target, batch: TokenBatch) -> TokenBatch:
-    fields = {name: batch.logprobs.detach() for name in ("sampler_logprobs", "proximal_logprobs", "reference_logprobs")}
+    names = ("sampler_logprobs", "proximal_logprobs", "reference_logprobs", "teacher_logprobs")
+    fields = {name: batch.logprobs.detach() for name in names}
     return with_advantages(target.declaration, batch.replace(**fields), torch.ones_like(batch.advantages))
 
 
@@ -139,7 +178,7 @@ def _spread(batch: TokenBatch, values: Tensor) -> Tensor:
 
 
 def _one_constant(target: Target, values: Tensor) -> str | None:
-    if close(values, values[0].expand_as(values)):
+    if close(target, values, values[0].expand_as(values)):
         return None
     low, high = float(values.min()), float(values.max())
     what = target.declaration.divisor

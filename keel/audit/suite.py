@@ -4,9 +4,11 @@ The classes are those of the real silent failures in docs/objectives.md. Two of 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from keel.audit import layout, scale, tokens
 from keel.audit.asking import Question
@@ -42,7 +44,7 @@ QUESTIONS: dict[str, tuple[Question, ...]] = {
     ),
     "d": (tokens.sequences_share_one_fate,),
     "e": (scale.anchor_is_as_declared,),
-    "f": (scale.divisor_is_as_declared, scale.dropped_tokens_count_as_declared),
+    "f": (scale.divisor_is_as_declared, scale.dropped_tokens_count_as_declared, scale.every_term_divides),
     "j": (layout.filler_changes_nothing, layout.micro_batches_add_up),
 }
 WHOLE: dict[str, tuple[Callable[[Target], str | None], ...]] = {
@@ -90,8 +92,7 @@ def audit(what: Any, /, *, seed: int = 0, parameters: dict[str, Any] | None = No
 
     `word` overrides fields of the target's declaration: anchor, decisions, leaves, divisor, signal.
     """
-    target = find_target(what, parameters, **word)
-    _call_once(target)
+    target = _fit(find_target(what, parameters, **word))
     misfit = _misfit(target, seed)
     report = Report(target.name)
     for letter in CLASSES:
@@ -100,17 +101,19 @@ def audit(what: Any, /, *, seed: int = 0, parameters: dict[str, Any] | None = No
     return report
 
 
-def _call_once(target: Target) -> None:
-    """Whether the target can be called at all: on one of several ordinary batches."""
+def _fit(target: Target) -> Target:
+    """The target as it can be called: on one of several ordinary batches, in float64 or else in float32."""
     failure: Exception | None = None
-    for size in (1, 2, 3, 4, 8, 16):
-        try:
-            target.evaluate(build(target.declaration, [[Token(0.01 * place) for place in range(size)]]))
-            return
-        except TargetError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a target is anybody's code
-            failure = failure or error
+    for dtype in (torch.float64, torch.float32):
+        for size in (1, 2, 3, 4, 8, 16):
+            batch = build(target.declaration, [[Token(0.01 * place) for place in range(size)]])
+            candidate = replace(target, dtype=dtype)
+            try:
+                return replace(candidate, exact=candidate.precision(batch) == torch.float64)
+            except TargetError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a target is anybody's code
+                failure = failure or error
     assert failure is not None
     raise TargetError(f"{target.name} cannot be called: {type(failure).__name__}: {failure}") from failure
 
@@ -158,7 +161,13 @@ def _batches(target: Target, letter: str, seed: int) -> Iterable[TokenBatch]:
     """Well-known hard cases first, then random batches."""
     word = target.declaration
     yield build(word, [[Token(-1.0, -1.0), Token(-1.0, 0.25), Token(-1.0, -1.0)]])
+    if letter == "a":  # untrainable numbers that would tip a decision about the sequence
+        middle = [Token(-1.0, 5.0, False, 9.0), Token(1.0, -5.0, False, -9.0)]
+        for token in middle:
+            yield build(word, [[Token(-1.0, -1.0), token, Token(-1.0, -1.0)], [Token(0.01, 1.0), token]])
     if letter == "d":
-        yield build(word, [[Token(1.0, 1.0), Token(1.0, -0.25), Token(1.0, 1.0)]])
+        for drift in (0.05, 1.0, 3.0, 8.0, -0.05, -3.0, -8.0):
+            yield build(word, [[Token(drift, 1.0), Token(drift, -0.25), Token(drift, 1.0)]])
+            yield build(word, [[Token(drift, -1.0), Token(drift, 0.25), Token(drift, -1.0)]])
         yield build(word, [[Token(-3.0, -1.0), Token(0.0, 1.0), Token(0.3, -1.0)], [Token(0.0, 1.0)]])
     yield from random_batches(word, seed, rounds=2 if letter == "a" else 3)

@@ -3,13 +3,13 @@
 import math
 
 import torch
-from torch import Tensor
 
 from keel.audit.asking import (
     active,
     close,
     difference,
     enlarge,
+    factor,
     rejected_rows,
     same,
     shift_ids,
@@ -28,16 +28,21 @@ def junk_is_never_read(target: Target, batch: TokenBatch) -> str | None:
     clean = target.evaluate(batch)
     hidden = ~batch.trainable
     floats = {name: value.detach() for name, value in batch.tensors().items() if value.is_floating_point()}
+    for name in ("logprobs", "sampler_logprobs", "advantages"):
+        for junk in (9.0, -9.0):  # a moderate number passes where a guard against NaN stands
+            alone = target.evaluate(batch.replace(**{name: floats[name].masked_fill(hidden, junk)}))
+            if not same(target, clean, alone):
+                return f"with {name} = {junk} on untrainable tokens {difference(target, clean, alone)}"
     for junk in (math.nan, math.inf, -math.inf, 1e30):
         dirty = {name: value.masked_fill(hidden, junk) for name, value in floats.items()}
         found = target.evaluate(batch.replace(**dirty))
-        if same(clean, found):
+        if same(target, clean, found):
             continue
         for name, value in dirty.items():
             alone = target.evaluate(batch.replace(**{name: value}))
-            if not same(clean, alone):
-                return f"with {name} = {junk} on untrainable tokens {difference(clean, alone)}"
-        return f"with {junk} in every field of untrainable tokens {difference(clean, found)}"
+            if not same(target, clean, alone):
+                return f"with {name} = {junk} on untrainable tokens {difference(target, clean, alone)}"
+        return f"with {junk} in every field of untrainable tokens {difference(target, clean, found)}"
     return None
 
 
@@ -71,12 +76,16 @@ def unusable_is_dropped(target: Target, batch: TokenBatch) -> str | None:
             found = target.evaluate(broken)
         except TargetError:
             raise
-        except (ValueError, RuntimeError):
-            continue  # refusing the step is an answer
+        except Exception:  # noqa: BLE001 - refusing the step, however it is done, is an answer
+            continue
         if not math.isfinite(found.loss) or not bool(found.gradient.isfinite().all()):
             return f"sampler_logprobs[{place}] = {junk}, trainable: the loss is {found.loss}, or a gradient not finite"
-        if float(found.gradient[place].abs()) > 0:
-            return f"sampler_logprobs[{place}] = {junk} and the token still trains, as if it were on policy"
+        here = torch.arange(len(batch)) == place
+        trains = bool(found.gradient[place] != 0)
+        if target.declaration.leaves == "policy term":
+            trains = bool(active(target, broken)[place])  # it may still pay what it is declared to
+        if trains or not vanished(target, broken, here):
+            return f"sampler_logprobs[{place}] = {junk} and the token still counts, as if it were on policy"
     return None
 
 
@@ -87,18 +96,9 @@ def empty_rows_have_no_vote(target: Target, batch: TokenBatch) -> str | None:
     """A failed rollout, without a trainable token, moves nothing but perhaps a divisor (which is another question)."""
     clean, found = target.evaluate(batch), target.evaluate(with_empty_row(target, batch))
     before, after = clean.gradient, found.gradient[: len(batch)]
-    if close(before, after) or _factor(before, after) is not None:
+    if close(target, before, after) or factor(target, before, after) is not None:
         return None
     return "a rollout without a trainable token, added to a group, changes the gradients of its siblings"
-
-
-def _factor(before: Tensor, after: Tensor) -> float | None:
-    """The common factor between two gradients, if there is one."""
-    big = before.abs() > 1e-9
-    if not bool(big.any()) or not close(before[~big], after[~big]):
-        return None
-    ratios = after[big] / before[big]
-    return float(ratios[0]) if close(ratios, ratios[0].expand_as(ratios)) else None
 
 
 def rejected_rows_have_no_vote(target: Target, batch: TokenBatch) -> str | None:
@@ -111,7 +111,7 @@ def rejected_rows_have_no_vote(target: Target, batch: TokenBatch) -> str | None:
         louder[len(batch) :] *= 9.0
         clean = target.evaluate(joined).gradient[: len(batch)]
         found = target.evaluate(with_advantages(target.declaration, joined, louder)).gradient[: len(batch)]
-        if not close(clean, found):
+        if not close(target, clean, found):
             return "the advantage of a sequence that the rule refused changes the gradients of its siblings"
     return None
 

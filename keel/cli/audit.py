@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -57,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """Audit and print; 1 when something is broken."""
     from keel.audit import audit
 
+    sys.path.insert(0, str(Path.cwd()))  # as `python` itself would: the user's module stands where the user does
     word = {name: getattr(args, name) for name in ("anchor", "leaves", "divisor", "signal") if getattr(args, name)}
     word = {name: value.replace("-", " ") for name, value in word.items()}
     if args.decisions is not None:

@@ -198,7 +198,9 @@ class Penalty(Settings):
     def _consistent(self) -> Self:
         if self.on == "k1" and not self.ratio_correction:
             raise refuse(
-                "{on} needs ratio_correction = true: without it the gradient does not contain the reference", on=self.on
+                "{on} cannot go with {ratio_correction}: the gradient would not contain the reference",
+                on=self.on,
+                ratio_correction=self.ratio_correction,
             )
         if self.on == "log_ratio_squared" and self.ratio_correction:
             raise refuse("{ratio_correction} cannot act: it belongs to k1, k2 and k3", ratio_correction=True)
@@ -241,7 +243,7 @@ class Transforms(Settings):
     """Only trainable tokens with one of these role ids belong to the objective; not given: all."""
     max_unusable_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     """A step is refused when more than this share of its trainable tokens has no usable sampler log-prob."""
-    metric_tokens: Annotated[int, Field(ge=0)] = 32768
+    metric_tokens: Annotated[int, Field(ge=0)] = 16384
     """Above this many tokens, distributions and what is split by staleness come from a sample of whole sequences,
     chosen by id; counts of kept and dropped tokens are always exact. 0: never sample."""
 

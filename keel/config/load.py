@@ -57,6 +57,9 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Loade
         put(tree, name, value)
         origins = {leaf: origin for leaf, origin in origins.items() if not leaf.startswith(f"{name}.")}
         origins |= {leaf: "command line" for leaf, _ in _leaves(value, name)}
+    table = tree.get("objective")
+    if isinstance(table, dict) and not {"name", "gates", "weights", "policy", "penalties"} & table.keys():
+        table["name"] = RunSettings().objective.name  # parameters alone are those of the default
     try:
         return Loaded(RunSettings.model_validate(tree), origins)
     except ValidationError as error:
@@ -89,8 +92,7 @@ def _value(text: str) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:

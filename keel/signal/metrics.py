@@ -92,6 +92,8 @@ class Histogram:
         first, last = (int(counts.nonzero()[end]) for end in (0, -1))
         place = min(max(int(torch.searchsorted(counts.cumsum(0), share * self.count)), first), last)
         middle = float((edges[place] + edges[place + 1]) / 2)
+        if 0.0 in (float(edges[place]), float(edges[place + 1])):
+            middle = 0.0  # the bins at zero end below the smallest number that float32 keeps precise
         return math.exp(min(middle, 700.0)) if self.log else middle
 
     def bins(self) -> tuple[Tensor, Tensor]:

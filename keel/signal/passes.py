@@ -27,6 +27,17 @@ def count(mask: Bool[Tensor, "n"]) -> int:
     return int(np.count_nonzero(mask.numpy()) if mask.device.type == "cpu" else torch.count_nonzero(mask))
 
 
+def find_runs(ids: Int[Tensor, "n"]) -> tuple[Int[Tensor, "runs"], Int[Tensor, "runs"]]:
+    """The value and the length of each run of equal ids."""
+    if ids.device.type != "cpu" or len(ids) == 0:
+        runs, lengths = torch.unique_consecutive(ids, return_counts=True)
+        return runs.clone(), lengths.clone()  # clones, since what it returns holds memory for a run per entry
+    array = ids.numpy()
+    starts = np.concatenate(([0], np.flatnonzero(array[1:] != array[:-1]) + 1))
+    lengths = np.diff(starts, append=len(array))
+    return torch.from_numpy(array[starts]), torch.from_numpy(lengths)
+
+
 def sum_runs(values: Float[Tensor, "n"], lengths: Int[Tensor, "runs"]) -> Float[Tensor, "runs"]:
     """The sum over each run."""
     if values.device.type != "cpu" or len(lengths) == 0:

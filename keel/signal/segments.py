@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keel.errors import BatchError
-from keel.signal.passes import repeat_runs, sum_runs
+from keel.signal.passes import find_runs, repeat_runs, sum_runs
 
 
 class Segments:
@@ -22,10 +22,9 @@ class Segments:
         """One entry per id, or, with `lengths`, a run of that many entries."""
         size = len(ids) if lengths is None else int(lengths.sum())
         if lengths is None:
-            runs, lengths = torch.unique_consecutive(ids, return_counts=True)
+            runs, lengths = find_runs(ids)
             if 4 * len(runs) <= size:
-                # clones, since what unique_consecutive returns holds memory for as many runs as entries
-                ids, lengths = runs.clone(), lengths.clone()
+                ids = runs
             else:
                 lengths = None
         self.ids: Int[Tensor, "rows"] = ids.long()

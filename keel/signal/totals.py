@@ -117,7 +117,7 @@ def _count(totals: Totals, views: Sequence[View], gather: Gather) -> None:
     share = totals.unusable / max(totals.members, 1)
     if share > totals.composition.max_unusable_share:
         raise SignalRefused(
-            f"{totals.unusable} of {totals.members} trainable tokens have a sampler log-prob that is NaN or infinite;"
+            f"batch.sampler_logprobs is NaN or infinite on {totals.unusable} of {totals.members} trainable tokens;"
             f" that is more than objective.max_unusable_share = {totals.composition.max_unusable_share}"
         )
 

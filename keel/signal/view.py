@@ -142,8 +142,10 @@ class View:
 
     def interpolate_proximal(self, trainer_version: int | None) -> None:
         """o as a point between b and l, the nearer to l the staler the token (2512.06547)."""
-        if trainer_version is None:
+        if self.batch.version is None:
             raise BatchError('objective.proximal = "interpolated" needs batch.version')
+        if trainer_version is None:
+            trainer_version = 0  # a step without a trainable token has no newest version, and nothing to make stale
         share = 1 - 1 / self.staleness(trainer_version).clamp(min=1).to(self.dtype)
         self._logprobs["proximal"] = torch.lerp(self.logprob("sampler"), self.logprob("policy"), share)
 
