@@ -147,14 +147,6 @@ def test_metrics_of_sequences_add_up_over_parts_of_whole_sequences(case: str, da
     assert_same_pairs(added(results, sequence=True), added([rule(step)], sequence=True))
 
 
-@pytest.mark.parametrize("case", ["icepop", "opsm", "gspo"])
-def test_metrics_of_sequences_add_up_over_cut_sequences(case: str) -> None:
-    step, rule = random_step(30), objective(case)
-    positions = torch.arange(len(step))
-    results = split(rule, step, [positions[:17], positions[17:23], positions[23:]])[3]
-    assert_same_pairs(added(results, sequence=True), added([rule(step)], sequence=True))
-
-
 @every_case
 @given(data=st.data())
 def test_totals_need_every_part_in_any_order(case: str, data: st.DataObject) -> None:

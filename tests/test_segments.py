@@ -53,14 +53,10 @@ def test_any_ids_in_any_order(ids: list[int]) -> None:
 
 
 @layouts
-def test_where_and_narrow_pick_whole_rows(ids: list[int]) -> None:
-    segments = Segments(torch.tensor(ids, dtype=torch.int64))
-    rows = torch.arange(0, len(segments), 2)
-    chosen = set(segments.ids[rows].tolist())
-    assert segments.where(rows).tolist() == [place for place, each in enumerate(ids) if each in chosen]
-    narrow = segments.narrow(rows)
-    assert narrow.ids.tolist() == sorted(chosen)
-    assert narrow.count().tolist() == [ids.count(each) for each in sorted(chosen)]
+def test_in_order_puts_row_after_row(ids: list[int]) -> None:
+    order = Segments(torch.tensor(ids, dtype=torch.int64)).in_order()
+    places = list(range(len(ids))) if order is None else order.tolist()
+    assert places == sorted(range(len(ids)), key=lambda place: ids[place])
 
 
 def test_long_rows_lose_no_count() -> None:

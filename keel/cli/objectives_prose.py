@@ -179,6 +179,6 @@ METRICS = {
 
 METRICS_END = """\
 Shares of kept, dropped, clipped and unusable tokens are exact. Above `metric_tokens` tokens the distributions, and
-everything split by staleness, come from a sample of whole sequences chosen by a hash of their id, scaled to the batch.
+everything split by staleness, come from a few evenly spaced stretches of each batch, scaled to it.
 `metrics.most_dropped()` lists the token ids that gates refused most often, when the batch has `token_ids`.
 """

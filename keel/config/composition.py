@@ -244,8 +244,8 @@ class Transforms(Settings):
     max_unusable_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     """A step is refused when more than this share of its trainable tokens has no usable sampler log-prob."""
     metric_tokens: Annotated[int, Field(ge=0)] = 16384
-    """Above this many tokens, distributions and what is split by staleness come from a sample of whole sequences,
-    chosen by id; counts of kept and dropped tokens are always exact. 0: never sample."""
+    """Above this many tokens a step, distributions and what is split by staleness come from evenly spaced stretches of
+    about as many; counts of kept and dropped tokens are always exact. 0: never sample."""
 
     @model_validator(mode="after")
     def _transforms_can_act(self) -> Self:

@@ -1,9 +1,9 @@
 """The accounts of a batch: what was refused, and how far sampler and policy are apart.
 
 Counts of kept and dropped tokens are exact. Distributions, and everything split by staleness, are exact up to
-`metric_tokens` tokens a step; above, they come from a sample of whole sequences chosen by a hash of their id, scaled to
-the batch, so that metrics stay a small part of a step and do not depend on the order of tokens. What belongs to whole
-sequences takes each sequence as it lies in the batch: one that is cut over micro-batches counts in its parts.
+`metric_tokens` tokens a step; above, they come from evenly spaced stretches of each batch, scaled to it, so that the
+cost of metrics stays small. What belongs to whole sequences takes each sequence as it lies in the batch: one that is
+cut over micro-batches counts in its parts.
 """
 
 import math
@@ -16,11 +16,13 @@ from torch import Tensor
 
 from keel.signal.gates import FIRST_GATE, Decision, row_sides
 from keel.signal.metrics import BINS, Derived, Histogram, Measure, Metric, Metrics
-from keel.signal.passes import above, below, count
+from keel.signal.passes import above, below, count, places
 from keel.signal.segments import Segments
 from keel.signal.totals import Totals, drift, kept_here
 from keel.signal.view import View, ratio
 
+WINDOWS = 8
+"""Stretches of neighbouring tokens that a sample is made of: long enough to hold whole sequences."""
 BLOCK = 65536
 """Tokens looked at together, so that temporaries stay small."""
 
@@ -66,8 +68,9 @@ def _exact(view: View, totals: Totals, outcome: Outcome, rejected: Tensor | None
         "signal/unusable_tokens": Metric(view.unusable, members),
     }
     dropped = outcome.decision.dropped
-    for name, side in (("positive", above(outcome.advantage, 0.0)), ("negative", below(outcome.advantage, 0.0))):
-        values[f"is_masked_{name}"] = Metric(0 if dropped is None else count(side & dropped), count(side))
+    refused = outcome.advantage[:0] if dropped is None else outcome.advantage.index_select(0, places(dropped))
+    for name, side in (("positive", above), ("negative", below)):
+        values[f"is_masked_{name}"] = Metric(count(side(refused, 0.0)), count(side(outcome.advantage, 0.0)))
     clipped = outcome.clipped
     if clipped is not None and outcome.by_sequence:
         values["is_clipped"] = Metric(int((kept_here(view, outcome.decision) * clipped).sum()), members)
@@ -79,7 +82,8 @@ def _exact(view: View, totals: Totals, outcome: Outcome, rejected: Tensor | None
         total = known.nan_to_num(0.0, 0.0, 0.0).sum(dtype=torch.float64)
         values["kl_policy_ref"] = Metric(float(total), count(usable))
     share = _share_here(view, totals)
-    sequences = float(len(view.segments) if share is None else share.sum())
+    # without a gate on sequences none is refused, however many there are
+    sequences = float(members if share is None else share.sum())
     values["opsm_rejected_sequences"] = Metric(0.0, sequences)
     values["opsm_rejected_tokens"] = Metric(0.0, members)
     if rejected is not None:
@@ -131,10 +135,9 @@ class _Sample:
 
     def __init__(self, view: View, totals: Totals, outcome: Outcome) -> None:
         self.view, self.totals, self.outcome = view, totals, outcome
-        self.rows = _chosen(view, totals)
-        """The sequences of the sample, in increasing order of id; None: all of them."""
-        self.segments = view.segments if self.rows is None else view.segments.narrow(self.rows)
-        self.index = None if self.rows is None else view.segments.where(self.rows)
+        self.index = _windows(view, totals)
+        """The view's tokens in the sample; None: all of them."""
+        self.segments = view.segments if self.index is None else Segments(view.take(view.batch.sequence, self.index))
         self.size = len(view) if self.index is None else len(self.index)
         self.scale = len(view) / max(self.size, 1)
         self.ages: list[int] | None = None
@@ -161,7 +164,9 @@ class _Sample:
 
     def _of_rows(self, values: Tensor) -> Tensor:
         """Per-sequence values at the sequences of the sample."""
-        return values if self.rows is None else values[self.rows]
+        if self.index is None:
+            return values
+        return values[torch.searchsorted(self.view.segments.ids, self.segments.ids)]
 
     def _clipped(self, order: Tensor | None) -> Tensor | None:
         """Which tokens of the sample a clip has stopped."""
@@ -277,7 +282,7 @@ class _Sample:
 
     def sequence_measures(self, rejected: Tensor | None) -> dict[str, Measure]:
         """What belongs to whole sequences; a sequence is as stale as its oldest token."""
-        view, segments = self.view, self.view.segments
+        view = self.view
         rows = self.totals.rows(view)
         if rows is not None and "sum policy/sampler" in rows.columns:
             log_ratio = self._of_rows(rows["sum policy/sampler"])
@@ -285,8 +290,8 @@ class _Sample:
             log_ratio = view.log_ratio("policy/sampler")
             log_ratio = self.segments.sum(log_ratio if self.index is None else log_ratio.index_select(0, self.index))
         share = _share_here(view, self.totals)
-        weight = torch.ones_like(log_ratio) if share is None else self._of_rows(share)
-        weight = weight.double() * (len(segments) / max(len(self.segments), 1))
+        weight = self._whole() if share is None else self._of_rows(share)
+        weight = weight.double() * self.scale
         square = (ratio(log_ratio).double() - 1).square() * weight
         values: dict[str, Measure] = {"sequence_chi_square": Metric(float(square.sum()), float(weight.sum()))}
         if self.ages is None:
@@ -305,6 +310,15 @@ class _Sample:
             }
         return values
 
+    def _whole(self) -> Tensor:
+        """1 for the sequences that lie in the sample from end to end, as far as their neighbours tell."""
+        whole = torch.ones(len(self.segments), device=self.segments.ids.device)
+        if self.index is not None:
+            ends = self.index.view(WINDOWS, -1)[:, [0, -1]].flatten()
+            cut = torch.isin(self.segments.ids, self.view.take(self.view.batch.sequence, ends))
+            whole[cut] = 0.0
+        return whole
+
 
 def _count_by(codes: Tensor, edges: list[int]) -> Tensor:
     """[parts, BINS]: how often each bin occurs between one edge and the next."""
@@ -316,22 +330,15 @@ def _count_by(codes: Tensor, edges: list[int]) -> Tensor:
     return torch.bincount(codes, minlength=parts * BINS).view(parts, BINS).cpu()
 
 
-def _chosen(view: View, totals: Totals) -> Tensor | None:
-    """The sequences of the sample: those whose hashed id is small enough. Their ids decide, not their place."""
+def _windows(view: View, totals: Totals) -> Tensor | None:
+    """The sample: the view's part of `metric_tokens`, as a few evenly spaced stretches of neighbouring tokens."""
     wanted = view.composition.metric_tokens
-    if wanted == 0 or totals.members <= wanted or len(view) == 0:
+    length = -(-wanted * len(view) // max(totals.members * WINDOWS, 1))
+    if wanted == 0 or totals.members <= wanted or length * WINDOWS >= len(view):
         return None
-    hashed = _mix(view.segments.ids)
-    rows = (hashed < wanted / totals.members).nonzero().squeeze(1)
-    return rows if len(rows) else hashed.argmin().view(1)
-
-
-def _mix(ids: Tensor) -> Tensor:
-    """A number in [0, 1) for each id, without pattern."""
-    x = ids.long() & 0xFFFFFFFF
-    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
-    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
-    return (x ^ (x >> 16)).double() / (1 << 32)
+    device = view.advantages.device
+    starts = torch.linspace(0, len(view) - length, WINDOWS, dtype=torch.float64, device=device).long()
+    return (starts[:, None] + torch.arange(length, device=device)).flatten()
 
 
 def _sample_size(excess: float, squared: float) -> float:

@@ -27,6 +27,11 @@ def count(mask: Bool[Tensor, "n"]) -> int:
     return int(np.count_nonzero(mask.numpy()) if mask.device.type == "cpu" else torch.count_nonzero(mask))
 
 
+def places(mask: Bool[Tensor, "n"]) -> Int[Tensor, "m"]:
+    """Where the mask is true."""
+    return torch.from_numpy(np.flatnonzero(mask.numpy())) if mask.device.type == "cpu" else mask.nonzero().squeeze(1)
+
+
 def find_runs(ids: Int[Tensor, "n"]) -> tuple[Int[Tensor, "runs"], Int[Tensor, "runs"]]:
     """The value and the length of each run of equal ids."""
     if ids.device.type != "cpu" or len(ids) == 0:

@@ -18,22 +18,17 @@ from keel.signal.passes import find_runs, repeat_runs, sum_runs
 class Segments:
     """The rows that a list of ids makes: one per distinct id, in increasing order of id."""
 
-    def __init__(self, ids: Int[Tensor, "n"], lengths: Int[Tensor, "n"] | None = None) -> None:
-        """One entry per id, or, with `lengths`, a run of that many entries."""
-        size = len(ids) if lengths is None else int(lengths.sum())
-        if lengths is None:
-            runs, lengths = find_runs(ids)
-            if 4 * len(runs) <= size:
-                ids = runs
-            else:
-                lengths = None
-        self.ids: Int[Tensor, "rows"] = ids.long()
-        self._size = size
-        self._lengths: Int[Tensor, "runs"] | None = lengths
+    def __init__(self, ids: Int[Tensor, "n"]) -> None:
+        self._size = len(ids)
+        runs, lengths = find_runs(ids)
+        self._lengths: Int[Tensor, "runs"] | None = None
         """Of the runs of equal ids; None when there are too few equal neighbours to gain anything by them."""
+        if 4 * len(runs) <= self._size:
+            ids, self._lengths = runs, lengths
+        self.ids: Int[Tensor, "rows"] = ids.long()
         self._row: Int[Tensor, "runs or n"] | None = None
         """The row of each run, or of each entry; None when the runs are the rows."""
-        if lengths is None or (len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all())):
+        if self._lengths is None or (len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all())):
             self.ids, self._row = torch.unique(self.ids, return_inverse=True)
 
     def __len__(self) -> int:
@@ -70,19 +65,9 @@ class Segments:
             return values
         return values.new_zeros(len(self)).scatter_reduce_(0, self._row, values, "amax", include_self=False)
 
-    def where(self, rows: Int[Tensor, "chosen"]) -> Int[Tensor, "m"]:
-        """The positions of all entries of the chosen rows, in order; `rows` must be increasing."""
-        return self._entries(self._runs_of(rows))
-
     def in_order(self) -> Int[Tensor, "n"] | None:
         """The positions of all entries, row after row; None when that is how they stand."""
         return None if self._row is None else self._entries(self._row.argsort(stable=True))
-
-    def narrow(self, rows: Int[Tensor, "chosen"]) -> "Segments":
-        """The segments that the entries `where(rows)` make; `rows` must be increasing."""
-        places = self._runs_of(rows)
-        ids = self.ids[places if self._row is None else self._row[places]]
-        return Segments(ids, None if self._lengths is None else self._lengths[places])
 
     def _entries(self, places: Int[Tensor, "m"]) -> Int[Tensor, "m"]:
         """The positions of the entries of these runs, run after run."""
@@ -92,14 +77,6 @@ class Segments:
         size = int(lengths.sum())
         shift = (self._lengths.cumsum(0) - self._lengths)[places] - (lengths.cumsum(0) - lengths)
         return repeat_runs(shift, lengths, size) + torch.arange(size, device=shift.device)
-
-    def _runs_of(self, rows: Int[Tensor, "chosen"]) -> Int[Tensor, "m"]:
-        """The runs of the chosen rows, or their entries when runs are not used."""
-        if self._row is None:
-            return rows
-        chosen = torch.zeros(len(self), dtype=torch.bool, device=self.ids.device)
-        chosen[rows] = True
-        return chosen[self._row].nonzero().squeeze(1)
 
 
 class Table:
