@@ -95,6 +95,9 @@ def find_target(
     elif parameters:
         raise TargetError(f"parameters ({', '.join(parameters)}) go with a recipe's name")
     if isinstance(what, Objective):
+        if what.composition.roles is not None:
+            # who belongs is not what is asked about: the rule is audited as it treats those who do
+            what = Objective(what.composition.model_copy(update={"roles": None}))
         target = Target(
             what.name or "composition", _configured(what), declaration_of(what.composition), what, _recipe_options(what)
         )
@@ -128,11 +131,7 @@ def _load(what: str, parameters: dict[str, Any]) -> Objective | Callable[..., An
 def _configured(rule: Objective) -> Callable[..., Any]:
     """A recipe that can be called with some of its parameters changed."""
 
-    roles = rule.composition.roles
-
     def call(batch: TokenBatch, **options: Any) -> Any:
-        if roles is not None:  # membership is not what is asked about: every token of a probe belongs
-            batch = batch.replace(role=torch.full_like(batch.sequence, roles[0]))
         return (objective(rule.name, **options) if options and rule.name else rule)(batch)
 
     return call
