@@ -170,4 +170,4 @@ def _batches(target: Target, letter: str, seed: int) -> Iterable[TokenBatch]:
             yield build(word, [[Token(drift, 1.0), Token(drift, -0.25), Token(drift, 1.0)]])
             yield build(word, [[Token(drift, -1.0), Token(drift, 0.25), Token(drift, -1.0)]])
         yield build(word, [[Token(-3.0, -1.0), Token(0.0, 1.0), Token(0.3, -1.0)], [Token(0.0, 1.0)]])
-    yield from random_batches(word, seed, rounds=2 if letter == "a" else 3)
+    yield from random_batches(word, seed)
