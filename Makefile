@@ -31,7 +31,7 @@ docs-check: $(VENV)/.test
 	@$(BIN)/keel objectives --markdown | diff -u docs/objectives.md - || { echo "docs/objectives.md is out of date: run make docs"; exit 1; }
 
 tests: $(VENV)/.test
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto
 
 benchmarks: $(VENV)/.core  ## the measured claims of the README
 	$(BIN)/python benchmarks/signal.py
