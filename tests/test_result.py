@@ -8,7 +8,6 @@ from torch import Tensor
 import keel
 from keel.audit import audit
 
-
 LOCAL = {"icepop": True, "dppo_kl": True, "dr_grpo": True, "grpo": False, "opsm": False, "gspo": False, "m2po": False}
 
 
