@@ -4,6 +4,8 @@ Each message names the thing, its value and what to do about it. All of them are
 catches nothing in particular still gets the message.
 """
 
+from collections.abc import Sequence
+
 
 class KeelError(ValueError):
     """Anything Keel refuses."""
@@ -19,3 +21,16 @@ class BatchError(KeelError):
 
 class SignalRefused(KeelError):
     """A step whose data is too damaged to train on."""
+
+
+class ModelError(KeelError):
+    """A model, adapter or checkpoint that cannot be used."""
+
+
+class StepRefused(KeelError):
+    """An optimizer step that was not taken, and why. The weights are as they were before it."""
+
+    def __init__(self, message: str, samples: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.samples = list(samples)
+        """The numbers of the samples to leave out before trying again."""

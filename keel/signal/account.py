@@ -3,28 +3,35 @@
 Counts of kept and dropped tokens are exact. Distributions, and everything split by staleness, are exact up to
 `metric_tokens` tokens a step; above, they come from evenly spaced stretches of each batch, scaled to it, so that the
 cost of metrics stays small. What belongs to whole sequences takes each sequence as it lies in the batch: one that is
-cut over micro-batches counts in its parts.
+cut over micro-batches counts in its parts. The sample is small, and so counted on the CPU by numpy, a call of which
+costs a fraction of torch's.
 """
 
 import math
 from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import reduce
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from keel.signal.gates import FIRST_GATE, Decision, row_sides
+from keel.signal.gates import FIRST_GATE, Decision
 from keel.signal.metrics import BINS, Derived, Histogram, Measure, Metric, Metrics
-from keel.signal.passes import above, below, count, places
-from keel.signal.segments import Segments
+from keel.signal.passes import above, below, count
 from keel.signal.totals import Totals, drift, kept_here
-from keel.signal.view import View, ratio
+from keel.signal.view import MAX_LOG_RATIO, View
 
 WINDOWS = 8
 """Stretches of neighbouring tokens that a sample is made of: long enough to hold whole sequences."""
 BLOCK = 65536
 """Tokens looked at together, so that temporaries stay small."""
+KEPT, LOW, HIGH, CLIPPED = range(4)
+"""What became of a token; CLIPPED is kept, but without gradient."""
+
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -46,17 +53,17 @@ class Outcome:
 def measure(view: View, totals: Totals, outcome: Outcome) -> Metrics:
     """All metrics of a view."""
     values: dict[str, Measure] = {}
-    sample = _Sample(view, totals, outcome) if "sampler" in view.known else None
+    drift, share = _drift(view), _share_here(view, totals)
+    sample = _Sample(view, totals, outcome, drift) if "sampler" in view.known else None
     if sample is not None:
         values |= sample.measures()
-    rejected = _rejected_rows(view, totals)
-    values |= _exact(view, totals, outcome, rejected)
+    values |= _exact(view, outcome, drift) | _rejected(view, outcome.decision, share)
     if sample is not None:
-        values |= sample.sequence_measures(rejected)
+        values |= sample.sequence_measures(share)
     return Metrics(values, _dropped_tokens(view, outcome.decision))
 
 
-def _exact(view: View, totals: Totals, outcome: Outcome, rejected: Tensor | None) -> dict[str, Measure]:
+def _exact(view: View, outcome: Outcome, drift: Tensor | None) -> dict[str, Measure]:
     """What is counted over every token whatever their number."""
     counts, members = outcome.decision.counts, view.members
     low = sum(number for code, number in counts.items() if (code - FIRST_GATE) % 2 == 0)
@@ -67,31 +74,36 @@ def _exact(view: View, totals: Totals, outcome: Outcome, rejected: Tensor | None
         "is_masked_high": Metric(high, members),
         "signal/unusable_tokens": Metric(view.unusable, members),
     }
-    dropped = outcome.decision.dropped
-    refused = outcome.advantage[:0] if dropped is None else outcome.advantage.index_select(0, places(dropped))
-    for name, side in (("positive", above), ("negative", below)):
-        values[f"is_masked_{name}"] = Metric(count(side(refused, 0.0)), count(side(outcome.advantage, 0.0)))
-    clipped = outcome.clipped
+    dropped, clipped = outcome.decision.dropped, outcome.clipped
+    up = above(outcome.advantage, 0.0)
+    ups, downs = count(up), count(below(outcome.advantage, 0.0))
+    refused_up = refused_down = 0
+    if dropped is not None:
+        refused_up = count(up, dropped)
+        refused_down = low + high - refused_up  # a pass less, when no advantage is zero
+        if ups + downs < len(view):
+            refused_down = count(below(outcome.advantage, 0.0), dropped)
+    values["is_masked_positive"], values["is_masked_negative"] = Metric(refused_up, ups), Metric(refused_down, downs)
     if clipped is not None and outcome.by_sequence:
         values["is_clipped"] = Metric(int((kept_here(view, outcome.decision) * clipped).sum()), members)
     elif clipped is not None:
-        values["is_clipped"] = Metric(count(clipped if dropped is None else clipped & ~dropped), members)
-    known = _drift(view)
-    if known is not None:
-        usable = known.isfinite()
-        total = known.nan_to_num(0.0, 0.0, 0.0).sum(dtype=torch.float64)
-        values["kl_policy_ref"] = Metric(float(total), count(usable))
-    share = _share_here(view, totals)
-    # without a gate on sequences none is refused, however many there are
-    sequences = float(members if share is None else share.sum())
-    values["opsm_rejected_sequences"] = Metric(0.0, sequences)
-    values["opsm_rejected_tokens"] = Metric(0.0, members)
-    if rejected is not None:
-        here = view.segments.count()
-        values["opsm_rejected_tokens"] = Metric(float(here[rejected].sum()), members)
-        weight = torch.ones_like(here) if share is None else share
-        values["opsm_rejected_sequences"] = Metric(float(weight[rejected].sum()), sequences)
+        values["is_clipped"] = Metric(count(clipped) - (0 if dropped is None else count(clipped, dropped)), members)
+    if drift is not None:
+        total = drift.nan_to_num(0.0, 0.0, 0.0).sum(dtype=torch.float64)
+        values["kl_policy_ref"] = Metric(float(total), count(drift.isfinite()))
     return values
+
+
+def _rejected(view: View, decision: Decision, share: Tensor | None) -> dict[str, Measure]:
+    """What gates at sequence scope refused; without one nothing is, however many sequences there are."""
+    tokens = sequences = 0.0
+    if decision.rejected is not None and share is not None:
+        tokens = float((view.segments.count() * decision.rejected).sum())
+        sequences = float((share * decision.rejected).sum())
+    return {
+        "opsm_rejected_sequences": Metric(sequences, float(view.members if share is None else share.sum())),
+        "opsm_rejected_tokens": Metric(tokens, view.members),
+    }
 
 
 def _drift(view: View) -> Tensor | None:
@@ -100,19 +112,6 @@ def _drift(view: View) -> Tensor | None:
         return drift(view)
     reference = view.batch.reference_logprobs
     return None if reference is None else view.logprob("policy") - view.take(reference.detach())
-
-
-def _rejected_rows(view: View, totals: Totals) -> Tensor | None:
-    """The view's sequences that a gate at sequence scope refused."""
-    rejected = None
-    for position, gate in enumerate(totals.composition.gates):
-        if gate.scope == "sequence":
-            rows = totals.rows(view)
-            assert rows is not None
-            for side in row_sides(gate, position, rows):
-                if side is not None:
-                    rejected = side if rejected is None else rejected | side
-    return rejected
 
 
 def _share_here(view: View, totals: Totals) -> Tensor | None:
@@ -131,214 +130,244 @@ def _dropped_tokens(view: View, decision: Decision) -> Counter[int]:
 
 
 class _Sample:
-    """The tokens that distributions are taken from, as sums of columns by staleness."""
+    """The tokens that distributions are taken from, as runs of neighbours of one sequence and one staleness.
 
-    def __init__(self, view: View, totals: Totals, outcome: Outcome) -> None:
-        self.view, self.totals, self.outcome = view, totals, outcome
-        self.index = _windows(view, totals)
-        """The view's tokens in the sample; None: all of them."""
-        self.segments = view.segments if self.index is None else Segments(view.take(view.batch.sequence, self.index))
-        self.size = len(view) if self.index is None else len(self.index)
+    Columns are summed by run; a sum by staleness or by sequence is one over runs, of which there are few.
+    """
+
+    def __init__(self, view: View, totals: Totals, outcome: Outcome, drift: Tensor | None) -> None:
+        self.view, self.totals, self.outcome, self.drift = view, totals, outcome, drift
+        self.length, self.stride = _windows(view, totals)
+        self.size = WINDOWS * self.length if self.stride else len(view)
         self.scale = len(view) / max(self.size, 1)
-        self.ages: list[int] | None = None
-        parts, order = [self.size], None
+        self.places = None if view.index is None else self._at(view.index)
+        """The sample's positions in the batch; None: the view is the batch."""
+        sequence, version = self._take(view.batch.sequence).cpu().numpy(), None
+        first = np.zeros(self.size, dtype=bool)
+        first[::BLOCK] = True  # so that no run crosses from block to block
+        first[1:] |= sequence[1:] != sequence[:-1]
         if view.batch.version is not None and totals.trainer_version is not None and self.size:
-            self.staleness = totals.trainer_version - view.take(view.batch.version, self.index)
-            by_age = Segments(self.staleness)
-            self.ages, parts, order = by_age.ids.tolist(), by_age.count().tolist(), by_age.in_order()
-        # from here on tokens of one age stand together, so that a sum by age is a sum over a slice
-        self.places = order
-        if self.index is not None:
-            self.places = self.index if order is None else self.index.index_select(0, order)
-        self.clipped = self._clipped(order)
-        self.drift = _drift(view)
+            version = self._take(view.batch.version).long().cpu().numpy()
+            first[1:] |= version[1:] != version[:-1]
+        self.starts = np.flatnonzero(first)
+        self.lengths = np.diff(self.starts, append=self.size)
+        self.ids, self.row = _distinct(sequence[self.starts])
+        """The sequences of the sample, and which of them each run is of."""
+        self.ages: list[int] | None = None
+        self.age = np.zeros_like(self.row)
+        """The staleness values of the sample, and which of them each run has."""
+        if version is not None:
+            ages, self.age = _distinct(totals.trainer_version - version[self.starts])
+            self.ages = ages.tolist()
+        self.kinds = 1 if self.ages is None else len(self.ages)
+        self.whole = np.ones(len(self.ids))
+        """0 for the sequences at the ends of a stretch, which may go on beyond it."""
+        if self.stride:
+            self.whole[np.searchsorted(self.ids, sequence.reshape(WINDOWS, -1)[:, [0, -1]])] = 0.0
+        self.fields = self._fields()
         self.names: list[str] = []
-        self.sums: list[list[float]] = []
-        """For each age the sum of each column."""
-        self.ratios = self.differences = torch.zeros(len(parts), BINS, dtype=torch.int64)
-        self._fill(parts)
+        blocks = [self._block(start) for start in range(0, max(self.size, 1), BLOCK)]  # of an empty sample, one
+        self.log_ratio = np.concatenate([block[0] for block in blocks])
+        """The sum over each run."""
+        self.states, self.sums, self.ratios, self.differences = (
+            reduce(np.add, part) for part in zip(*(block[1:] for block in blocks), strict=True)
+        )
 
-    def _at(self, field: Tensor, block: slice) -> Tensor:
-        """A field of the view's tokens, at a block of the sample."""
-        return field[block] if self.places is None else field.index_select(0, self.places[block])
+    def _at(self, field: Tensor) -> Tensor:
+        """A field of the view's tokens, at the sample."""
+        return field.unfold(0, self.length, self.stride)[:WINDOWS].flatten() if self.stride else field
 
-    def _of_rows(self, values: Tensor) -> Tensor:
+    def _take(self, field: Tensor) -> Tensor:
+        """A field of the batch, at the sample."""
+        return self._at(field) if self.places is None else field.index_select(0, self.places)
+
+    def _of_rows(self, values: Tensor) -> Array:
         """Per-sequence values at the sequences of the sample."""
-        if self.index is None:
-            return values
-        return values[torch.searchsorted(self.view.segments.ids, self.segments.ids)]
+        return values.cpu().numpy()[np.searchsorted(self.view.segments.ids.cpu().numpy(), self.ids)]
 
-    def _clipped(self, order: Tensor | None) -> Tensor | None:
-        """Which tokens of the sample a clip has stopped."""
-        clipped = self.outcome.clipped
-        if clipped is None or not self.outcome.by_sequence:
-            return None if clipped is None else self._at(clipped, slice(None))
-        clipped = self.segments.spread(self._of_rows(clipped))
-        return clipped if order is None else clipped[order]
-
-    def _fill(self, parts: list[int]) -> None:
-        """Sum and count block by block, the first `parts[0]` tokens being of the first age, and so on."""
-        sums = torch.zeros(len(parts), 1, dtype=torch.float64, device=self.view.advantages.device)
-        for start in range(0, max(self.size, 1), BLOCK):  # once for an empty sample, so that every name is there
-            columns, log_ratio, difference = self._columns(slice(start, start + BLOCK))
-            self.names = list(columns)
-            end = min(start + BLOCK, self.size)
-            edges = [min(max(edge, start), end) - start for edge in accumulate(parts, initial=0)]
-            matrix = torch.stack(list(columns.values()))
-            sums = sums + torch.stack(
-                [matrix[:, first:last].sum(1, dtype=torch.float64) for first, last in pairwise(edges)]
-            )
-            self.ratios = self.ratios + _count_by(Histogram.codes(log_ratio), edges)
-            self.differences = self.differences + _count_by(Histogram.codes(difference), edges)
-        self.sums = (sums * self.scale).tolist()
-
-    def _columns(self, block: slice) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    def _fields(self) -> dict[str, Tensor]:
+        """What columns are made from: per token, at the sample, on the CPU."""
         view, outcome = self.view, self.outcome
-        policy, sampler = self._at(view.logprob("policy"), block), self._at(view.logprob("sampler"), block)
-        advantage, reasons = self._at(outcome.advantage, block), self._at(outcome.decision.reasons, block)
-        d = policy - sampler
-        p, q = policy.exp(), sampler.exp()
-        excess = torch.expm1(d.clamp(max=40.0))  # r - 1, exact where the policies agree
-        mismatch = excess - d
-        masked, high = reasons.clamp(max=1).to(d.dtype), (reasons & 1).to(d.dtype)  # odd codes are high
-        sign = advantage.sign()
-        positive, negative = sign.clamp(min=0), -sign.clamp(max=0)
-        # all of it is finite, so that a product with a mask is safe here
-        columns = {
-            "count": torch.ones_like(d),
-            "masked": masked,
-            "high": high,
-            "positive": positive,
-            "negative": negative,
-            "masked positive": masked * positive,
-            "masked negative": masked * negative,
-            "mismatch": mismatch,
-            "mismatch masked": mismatch * masked,
-            "excess": excess,
-            "excess squared": excess.square(),
-            "policy": policy,
-            "sampler": sampler,
-            "p": p,
-            "q": q,
-            "pp": p * p,
-            "qq": q * q,
-            "pq": p * q,
-        }
-        if view.batch.entropy is not None:
-            entropy = view.batch.entropy.detach()
-            places = self.places
-            entropy = view.take(entropy)[block] if places is None else view.take(entropy, places[block])
-            columns["entropy"] = entropy.to(d.dtype)
-        else:
-            columns["entropy"] = -(excess + 1) * policy
-        if self.clipped is not None:
-            columns["clipped"] = self.clipped[block] * (1 - masked)
+        fields = {"policy": view.logprob("policy"), "sampler": view.logprob("sampler"), "advantage": outcome.advantage}
+        fields["reasons"] = outcome.decision.reasons
         if self.drift is not None:
-            here = self._at(self.drift, block)
-            columns["reference"] = here.nan_to_num(0.0, 0.0, 0.0)
-            columns["referenced"] = here.isfinite().to(d.dtype)
-        return columns, d, (p - q).abs()
+            fields["drift"] = self.drift
+        if outcome.clipped is not None and not outcome.by_sequence:
+            fields["clipped"] = outcome.clipped
+        fields = {name: self._at(field).cpu() for name, field in fields.items()}
+        if outcome.clipped is not None and outcome.by_sequence:
+            clipped = self._of_rows(outcome.clipped)[self.row]
+            fields["clipped"] = torch.from_numpy(np.repeat(clipped, self.lengths))
+        if view.batch.entropy is not None:
+            fields["entropy"] = self._take(view.batch.entropy.detach()).to(view.dtype).cpu()
+        return fields
+
+    def _block(self, start: int) -> tuple[Array, ...]:
+        """For a block of the sample: log-ratios by run; and by staleness states, columns and both histograms."""
+        fields = {name: field[start : start + BLOCK] for name, field in self.fields.items()}
+        runs = slice(*np.searchsorted(self.starts, (start, start + BLOCK)))
+        age = np.repeat(self.age[runs], self.lengths[runs])
+        bins, state = age * BINS, _states(fields)
+        masked = (state >= 3 * LOW) & (state < 3 * CLIPPED)
+        columns, log_ratio, difference = _columns(fields, torch.from_numpy(masked))
+        self.names = list(columns)
+        starts = self.starts[runs] - start
+        by_run = [np.add.reduceat(column.double().numpy(), starts) for column in columns.values()]
+        return (
+            by_run[self.names.index("policy")] - by_run[self.names.index("sampler")],
+            np.bincount(age * 12 + state, minlength=self.kinds * 12).reshape(-1, 4, 3),
+            np.array([np.bincount(self.age[runs], row, self.kinds) for row in by_run]).T,
+            *(
+                np.bincount(Histogram.codes(x).numpy() + bins, minlength=self.kinds * BINS)
+                for x in (log_ratio, difference)
+            ),
+        )
 
     def measures(self) -> dict[str, Measure]:
         """Over all tokens, and for each staleness."""
-        totals = [sum(column) for column in zip(*self.sums, strict=True)]
-        values = self._named(totals, self.ratios.sum(0), self.differences.sum(0))
-        for place, age in enumerate(self.ages or []):
-            of_age = self._named(self.sums[place], self.ratios[place], self.differences[place])
-            values |= {f"{name}/staleness={age}": value for name, value in of_age.items()}
+        ends = [""] + [f"/staleness={age}" for age in self.ages or []]
+        parts = (self.states, self.sums, self.ratios.reshape(-1, BINS), self.differences.reshape(-1, BINS))
+        states, sums, ratios, differences = map(self._with_total, parts)
+        values: dict[str, Measure] = {}
+        for end, *numbers in zip(ends, states.tolist(), sums.tolist(), ratios, differences, strict=True):
+            self._name(values, end, *numbers)
         return values
 
-    def _named(self, sums: list[float], ratios: Tensor, differences: Tensor) -> dict[str, Measure]:
+    def _with_total(self, part: Array) -> Array:
+        """Scaled to the view; and, when there are rows by staleness, their sum before them."""
+        if self.ages is None:
+            return part * self.scale
+        whole = np.empty((len(part) + 1, *part.shape[1:]))
+        np.multiply(part, self.scale, out=whole[1:])
+        np.sum(whole[1:], axis=0, out=whole[0])
+        return whole
+
+    def _name(
+        self,
+        values: dict[str, Measure],
+        end: str,
+        states: list[list[float]],
+        sums: list[float],
+        ratios: Array,
+        differences: Array,
+    ) -> None:
+        """Add the measures of one staleness, or of all, to `values`, with `end` behind their names."""
         total = dict(zip(self.names, sums, strict=True))
-        count = total["count"]
+        low, high = sum(states[LOW]), sum(states[HIGH])
+        _, positive, negative = map(sum, zip(*states, strict=True))
+        masked, count = low + high, sum(map(sum, states))
 
         def mean(name: str) -> Metric:
             return Metric(total[name], count)
 
-        masked = total["masked"]
-        values: dict[str, Measure] = {
-            "mismatch_kl": mean("mismatch"),
-            "mismatch_kl_masked": Metric(total["mismatch masked"], masked),
-            "mismatch_kl_unmasked": Metric(total["mismatch"] - total["mismatch masked"], count - masked),
-            "is_masked": mean("masked"),
-            "is_masked_low": Metric(masked - total["high"], count),
-            "is_masked_high": mean("high"),
-            "is_masked_positive": Metric(total["masked positive"], total["positive"]),
-            "is_masked_negative": Metric(total["masked negative"], total["negative"]),
-            "ratio": Histogram(ratios.double() * self.scale, log=True),
-            "probability_difference": Histogram(differences.double() * self.scale),
-            "effective_sample_size": Derived((mean("excess"), mean("excess squared")), _sample_size),
-            "chi_square": mean("excess squared"),
-            "sampler_perplexity": Derived((mean("sampler"),), _perplexity),
-            "trainer_perplexity": Derived((mean("policy"),), _perplexity),
-            "entropy": mean("entropy"),
-            "correlation": Derived(tuple(mean(name) for name in ("p", "q", "pp", "qq", "pq")), _correlation),
+        values |= {
+            f"mismatch_kl{end}": mean("mismatch"),
+            f"mismatch_kl_masked{end}": Metric(total["mismatch masked"], masked),
+            f"mismatch_kl_unmasked{end}": Metric(total["mismatch"] - total["mismatch masked"], count - masked),
+            f"is_masked{end}": Metric(masked, count),
+            f"is_masked_low{end}": Metric(low, count),
+            f"is_masked_high{end}": Metric(high, count),
+            f"is_masked_positive{end}": Metric(states[LOW][1] + states[HIGH][1], positive),
+            f"is_masked_negative{end}": Metric(states[LOW][2] + states[HIGH][2], negative),
+            f"ratio{end}": Histogram(torch.from_numpy(ratios), log=True),
+            f"probability_difference{end}": Histogram(torch.from_numpy(differences)),
+            f"effective_sample_size{end}": Derived((mean("excess"), mean("excess squared")), _sample_size),
+            f"chi_square{end}": mean("excess squared"),
+            f"sampler_perplexity{end}": Derived((mean("sampler"),), _perplexity),
+            f"trainer_perplexity{end}": Derived((mean("policy"),), _perplexity),
+            f"entropy{end}": mean("entropy"),
+            f"correlation{end}": Derived(tuple(mean(name) for name in ("p", "q", "pp", "qq", "pq")), _correlation),
         }
-        if "clipped" in total:
-            values["is_clipped"] = mean("clipped")
+        if self.outcome.clipped is not None:
+            values[f"is_clipped{end}"] = Metric(sum(states[CLIPPED]), count)
         if "reference" in total:
-            values["kl_policy_ref"] = Metric(total["reference"], total["referenced"])
-        return values
+            values[f"kl_policy_ref{end}"] = Metric(total["reference"], total["referenced"])
 
-    def sequence_measures(self, rejected: Tensor | None) -> dict[str, Measure]:
+    def sequence_measures(self, share: Tensor | None) -> dict[str, Measure]:
         """What belongs to whole sequences; a sequence is as stale as its oldest token."""
-        view = self.view
-        rows = self.totals.rows(view)
+        rows, rejected, size = self.totals.rows(self.view), self.outcome.decision.rejected, len(self.ids)
         if rows is not None and "sum policy/sampler" in rows.columns:
-            log_ratio = self._of_rows(rows["sum policy/sampler"])
+            log_ratio: Array = self._of_rows(rows["sum policy/sampler"]).astype(np.float64)
         else:
-            log_ratio = view.log_ratio("policy/sampler")
-            log_ratio = self.segments.sum(log_ratio if self.index is None else log_ratio.index_select(0, self.index))
-        share = _share_here(view, self.totals)
-        weight = self._whole() if share is None else self._of_rows(share)
-        weight = weight.double() * self.scale
-        square = (ratio(log_ratio).double() - 1).square() * weight
+            log_ratio = np.bincount(self.row, self.log_ratio, size)
+        weight: Array = self.scale * (self.whole if share is None else self._of_rows(share).astype(np.float64))
+        square = np.expm1(np.minimum(log_ratio, MAX_LOG_RATIO)) ** 2 * weight
         values: dict[str, Measure] = {"sequence_chi_square": Metric(float(square.sum()), float(weight.sum()))}
         if self.ages is None:
             return values
-        age = self.segments.max(self.staleness)
-        refused = torch.zeros_like(weight) if rejected is None else self._of_rows(rejected).double()
-        length = self.segments.count().double() * self.scale
-        columns = torch.stack([square, weight, refused * weight, length, refused * length])
-        member = age[:, None] == torch.tensor(self.ages, device=age.device)
-        for each, sums in zip(self.ages, (columns @ member.double()).T.tolist(), strict=True):
-            end = f"/staleness={each}"
+        oldest = np.zeros_like(self.ids)
+        np.maximum.at(oldest, self.row, self.age)
+        refused = np.zeros(size) if rejected is None else self._of_rows(rejected)
+        length = np.bincount(self.row, self.lengths * self.scale, size)
+        columns = (square, weight, refused * weight, length, refused * length)
+        sums = [np.bincount(oldest, column, self.kinds).tolist() for column in columns]
+        for age, chi, sequences, refused_sequences, tokens, refused_tokens in zip(self.ages, *sums, strict=True):
             values |= {
-                f"sequence_chi_square{end}": Metric(sums[0], sums[1]),
-                f"opsm_rejected_sequences{end}": Metric(sums[2], sums[1]),
-                f"opsm_rejected_tokens{end}": Metric(sums[4], sums[3]),
+                f"sequence_chi_square/staleness={age}": Metric(chi, sequences),
+                f"opsm_rejected_sequences/staleness={age}": Metric(refused_sequences, sequences),
+                f"opsm_rejected_tokens/staleness={age}": Metric(refused_tokens, tokens),
             }
         return values
 
-    def _whole(self) -> Tensor:
-        """1 for the sequences that lie in the sample from end to end, as far as their neighbours tell."""
-        whole = torch.ones(len(self.segments), device=self.segments.ids.device)
-        if self.index is not None:
-            ends = self.index.view(WINDOWS, -1)[:, [0, -1]].flatten()
-            cut = torch.isin(self.segments.ids, self.view.take(self.view.batch.sequence, ends))
-            whole[cut] = 0.0
-        return whole
+
+def _distinct(values: Array) -> tuple[Array, Array]:
+    """The distinct values in increasing order, and the place of each value among them."""
+    ordered = np.sort(values)
+    distinct = ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
+    return distinct, np.searchsorted(distinct, values)
 
 
-def _count_by(codes: Tensor, edges: list[int]) -> Tensor:
-    """[parts, BINS]: how often each bin occurs between one edge and the next."""
-    parts = len(edges) - 1
-    if parts > 1:
-        sizes = torch.tensor(edges, device=codes.device).diff()
-        first = torch.arange(parts, device=codes.device) * BINS
-        codes = codes + first.repeat_interleave(sizes, output_size=len(codes))
-    return torch.bincount(codes, minlength=parts * BINS).view(parts, BINS).cpu()
+def _states(fields: dict[str, Tensor]) -> Array:
+    """3 * (KEPT, LOW, HIGH or CLIPPED), + 1 where the advantage is positive and + 2 where it is negative."""
+    reasons, advantage = fields["reasons"].numpy(), fields["advantage"].numpy()
+    masked = reasons != 0
+    state: Array = masked + (reasons & 1)  # odd codes are high
+    if "clipped" in fields:
+        state += CLIPPED * (fields["clipped"].numpy() > masked).view(np.uint8)
+    state *= 3
+    state += (advantage > 0).view(np.uint8)
+    state += 2 * (advantage < 0).view(np.uint8)
+    return state
 
 
-def _windows(view: View, totals: Totals) -> Tensor | None:
-    """The sample: the view's part of `metric_tokens`, as a few evenly spaced stretches of neighbouring tokens."""
+def _columns(fields: dict[str, Tensor], masked: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """What is summed; and the two statistics that have a histogram, log-ratio and |p - q|."""
+    policy, sampler = fields["policy"], fields["sampler"]
+    d = policy - sampler
+    p, q = policy.exp(), sampler.exp()
+    excess = torch.expm1(d.clamp(max=MAX_LOG_RATIO))  # r - 1, exact where the policies agree
+    mismatch = excess - d
+    # all of it is finite, so that a product with a mask is safe here
+    columns = {
+        "mismatch": mismatch,
+        "mismatch masked": mismatch * masked,
+        "excess": excess,
+        "excess squared": excess.square(),
+        "policy": policy,
+        "sampler": sampler,
+        "p": p,
+        "q": q,
+        "pp": p * p,
+        "qq": q * q,
+        "pq": p * q,
+        "entropy": fields["entropy"] if "entropy" in fields else torch.addcmul(policy, excess, policy).neg_(),
+    }
+    if "drift" in fields:
+        columns["reference"] = fields["drift"].nan_to_num(0.0, 0.0, 0.0)
+        columns["referenced"] = fields["drift"].isfinite().to(d.dtype)
+    return columns, d, (p - q).abs()
+
+
+def _windows(view: View, totals: Totals) -> tuple[int, int]:
+    """The sample: length and distance of the stretches, or (0, 0) when it is all of the view.
+
+    It is the view's part of `metric_tokens`, as a few evenly spaced stretches of neighbouring tokens.
+    """
     wanted = view.composition.metric_tokens
     length = -(-wanted * len(view) // max(totals.members * WINDOWS, 1))
     if wanted == 0 or totals.members <= wanted or length * WINDOWS >= len(view):
-        return None
-    device = view.advantages.device
-    starts = torch.linspace(0, len(view) - length, WINDOWS, dtype=torch.float64, device=device).long()
-    return (starts[:, None] + torch.arange(length, device=device)).flatten()
+        return 0, 0
+    return length, (len(view) - length) // (WINDOWS - 1)
 
 
 def _sample_size(excess: float, squared: float) -> float:

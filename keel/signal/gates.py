@@ -106,6 +106,8 @@ class Decision:
         """How many tokens each gate refused, by reason code; a token is counted for the first gate that refused it."""
         self.dropped: Bool[Tensor, "n"] | None = None
         """The refused tokens, or None when there are none."""
+        self.rejected: Bool[Tensor, "rows"] | None = None
+        """The sequences that gates at sequence scope refused."""
         self._bits: Tensor | None = None
 
     @property
@@ -146,6 +148,9 @@ def decide(
         if gate.scope == "sequence":
             assert table is not None
             sides = row_sides(gate, position, table)
+            for side in sides:
+                if side is not None:
+                    decision.rejected = side if decision.rejected is None else decision.rejected | side
             sides = _spread(view, sides[0]), _spread(view, sides[1])
         else:
             sides = _when(gate, advantage, *token_sides(gate, view, thresholds.get(position)))

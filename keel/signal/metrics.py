@@ -7,8 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,29 +88,39 @@ class Histogram:
 
     def quantile(self, share: float) -> float:
         """The value below which this share of the entries lies, to within a bin (9 % of its size)."""
-        if self.count == 0:
-            return math.nan
-        edges, counts = self.bins()
-        first, last = (int(counts.nonzero()[end]) for end in (0, -1))
-        place = min(max(int(torch.searchsorted(counts.cumsum(0), share * self.count)), first), last)
-        middle = float((edges[place] + edges[place + 1]) / 2)
-        if 0.0 in (float(edges[place]), float(edges[place + 1])):
-            middle = 0.0  # the bins at zero end below the smallest number that float32 keeps precise
-        return math.exp(min(middle, 700.0)) if self.log else middle
+        return self.quantiles(share)[0]
+
+    def quantiles(self, *shares: float) -> list[float]:
+        """The quantile of each share."""
+        edges, counts = (part.numpy() for part in self.bins())
+        used = counts.nonzero()[0]
+        if len(used) == 0:
+            return [math.nan] * len(shares)
+        reached = counts[used].cumsum()
+        places = used[np.searchsorted(reached, np.multiply(shares, reached[-1])).clip(max=len(used) - 1)]
+        low, high = edges[places], edges[places + 1]
+        # the bins at zero end below the smallest number that float32 keeps precise
+        middles = np.where((low == 0) | (high == 0), 0.0, (low + high) / 2).tolist()
+        return [math.exp(min(middle, 700.0)) for middle in middles] if self.log else middles
 
     def bins(self) -> tuple[Tensor, Tensor]:
         """Increasing edges [n + 1] and the counts [n] between them."""
-        half = BINS // 2
-        magnitudes = (torch.arange(half + 1, dtype=torch.int64) << BITS).to(torch.int32).view(torch.float32)
-        magnitudes = magnitudes[: (0x7F800000 >> BITS) + 1]  # the bins from infinity on stay empty
-        used = len(magnitudes) - 1
-        positive, negative = self.counts[half : half + used], self.counts[:used]
-        # the integer of a negative float grows with its size, so its bins run away from zero
-        edges = torch.cat([-magnitudes.flip(0), magnitudes[1:]])
-        return edges, torch.cat([negative.flip(0), positive])
+        edges, order = _bins()
+        return edges, self.counts.index_select(0, order)
 
     def __add__(self, other: Self) -> Self:
         return type(self)(self.counts + other.counts, self.log)
+
+
+@cache
+def _bins() -> tuple[Tensor, Tensor]:
+    """The edges of all bins up to infinity, and the bin between each two, in increasing order of value."""
+    half = BINS // 2
+    magnitudes = (torch.arange(half + 1, dtype=torch.int64) << BITS).to(torch.int32).view(torch.float32)
+    magnitudes = magnitudes[: (0x7F800000 >> BITS) + 1]  # the bins from infinity on stay empty
+    place = torch.arange(len(magnitudes) - 1)
+    # the integer of a negative float grows with its size, so its bins run away from zero
+    return torch.cat([-magnitudes.flip(0), magnitudes[1:]]), torch.cat([place.flip(0), half + place])
 
 
 @dataclass(frozen=True)
@@ -142,8 +154,8 @@ class Metrics(Mapping[str, Measure]):
         for name, metric in self.items():
             if isinstance(metric, Histogram):
                 stem, slash, staleness = name.partition("/")
-                for share in (0.01, 0.5, 0.99):
-                    flat[f"{stem}_p{round(share * 100):02d}{slash}{staleness}"] = metric.quantile(share)
+                for end, value in zip(("p01", "p50", "p99"), metric.quantiles(0.01, 0.5, 0.99), strict=True):
+                    flat[f"{stem}_{end}{slash}{staleness}"] = value
             else:
                 flat[name] = metric.mean
         return flat

@@ -215,8 +215,7 @@ def _token_policy(
     policy = totals.composition.policy
     log_ratio = None
     if policy.anchor != "none":
-        # cleared before exp, so that a refused token cannot overflow; a log-ratio of 0 is as good as any
-        log_ratio = decision.clear_(saturated(view.log_ratio(f"policy/{policy.anchor}")))
+        log_ratio = saturated(view.log_ratio(f"policy/{policy.anchor}"))
     term = policy_term(policy, log_ratio, view.logprob("policy"), advantage)
     for weight in totals.composition.weights:
         term = term.times(_factor(weight, view, advantage, rows))

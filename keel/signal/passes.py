@@ -22,14 +22,11 @@ def above(values: Float[Tensor, "n"], bound: float) -> Bool[Tensor, "n"]:
     return torch.from_numpy(np.greater(values.numpy(), bound)) if values.device.type == "cpu" else values > bound
 
 
-def count(mask: Bool[Tensor, "n"]) -> int:
-    """How many entries are true."""
-    return int(np.count_nonzero(mask.numpy()) if mask.device.type == "cpu" else torch.count_nonzero(mask))
-
-
-def places(mask: Bool[Tensor, "n"]) -> Int[Tensor, "m"]:
-    """Where the mask is true."""
-    return torch.from_numpy(np.flatnonzero(mask.numpy())) if mask.device.type == "cpu" else mask.nonzero().squeeze(1)
+def count(mask: Bool[Tensor, "n"], within: Bool[Tensor, "n"] | None = None) -> int:
+    """How many entries are true: in the mask, or in both."""
+    if mask.device.type != "cpu":
+        return int(torch.count_nonzero(mask if within is None else mask & within))
+    return int(np.count_nonzero(mask.numpy() if within is None else np.logical_and(mask.numpy(), within.numpy())))
 
 
 def find_runs(ids: Int[Tensor, "n"]) -> tuple[Int[Tensor, "runs"], Int[Tensor, "runs"]]:

@@ -34,7 +34,8 @@ NAMES = {
 
 def staying_bits(leaving: Bool[Tensor, "n"], dtype: torch.dtype) -> Int[Tensor, "n"]:
     """No bit where the mask is true and every bit elsewhere; as wide as `dtype`, for `apply_bits_`."""
-    return leaving.to(torch.int64 if dtype == torch.float64 else torch.int32).sub_(1)
+    # less one as bytes, then widened with the sign: a pass over a quarter of the memory
+    return leaving.view(torch.int8).sub(1).to(torch.int64 if dtype == torch.float64 else torch.int32)
 
 
 def apply_bits_(values: Float[Tensor, "n"], bits: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
