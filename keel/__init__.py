@@ -10,8 +10,23 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from keel.audit import declare
-    from keel.config import Composition, Gate, Penalty, Policy, Reduction, Weight, load
-    from keel.errors import BatchError, ConfigError, KeelError, SignalRefused
+    from keel.config import (
+        CheckpointSettings,
+        Composition,
+        Gate,
+        LoraSettings,
+        ModelSettings,
+        OptimizerSettings,
+        Penalty,
+        Policy,
+        Reduction,
+        ReferenceSettings,
+        TrainerSettings,
+        Weight,
+        load,
+    )
+    from keel.errors import BatchError, ConfigError, KeelError, ModelError, SignalRefused, StepRefused
+    from keel.policy import Checkpoints, References, Sample, StepReport, Trainer, load_model
     from keel.signal import (
         Metric,
         Metrics,
@@ -26,8 +41,23 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "keel.audit": ["declare"],
-    "keel.config": ["Composition", "Gate", "Penalty", "Policy", "Reduction", "Weight", "load"],
-    "keel.errors": ["BatchError", "ConfigError", "KeelError", "SignalRefused"],
+    "keel.config": [
+        "CheckpointSettings",
+        "Composition",
+        "Gate",
+        "LoraSettings",
+        "ModelSettings",
+        "OptimizerSettings",
+        "Penalty",
+        "Policy",
+        "Reduction",
+        "ReferenceSettings",
+        "TrainerSettings",
+        "Weight",
+        "load",
+    ],
+    "keel.errors": ["BatchError", "ConfigError", "KeelError", "ModelError", "SignalRefused", "StepRefused"],
+    "keel.policy": ["Checkpoints", "References", "Sample", "StepReport", "Trainer", "load_model"],
     "keel.signal": [
         "Metric",
         "Metrics",
@@ -44,25 +74,39 @@ _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
     "BatchError",
+    "CheckpointSettings",
+    "Checkpoints",
     "Composition",
     "ConfigError",
     "Gate",
     "KeelError",
+    "LoraSettings",
     "Metric",
     "Metrics",
+    "ModelError",
+    "ModelSettings",
     "MovingBaseline",
     "Objective",
+    "OptimizerSettings",
     "Penalty",
     "Policy",
     "Reduction",
+    "ReferenceSettings",
+    "References",
     "Result",
+    "Sample",
     "SignalRefused",
+    "StepRefused",
+    "StepReport",
     "TokenBatch",
     "Totals",
+    "Trainer",
+    "TrainerSettings",
     "Weight",
     "advantages",
     "declare",
     "load",
+    "load_model",
     "objective",
 ]
 

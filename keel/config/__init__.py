@@ -6,21 +6,51 @@ Nothing in this room imports torch, so that settings can be read, checked and pr
 from keel.config.composition import Composition, Gate, Penalty, Policy, Reduction, Weight
 from keel.config.load import Loaded, load
 from keel.config.objective import ObjectiveSettings, resolve_objective
+from keel.config.policy import (
+    CheckpointSettings,
+    LoraSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ReferenceSettings,
+    TrainerSettings,
+)
 from keel.config.recipe import Recipe
 from keel.config.recipes import RECIPES
+from keel.config.rollout import (
+    EngineSettings,
+    EnvironmentSettings,
+    EpisodeLimits,
+    PoolSettings,
+    RendererSettings,
+    Sampling,
+    SchedulerSettings,
+)
 from keel.config.run import RunSettings
 
 __all__ = [
     "RECIPES",
+    "CheckpointSettings",
     "Composition",
+    "EngineSettings",
+    "EnvironmentSettings",
+    "EpisodeLimits",
     "Gate",
     "Loaded",
+    "LoraSettings",
+    "ModelSettings",
     "ObjectiveSettings",
+    "OptimizerSettings",
     "Penalty",
     "Policy",
+    "PoolSettings",
     "Recipe",
     "Reduction",
+    "ReferenceSettings",
+    "RendererSettings",
     "RunSettings",
+    "Sampling",
+    "SchedulerSettings",
+    "TrainerSettings",
     "Weight",
     "load",
     "resolve_objective",

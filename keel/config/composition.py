@@ -243,7 +243,7 @@ class Transforms(Settings):
     """Only trainable tokens with one of these role ids belong to the objective; not given: all."""
     max_unusable_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     """A step is refused when more than this share of its trainable tokens has no usable sampler log-prob."""
-    metric_tokens: Annotated[int, Field(ge=0)] = 16384
+    metric_tokens: Annotated[int, Field(ge=0)] = 8192
     """Above this many tokens a step, distributions and what is split by staleness come from evenly spaced stretches of
     about as many; counts of kept and dropped tokens are always exact. 0: never sample."""
 

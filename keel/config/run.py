@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from keel.config.objective import ObjectiveSettings
+from keel.config.policy import CheckpointSettings, ModelSettings, ReferenceSettings, TrainerSettings
 from keel.config.settings import Settings, refuse
 
 Estimator = Literal["group_mean", "group_mean_std", "leave_one_out", "mean_normalised", "moving_baseline", "constant"]
@@ -35,3 +36,13 @@ class RunSettings(Settings):
     """The training signal."""
     advantages: AdvantageSettings = AdvantageSettings()
     """From rewards to advantages."""
+    model: ModelSettings = ModelSettings()
+    """What is trained."""
+    trainer: TrainerSettings = TrainerSettings()
+    """From a step's samples to new weights."""
+    checkpoints: CheckpointSettings = CheckpointSettings()
+    """What stays on disk."""
+    references: dict[str, ReferenceSettings] = {}
+    """Frozen policies by name, for objectives that compare with a reference."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of everything that is random."""

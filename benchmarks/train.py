@@ -1,0 +1,240 @@
+"""What a training step costs with shared prompts, against the padded way, on the real 135M model.
+
+The padded way is what is usual: every sample with its own prompt, prompts padded on the left and completions on the
+right, micro-batches of eight, the head on completions only. Both sides run the same objective, forward and backward,
+on the same samples, interleaved in one process, with the allocator told to keep its memory; their gradients are
+compared. Memory is the peak of a process of its own, with the token budget of the padded micro-batches. Exits 1 when a
+bar is missed. SmolLM2-135M, float32, on CPU.
+
+    python benchmarks/train.py            # prompts of 50 and 256, about fifteen minutes on two cores
+    python benchmarks/train.py --quick    # a few samples, to see that it works
+    python benchmarks/train.py --growth   # how time and memory grow; writes docs/images/training.svg
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+# the repository in place of this folder, whose signal.py is not the standard library's
+sys.path.insert(0, os.path.dirname(os.path.abspath(sys.path.pop(0))))
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Peak, in_process_of_its_own, interleave, ratio, seconds, verdict
+from benchmarks.plot import Line, Panel, write_svg
+from keel import ModelSettings, Sample, TokenBatch, TrainerSettings, load_model, objective
+from keel.policy.allocator import keep_memory
+from keel.policy.forward import Forward
+from keel.policy.model import Model
+from keel.policy.optimizer import build
+from keel.policy.report import Ledger
+from keel.policy.sample import Tokens
+from keel.policy.update import Update
+
+ROOT = Path(__file__).parent.parent
+RULE = objective("icepop")
+MICRO_BATCH = 8
+BARS = {50: 3.0, 256: 4.0}
+"""By prompt length: how many times faster than the padded way."""
+WORDS = ["time", "water", "number", "people", "word", "day", "part", "sound", "work", "place", "year", "light"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some prompts, each with a group of completions whose lengths are between half of `longest` and all of it."""
+
+    prompts: int = 8
+    group: int = 8
+    prompt: int = 50
+    longest: int = 16
+
+    def samples(self, model: Model) -> list[Sample]:
+        random, samples = np.random.default_rng(0), []
+        for group in range(self.prompts):
+            prompt = self._prompt(model, random)
+            for _ in range(self.group):
+                wrote = random.integers(100, 40000, int(random.integers(self.longest // 2, self.longest + 1)))
+                ids = np.concatenate([prompt, wrote])
+                samples.append(
+                    Sample(
+                        token_ids=ids,
+                        trainable=np.arange(len(ids)) >= len(prompt),
+                        advantage=float(random.normal()),
+                        sampler_logprobs=np.full(len(ids), -10.0),
+                        group=group,
+                    )
+                )
+        return samples
+
+    def _prompt(self, model: Model, random: np.random.Generator) -> list[int]:
+        """A chat question of about this many tokens; the template's own opening is the same in all of them."""
+        few = " ".join(random.choice(WORDS, max(self.prompt - 42, 1)))
+        question = f"{few}. Which is larger, {random.integers(100)} or {random.integers(100)}?"
+        turn = [{"role": "user", "content": question}]
+        ids = model.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+        assert isinstance(ids, list)
+        return [int(token) for token in ids]  # type: ignore[arg-type]
+
+    def budget(self, samples: list[Sample]) -> int:
+        """The tokens of a padded micro-batch."""
+        return MICRO_BATCH * max(len(sample) for sample in samples)
+
+
+class Ours:
+    """The trainer's own forward and backward."""
+
+    def __init__(self, model: Model, samples: list[Sample], budget: int) -> None:
+        self.settings = TrainerSettings(max_tokens=budget, entropy=False)
+        self.model, self.tokens = model, Tokens(samples)
+        self.forward = Forward(model, max_tokens=budget)
+        self.optimizer = build(self.settings.optimizer, model.parameters().values())
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        ledger = Ledger.empty(self.tokens, torch.float32, self.model.device, entropy=False)
+        numbers = range(len(self.tokens.samples))
+        update = Update(self.forward, self.optimizer, self.settings, RULE, ledger, numbers, None)
+        plan = self.forward.plan(self.tokens)
+        self.computed = sum(len(batch) for batch in plan)
+        with self.forward.attending():
+            update.backward(plan)
+
+
+class Padded:
+    """The usual way."""
+
+    def __init__(self, model: Model, samples: list[Sample]) -> None:
+        self.model, self.samples = model, samples
+        self.tokens = Tokens(samples)
+        self.blank = self.tokens.batch(torch.zeros(len(self.tokens)))
+        self.totals = RULE.totals([self.blank])
+        self.computed = 0
+
+    def __call__(self) -> None:
+        self.model.network.zero_grad(set_to_none=True)
+        self.computed = 0
+        for first in range(0, len(self.samples), MICRO_BATCH):
+            numbers = range(first, min(first + MICRO_BATCH, len(self.samples)))
+            logprobs, places = self._logprobs([self.samples[number] for number in numbers])
+            tokens = torch.cat([torch.arange(len(self.tokens))[self.tokens.of(number)] for number in numbers])
+            batch: TokenBatch = self.blank.take(tokens).replace(logprobs=logprobs[places])
+            RULE(batch, self.totals).loss.backward()  # type: ignore[no-untyped-call]
+
+    def _logprobs(self, samples: list[Sample]) -> tuple[Tensor, Tensor]:
+        """Log-probs [samples, longest completion], and which of them are real."""
+        starts = [int(np.argmax(sample.trainable)) for sample in samples]
+        before = max(starts)
+        after = max(len(sample) - start for sample, start in zip(samples, starts, strict=True))
+        ids = torch.zeros(len(samples), before + after, dtype=torch.int64)
+        seen = torch.zeros_like(ids)
+        for row, (sample, start) in enumerate(zip(samples, starts, strict=True)):
+            here = slice(before - start, before - start + len(sample))
+            ids[row, here], seen[row, here] = torch.from_numpy(np.asarray(sample.token_ids)), 1
+        self.computed += ids.numel()
+        output = self.model.network(input_ids=ids, attention_mask=seen, logits_to_keep=after + 1, use_cache=False)
+        logits = output.logits[:, :-1]
+        chosen = logits.gather(2, ids[:, before:, None])[..., 0]
+        # row by row, so that no second tensor of all logits is made
+        norm = torch.stack([row.logsumexp(-1) for row in logits])
+        return chosen - norm, seen[:, before:].bool()
+
+
+def gradients(model: Model, run: Callable[[], object]) -> list[Tensor]:
+    run()
+    return [weight.grad.clone() for weight in model.parameters().values() if weight.grad is not None]
+
+
+def compare(case: Case, rounds: int, bar: float | None) -> bool:
+    """One case in one process: ratio of times, equality of gradients, peak memory. Whether the bars held."""
+    model = load_model(ModelSettings())
+    samples = case.samples(model)
+    ours, padded = Ours(model, samples, case.budget(samples)), Padded(model, samples)
+    pairs = zip(gradients(model, ours), gradients(model, padded), strict=True)
+    off = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    times = interleave({"padded": padded, "shared": ours}, rounds, warm=True)
+    middle, low, high = ratio(times, "padded", "shared")
+    peaks = {side: measured(case, side, 0)["megabytes"] for side in ("padded", "shared")}
+    fast, small = bar is None or middle >= bar, peaks["shared"] <= peaks["padded"]
+    prompt = round(float(np.mean([np.argmax(sample.trainable) for sample in samples])))
+    print(f"\n{case.prompts} prompts of about {prompt} tokens x {case.group} completions of up to {case.longest}")
+    print(f"  tokens computed   padded {padded.computed:6d}      shared {ours.computed:6d}")
+    print(f"  seconds           padded {min(times['padded']):6.2f}      shared {min(times['shared']):6.2f}")
+    held = f"   {verdict(fast)}: at least {bar}x" if bar else ""
+    print(f"  times faster      {middle:.2f} ({low:.2f} to {high:.2f}){held}")
+    print(f"  peak memory, MB   padded {peaks['padded']:6.0f}      shared {peaks['shared']:6.0f}   {verdict(small)}")
+    print(f"  gradients         equal to {off:.1e} (relative, the worst parameter)   {verdict(off < 1e-4)}", flush=True)
+    return fast and small and off < 1e-4
+
+
+def measured(case: Case, side: str, rounds: int) -> dict[str, float]:
+    """Seconds and peak memory of one side in a process of its own."""
+    numbers = [case.prompts, case.group, case.prompt, case.longest, rounds]
+    return in_process_of_its_own(__file__, "--side", side, "--case", *map(str, numbers))
+
+
+def run_side(side: str, case: Case, rounds: int) -> None:
+    model, peak = load_model(ModelSettings()), Peak()
+    samples = case.samples(model)
+    run: Callable[[], None] = Padded(model, samples) if side == "padded" else Ours(model, samples, case.budget(samples))
+    peak.start()
+    run()
+    times = [seconds(run) for _ in range(rounds)]
+    print(json.dumps({"seconds": min(times, default=0.0), "megabytes": peak.megabytes()}))
+
+
+def growth() -> None:
+    """Time and memory by number of prompts, group size and prompt length, one at a time, as a picture."""
+    ways = {
+        "prompts (tokens of the step)": [Case(prompts=n, group=4) for n in (2, 4, 8, 16)],
+        "completions of a prompt": [Case(prompts=2, group=n) for n in (2, 4, 8, 16)],
+        "tokens of a prompt": [Case(prompts=2, group=8, prompt=n) for n in (50, 128, 256, 512)],
+    }
+    rows: list[list[Panel]] = [[], []]
+    for name, cases in ways.items():
+        field = {"prompts (tokens of the step)": "prompts", "completions of a prompt": "group"}.get(name, "prompt")
+        xs = [float(getattr(case, field)) for case in cases]
+        found = {side: [measured(case, side, 2) for case in cases] for side in ("padded", "shared")}
+        for row, unit in zip(rows, ("seconds", "megabytes"), strict=True):
+            lines = [Line(side, xs, [point[unit] for point in points]) for side, points in found.items()]
+            row.append(Panel(name, f"{unit} (forward + backward)" if unit == "seconds" else "peak MB", lines))
+        for side, points in found.items():
+            shown = "  ".join(
+                f"{x:.0f}: {p['seconds']:.2f} s {p['megabytes']:.0f} MB" for x, p in zip(xs, points, strict=True)
+            )
+            print(f"{name:30} {side:7} {shown}", flush=True)
+    target = ROOT / "docs" / "images" / "training.svg"
+    write_svg(target, rows)
+    print(f"wrote {target.relative_to(ROOT)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--side", choices=("padded", "shared"), help=argparse.SUPPRESS)
+    parser.add_argument("--case", type=int, nargs=5, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    keep_memory()
+    if args.side:
+        run_side(args.side, Case(*args.case[:4]), args.case[4])
+        return 0
+    if args.growth:
+        growth()
+        return 0
+    print(f"SmolLM2-135M, float32, {torch.get_num_threads()} threads, forward + backward, objective {RULE.name}")
+    if args.quick:
+        return int(not compare(Case(prompts=2, group=8), 1, None))
+    cases = [(Case(), args.rounds), (Case(prompt=256, longest=64), max(args.rounds - 2, 2))]
+    held = [compare(case, rounds, BARS[case.prompt]) for case, rounds in cases]
+    return int(not all(held))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Folders on disk that are whole or not there.
+
+A folder is filled under a temporary name beside its place, synced to the disk and renamed. Whoever is killed on the
+way leaves the place as it was, and a temporary folder that nobody takes for a result; the next writer removes it. A
+full disk leaves nothing. A sealed folder carries a manifest of its files with sizes and hashes, so that damage is found
+before use.
+
+The hashes find accidents and careless edits; they are no signature against someone who rewrites the manifest too. Needs
+a POSIX file system.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from keel.errors import ModelError
+
+MANIFEST = "manifest.json"
+TEMPORARY = ".keel-tmp-"
+"""How the names of unfinished and discarded folders begin."""
+
+
+class Unreadable(ModelError):
+    """Files that are there and cannot be read, now or by this user: no sign of damage, no reason to discard them."""
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder to fill, which becomes `target` when the block ends well and goes away when it does not.
+
+    `target` must not exist, or be an empty folder. A write that fails is a `ModelError` with the reason.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(target.parent)
+        temporary = _temporary(target)
+        temporary.mkdir()
+    except OSError as error:
+        raise _not_written(target, error) from error
+    try:
+        with _locked(temporary):
+            yield temporary
+            _finish(temporary)
+            temporary.rename(target)
+            _sync(target.parent)
+    except BaseException as error:
+        # also an interrupt: the process may live on, and must not leave gigabytes behind
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise _not_written(target, error) from error
+        raise
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder, by a rename first: killed in the middle, no half of it is left under its name."""
+    temporary = _temporary(folder)
+    folder.rename(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)  # what stays is a leftover, which the next writer removes
+
+
+def clear_leftovers(parent: Path) -> None:
+    """Remove what killed writers left in a folder. A living writer holds a lock on its own."""
+    for path in parent.glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(OSError), _locked(path, wait=False):
+            shutil.rmtree(path)
+
+
+def seal(folder: Path) -> None:
+    """Write the manifest of everything in the folder. Nothing may be added or changed afterwards."""
+    files = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "blake2b": hash_file(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    # no newline at the end: the manifest without its last byte must not pass for whole
+    (folder / MANIFEST).write_text(json.dumps({"files": files, "blake2b": _hash_entries(files)}, indent=2))
+
+
+def manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """The files of a sealed folder by name, each with `size` and `blake2b`, as its manifest has them."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text())
+        files: dict[str, dict[str, Any]] = content["files"]
+        intact = _hash_entries(files) == content["blake2b"]
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing") from None
+    except OSError as error:
+        raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} was changed: {error}") from error
+    if not intact:
+        raise ModelError(f"{path} was changed: its entries do not have the hash it carries")
+    return files
+
+
+def check(folder: Path, *, hashes: bool = True) -> None:
+    """Refuse a sealed folder with a file that is missing, truncated or changed, by its name.
+
+    Without `hashes` only presence and sizes are looked at, which is quick.
+    """
+    for name, entry in manifest(folder).items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != entry["size"]:
+                raise ModelError(f"{path} has {size:,} bytes instead of {entry['size']:,}")
+            if hashes and hash_file(path) != entry["blake2b"]:
+                raise ModelError(f"{path} was changed: it does not have the hash in {MANIFEST}")
+        except FileNotFoundError:
+            raise ModelError(f"{path} is missing") from None
+        except OSError as error:
+            raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
+
+
+def hash_file(path: Path) -> str:
+    """blake2b of a file's content, 32 bytes in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+
+
+def write_json(path: Path, content: object) -> None:
+    """JSON for people and machines."""
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or an error that names the file."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is no JSON object")
+    return content
+
+
+def _finish(folder: Path) -> None:
+    """Everything in the folder, and the folder, on the disk, for whoever may read the folder."""
+    # safetensors makes files that only their owner can read; an inference server may be another user
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    # the kernel drops the lock of a killed process: what is unlocked has no writer, on any number of processes
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError:
+            # a file system without locks: write all the same, but remove nothing that may have a writer
+            if not wait:
+                raise
+        yield
+    finally:
+        os.close(handle)
+
+
+def _temporary(target: Path) -> Path:
+    return target.with_name(f"{TEMPORARY}{target.name}-{secrets.token_hex(4)}")
+
+
+def _hash_entries(files: dict[str, dict[str, Any]]) -> str:
+    return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=32).hexdigest()
+
+
+def _not_written(target: Path, error: Exception) -> ModelError:
+    return ModelError(f"{target} could not be written: {error}; what was there before is as it was")

