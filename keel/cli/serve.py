@@ -1,0 +1,147 @@
+"""`keel serve`: a model behind an OpenAI-compatible server, on this machine only unless there is a key.
+
+Ends without an error on SIGINT and SIGTERM, after answering what is under way as long as its patience lasts.
+"""
+
+import argparse
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+from keel.cli.console import console
+from keel.errors import ConfigError
+
+KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open: longer than in clients, so that none is closed under a request."""
+
+
+def add(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="sample from a model over HTTP",
+        description="Serve MODEL with an OpenAI-compatible API: /v1/completions and /v1/chat/completions with"
+        " streaming,\nlog-probs and token ids; /v1/models, /health, /version; /v1/load_weights and"
+        " /v1/load_lora_adapter.\n\nMODEL is a built-in name, a Hugging Face folder, or a hub name. Without a key only"
+        " this machine is answered.",
+        epilog="examples:\n  keel serve smollm2-135m\n  keel serve tiny --port 0 --max-batch 8\n"
+        "  keel serve out --host 0.0.0.0 --api-key-file key.txt",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--name", help="what requests call the model (default: MODEL)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one (default: 8000)")
+    key = parser.add_mutually_exclusive_group()
+    key.add_argument("--api-key", metavar="KEY", help="what clients must send; other users can see it in `ps`")
+    key.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file that holds the key")
+    number = {"type": int, "metavar": "N"}
+    parser.add_argument("--max-batch", default=64, help="answers that are decoded together (default: 64)", **number)
+    parser.add_argument(
+        "--max-requests", default=1024, help="answers under way, 429 beyond it (default: 1024)", **number
+    )
+    parser.add_argument("--max-tokens", default=32768, help="tokens of one answer (default: 32768)", **number)
+    parser.add_argument("--int8", action="store_true", help="linear layers in int8: faster, not quite the same model")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float64 (default: auto)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: what torch finds)")
+    parser.add_argument("--patience", type=int, default=30, metavar="S", help="seconds to answer in when asked to stop")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the model and serve it until told to stop."""
+    from keel.engine.guard import is_loopback
+
+    key = read_key(args.api_key, args.api_key_file)
+    if key is None and not is_loopback(args.host):
+        raise ConfigError(
+            f"--host {args.host} would let other machines in without a key; give --api-key-file, or listen on 127.0.0.1"
+        )
+    listener = listen(args.host, args.port)
+    with listener:
+        app = build(args, key)
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        console().print(f"serving {args.name or args.model} at http://{shown}:{port}/v1", soft_wrap=True)
+        serve(app, listener, args.patience)
+    return 0
+
+
+def build(args: argparse.Namespace, key: str | None) -> Any:
+    """The application with its model loaded."""
+    from pydantic import ValidationError
+
+    from keel.config import EngineSettings, ModelSettings
+    from keel.config.settings import explain
+    from keel.engine.requests import Limits
+    from keel.engine.server import build_app
+    from keel.engine.streaming import StreamingLocalEngine
+    from keel.policy import load_model
+
+    for name in ("max_requests", "max_tokens"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    try:
+        settings = EngineSettings(int8=args.int8, max_batch=args.max_batch)
+        wanted = ModelSettings(name=args.model, dtype=args.dtype, device=args.device)
+    except ValidationError as error:
+        raise explain(error) from None
+    model = load_model(wanted)
+    return build_app(
+        StreamingLocalEngine(model.network, model.tokenizer, settings),
+        model.tokenizer,
+        model=args.name or args.model,
+        api_key=key,
+        limits=Limits(requests=args.max_requests, max_tokens=args.max_tokens),
+        vocabulary=model.head.out_features,
+    )
+
+
+def read_key(given: str | None, file: Path | None) -> str | None:
+    """The key, from the command line or a file."""
+    if file is not None:
+        try:
+            given = file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {file} cannot be read: {error}") from error
+    if given is not None and (not given or not given.isascii() or given.split() != [given]):
+        raise ConfigError("the API key is empty, not ASCII or holds a space; make it one word of letters and digits")
+    return given
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, before anything slow is done."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on {host} port {port}: {error}; choose another with --port") from error
+
+
+def serve(app: Any, listener: socket.socket, patience: int) -> None:
+    """Answer until SIGINT or SIGTERM, then finish what is under way."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        # a client is who connects, not who a header says it is
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=patience,
+    )
+    # uvicorn raises the signal again when it is done: it has been dealt with, and ends nothing but the server
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,190 @@
+"""The two ways to compute a step: all rows in one pass with shared prompts, or each sequence alone.
+
+Which one a model gets is found out on the model itself: a few tokens are decoded together and compared with the model's
+own forward pass. A model that cannot be batched without changing its numbers (a recurrent state, attention without a
+hook, experts with a capacity) has each sequence computed from its beginning for every token: exact, but slow; the log
+says why. It keeps no state between steps, so that new weights count for the whole sequence.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keel.config import Sampling
+from keel.engine.batch import Decoder, Request
+from keel.engine.decode import DECODE, Step, Tails
+from keel.engine.prefix import Ids, Node, Prefixes
+from keel.engine.sampler import StopText
+from keel.hook import obstacle
+
+log = logging.getLogger("keel")
+
+TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.02}
+"""How far log-probs of the probe may be from the model's own, in the mean; elsewhere 1e-4."""
+SPILL = 512
+"""Own tokens that are stored beside those of other rows, all with room for the longest. The rest of a long answer gets
+room of its own: one long answer must not reserve as much for every other."""
+_OBSTACLES = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
+
+
+class Together:
+    """All rows of a step, and the prompts of new ones, in one forward pass."""
+
+    def __init__(self, network: Any) -> None:
+        self.network = network
+        self.prefixes, self.tails = Prefixes(), Tails()
+
+    def known(self, prompt: Ids) -> Node | None:
+        return self.prefixes.get(prompt)
+
+    @torch.inference_mode()
+    def logits(self, rows: Sequence[Request]) -> Tensor:
+        running = [row for row in rows if row.tokens]
+        new = rows[len(running) :]
+        nodes = self.prefixes.grow(row.prompt for row in new)
+        for row in new:
+            row.leaf = self.prefixes.get(row.prompt)
+        for slot, row in enumerate(running):
+            if row.stored >= SPILL:
+                self._spill(slot, row)
+        parts = [self._forward(nodes, running)] if nodes or running else []
+        parts += [torch.stack([row.leaf.logits for row in new])] if new else []  # type: ignore[union-attr,misc]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _spill(self, slot: int, row: Request) -> None:
+        """Move what the row has stored into a node of its own, one for all that it has spilled."""
+        leaf, size = row.leaf, row.stored
+        assert leaf is not None
+        before = leaf if leaf.end > len(row.prompt) else None
+        node = Node((*row.prompt, *row.tokens[:-1]), leaf.parent if before else leaf)
+        for layer in self.tails.keys:
+            for store, target, earlier in (
+                (self.tails.keys, node.keys, before and before.keys),
+                (self.tails.values, node.values, before and before.values),
+            ):
+                parts = [*([earlier[layer]] if earlier else []), store[layer][slot, :, :size]]
+                target[layer] = torch.cat(parts, 1)
+        row.leaf = node
+
+    def _forward(self, nodes: Sequence[Node], rows: Sequence[Request]) -> Tensor:
+        """[rows, V]; the nodes get theirs."""
+        device = self.network.device
+        leaves = [row.leaf for row in rows if row.leaf is not None]
+        lengths = [row.stored for row in rows]
+        inputs = [token for node in nodes for token in node.ids[node.start :]] + [row.tokens[-1] for row in rows]
+        positions = [place for node in nodes for place in range(node.start, node.end)]
+        positions += [leaf.end + length for leaf, length in zip(leaves, lengths, strict=True)]
+        ends, last = [], -1
+        for node in nodes:
+            last += len(node)
+            ends.append(last)
+        ends += range(last + 1, last + 1 + len(rows))
+        output = self.network(
+            input_ids=torch.tensor([inputs], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            # a mask of four dimensions is passed on as it is, so that the model does not make one of T x T
+            attention_mask=torch.zeros(1, 1, 1, 1, device=device),
+            use_cache=False,
+            logits_to_keep=torch.tensor(ends, device=device),
+            decode=Step(nodes, leaves, lengths, self.tails, device),
+        )
+        logits: Tensor = output.logits[0]
+        for place, node in enumerate(nodes):
+            node.logits = logits[place].clone()
+        return logits[len(nodes) :]
+
+    def move(self, source: int, target: int, row: Request) -> None:
+        self.tails.move(source, target, row.stored)
+
+    def clear(self, number: int) -> None:
+        self.tails.clear(number)
+
+    def forget(self) -> None:
+        self.prefixes.forget()
+
+
+class Alone:
+    """Each sequence from its beginning, one at a time, by the model's own code."""
+
+    def __init__(self, network: Any) -> None:
+        self.network = network
+
+    def known(self, _prompt: Ids) -> Node | None:
+        return None
+
+    @torch.inference_mode()
+    def logits(self, rows: Sequence[Request]) -> Tensor:
+        return torch.stack([own_logits(self.network, (*row.prompt, *row.tokens))[-1] for row in rows])
+
+    def move(self, source: int, target: int, row: Request) -> None:
+        """Nothing is kept."""
+
+    def clear(self, number: int) -> None:
+        """Nothing is kept."""
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+
+def choose(network: Any, name: str) -> Decoder:
+    """Together if that gives the model's own log-probs, else Alone. Sets the network's attention accordingly."""
+    reason = obstacle(network)
+    if reason is None:
+        off: float | None = None
+        try:
+            off = _probe(network)
+        except _OBSTACLES as error:
+            reason = f"its code does not take a batch: {error}"
+        if off is not None:
+            if off <= TOLERANCE.get(network.dtype, 1e-4):
+                network.set_attn_implementation(DECODE)
+                return Together(network)
+            reason = f"log-probs of a probe differ by {off:.2g}"
+    if getattr(network.config.get_text_config(), "attn_logit_softcapping", None):
+        network.set_attn_implementation("eager")  # the usual kernels leave the cap out
+    log.warning("%s: answers are decoded one at a time, from the beginning for each token: %s", name, reason)
+    return Alone(network)
+
+
+def own_logits(network: Any, ids: Sequence[int]) -> Tensor:
+    """[T, V] by the model's own code."""
+    logits: Tensor = network(input_ids=torch.tensor([list(ids)], device=network.device), use_cache=False).logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def _probe(network: Any) -> float:
+    """Mean difference of log-probs: three short answers to two prompts, together and by the model's own code."""
+    count = min(256, network.config.get_text_config().vocab_size)
+    ids = torch.randint(count, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = (ids[:24], ids[:24], [*ids[:18], *ids[30:36]])
+    answers = (ids[24:30], ids[28:34], ids[34:40])
+    rows = [Request(tuple(one), Sampling(), frozenset(), StopText(None, ()), 6) for one in prompts]
+    decoder, found = Together(network), []
+    with _attention(network, DECODE):
+        for place in range(6):
+            found.append(decoder.logits(rows).float().log_softmax(-1))
+            for row, answer in zip(rows, answers, strict=True):
+                row.tokens.append(answer[place])
+    differences = []
+    with _attention(network, "eager"):
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            truth = own_logits(network, [*prompt, *answer]).float().log_softmax(-1)[len(prompt) - 1 : -1]
+            here = torch.stack([step[number] for step in found])
+            wanted = torch.tensor(answer, device=truth.device)[:, None]
+            differences.append((here.gather(1, wanted) - truth.gather(1, wanted)).abs())
+    return float(torch.cat(differences).mean())
+
+
+@contextmanager
+def _attention(network: Any, name: str) -> Iterator[None]:
+    before = network.config._attn_implementation
+    network.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        network.set_attn_implementation(before)

@@ -1,0 +1,215 @@
+"""The engine in this process: continuous batching on a transformers model, exact to the trainer's log-probs.
+
+Decoding runs in one worker thread and the event loop stays free. Requests join between two decode steps and leave the
+moment they end; prompts, and long beginnings that prompts have in common, are computed and kept once. Guarantees: a
+token's log-prob is that of a full forward pass in float32 to rounding; what a seed gives depends on no other request
+(to rounding; with int8 activations are scaled over the whole step, and neither holds); each token carries the version
+whose weights computed its logits; a version is advanced after its weights are live. New weights reach requests in
+flight at their next token, while the keys and values of their earlier tokens stay as the old weights made them. New
+requests never reuse a prompt that old weights computed.
+
+The engine owns the network that it is given: nobody else may run or change it until `close`.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from keel.config import EngineSettings, Sampling
+from keel.engine.batch import Batch, Request
+from keel.engine.decoders import choose
+from keel.engine.sampler import StopText
+from keel.engine.weights import Load, Weights
+from keel.wire import EngineError, Generation, Health
+
+
+class LocalEngine:
+    """Samples from `network`. Implements `keel.wire.Engine`; call it from one event loop."""
+
+    def __init__(
+        self,
+        network: Any,
+        tokenizer: Any,
+        settings: EngineSettings | None = None,
+        *,
+        version: int = 0,
+        load: Load | None = None,
+    ) -> None:
+        """`load` reads a folder of weights into a state dict; not given: a Hugging Face folder of this model."""
+        settings = settings or EngineSettings()
+        config = network.config.get_text_config()
+        self._network, self._tokenizer, self._version = network, tokenizer, version
+        self._attention = network.config._attn_implementation
+        network.train(False)
+        self._vocabulary = int(network.get_input_embeddings().weight.shape[0])
+        self._limit: int | None = getattr(config, "max_position_embeddings", None)
+        self._ends = _ends(network, tokenizer)
+        decoder = choose(network, type(network).__name__)
+        self._weights = Weights(network, int8=settings.int8, load=load)
+        decoder.network = self._weights.live
+        self._batch = Batch(decoder, settings.max_batch)
+        self._wake = threading.Condition()
+        self._inbox: list[Request] = []
+        self._orders: deque[tuple[Callable[[], Any], int, Future[None]]] = deque()
+        self._closed, self._error = False, ""
+        self._announced = False
+        self._loading = asyncio.Lock()
+        self._worker = threading.Thread(target=self._work, name="keel-engine", daemon=True)
+        self._worker.start()
+
+    # what the event loop calls
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None) -> Generation:
+        """An answer. Equal prompts share their computation, so `group` need not be known here."""
+        del group
+        request = self._request(prompt, sampling)
+        with self._wake:
+            self._need_open()
+            self._inbox.append(request)
+        if not self._announced:
+            # at the end of this turn of the event loop: what is asked at once arrives at once
+            self._announced = True
+            asyncio.get_running_loop().call_soon(self._announce)
+        # cancelling the call cancels the future, which the worker sees before its next step
+        return await asyncio.wrap_future(request.future)
+
+    async def load_weights(self, folder: str, version: int) -> None:
+        self._need_open()
+        async with self._loading:
+            state = await asyncio.to_thread(self._weights.read, folder)
+            await self._between_steps(lambda: self._weights.replace(state), version)
+
+    async def load_adapter(self, folder: str, version: int) -> None:
+        self._need_open()
+        async with self._loading:
+            await self._between_steps(lambda: self._weights.adapt(folder), version)
+
+    async def version(self) -> int:
+        return self._version
+
+    async def health(self) -> Health:
+        return Health(
+            ready=not self._closed,
+            version=self._version,
+            running=len(self._batch.rows),
+            waiting=len(self._inbox) + len(self._batch.waiting),
+            error="closed" if self._closed else self._error,
+        )
+
+    async def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        await asyncio.to_thread(self._worker.join)
+
+    # requests
+
+    def _request(self, prompt: Sequence[int], sampling: Sampling) -> Request:
+        ids = tuple(int(token) for token in prompt)
+        if not ids:
+            raise EngineError("the prompt is empty; it needs at least one token", retryable=False)
+        if min(ids) < 0 or max(ids) >= self._vocabulary:
+            wrong = next(token for token in ids if not 0 <= token < self._vocabulary)
+            raise EngineError(f"the prompt has token id {wrong}; the model knows {self._vocabulary}", retryable=False)
+        room = sampling.max_tokens
+        if self._limit is not None:
+            if len(ids) >= self._limit:
+                raise EngineError(
+                    f"the prompt has {len(ids)} tokens, and the model ends at {self._limit}: shorten it",
+                    retryable=False,
+                )
+            room = min(room, self._limit - len(ids))
+        stops = self._ends | frozenset(sampling.stop_token_ids)
+        return Request(ids, sampling, stops, StopText(self._tokenizer, sampling.stop), room)
+
+    def _need_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+
+    def _announce(self) -> None:
+        self._announced = False
+        with self._wake:
+            self._wake.notify()
+
+    async def _between_steps(self, action: Callable[[], Any], version: int) -> None:
+        done: Future[None] = Future()
+        with self._wake:
+            self._need_open()
+            self._orders.append((action, version, done))
+            self._wake.notify()
+        await asyncio.wrap_future(done)
+
+    # the worker
+
+    def _work(self) -> None:
+        try:
+            while self._next():
+                self._obey()
+                self._step()
+        finally:
+            # also when the thread dies of something unforeseen: nobody may wait for ever
+            self._end()
+
+    def _next(self) -> bool:
+        """Wait for something to do and take what has come; False when closed."""
+        with self._wake:
+            while not (self._closed or self._inbox or self._orders or self._batch.busy):
+                self._wake.wait()
+            self._take()
+            return not self._closed
+
+    def _take(self) -> None:
+        self._batch.waiting.extend(self._inbox)
+        self._inbox.clear()
+
+    def _obey(self) -> None:
+        """New weights, between two steps."""
+        while self._orders:
+            action, version, done = self._orders.popleft()
+            if not done.set_running_or_notify_cancel():
+                continue
+            try:
+                self._batch.decoder.network = action()
+            except EngineError as error:
+                done.set_exception(error)
+                continue
+            except BaseException as error:
+                # nobody knows what the weights are now: the worker ends, and the engine with it
+                done.set_exception(EngineError(f"new weights were taken in part: {type(error).__name__}: {error}"))
+                raise
+            self._batch.forget()
+            self._version = version
+            done.set_result(None)
+
+    def _step(self) -> None:
+        try:
+            self._batch.step(self._version)
+        except Exception as error:  # noqa: BLE001 - whatever a model raises, requests must hear of it and others go on
+            self._error = message = f"a decode step failed: {type(error).__name__}: {error}"
+            self._batch.fail(lambda: EngineError(message), waiting=False)
+        else:
+            self._error = ""
+
+    def _end(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._take()
+        self._batch.fail(lambda: EngineError("the engine is closed"), waiting=True)
+        while self._orders:
+            done = self._orders.popleft()[2]
+            if done.set_running_or_notify_cancel():
+                done.set_exception(EngineError("the engine is closed"))
+        if self._network.config._attn_implementation != self._attention:
+            self._network.set_attn_implementation(self._attention)
+
+
+def _ends(network: Any, tokenizer: Any) -> frozenset[int]:
+    """The ids that end an answer, by the model's configuration and the tokenizer."""
+    found: set[int] = set()
+    for holder in (network.generation_config, network.config.get_text_config(), tokenizer):
+        ends = getattr(holder, "eos_token_id", None)
+        found |= {int(one) for one in (ends if isinstance(ends, list | tuple) else [ends]) if one is not None}
+    return frozenset(found)

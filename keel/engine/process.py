@@ -1,0 +1,147 @@
+"""A vLLM server as a process of its own: its command, its environment, its log, its end.
+
+Guarantees that the whole process group is gone after `stop`, also when Python exits without it, and that the server
+listens on loopback only, behind a key that is in no command line. It waits for nothing and sends no request.
+"""
+
+import atexit
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, ClassVar
+
+from keel.errors import ConfigError
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+    "VLLM_SERVER_DEV_MODE": "1",
+}
+"""Nothing is fetched or reported; adapters and weights can be changed while it runs."""
+
+
+@dataclass
+class ServerProcess:
+    """A server that was started here."""
+
+    MODEL: ClassVar[str] = "policy"
+    """The name under which it serves its model."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    api_key: str
+    log: IO[bytes]
+
+    @classmethod
+    def start(
+        cls,
+        python: str,
+        model_folder: str,
+        port: int,
+        dtype: str,
+        max_lora_rank: int | None,
+        max_model_len: int | None,
+        options: Sequence[str],
+    ) -> "ServerProcess":
+        """Start it; port 0: a free one."""
+        if not Path(python).is_file():
+            raise ConfigError(f"{python} is no interpreter; scripts/install_vllm.sh makes an environment with vLLM")
+        if not Path(model_folder).is_dir():
+            raise ConfigError(f"model folder {model_folder} does not exist")
+        port = port or free_port()
+        key = secrets.token_urlsafe(24)
+        # not `vllm serve`: it looks for a distribution of that name, and the CPU build has another
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model_folder]
+        command += ["--served-model-name", cls.MODEL, "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port)]
+        # log-probs as sampled, and nothing of the distribution from the model's own generation_config.json
+        command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+        if max_lora_rank is not None:
+            # two: while a new adapter is taken into use, requests are still on the one before it
+            command += ["--enable-lora", "--max-lora-rank", str(max_lora_rank), "--max-loras", "2"]
+        if max_model_len is not None:
+            command += ["--max-model-len", str(max_model_len)]
+        log = tempfile.NamedTemporaryFile(prefix="keel-vllm-", suffix=".log")  # noqa: SIM115 - lives as long as the server
+        process = subprocess.Popen(
+            [*command, *options],
+            env=environment() | {"VLLM_API_KEY": key},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        server = cls(process, f"http://127.0.0.1:{port}", key, log)
+        atexit.register(server.stop)
+        return server
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is running."""
+        return self.process.poll() is None
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, if it ended."""
+        return self.process.poll()
+
+    def tail(self, lines: int = 40) -> str:
+        """The end of its log."""
+        with open(self.log.name, errors="replace") as log:
+            return "".join(log.readlines()[-lines:]).strip() or "(its log is empty)"
+
+    def stop(self, patience: float = 15.0) -> None:
+        """End the server and all that it started: asked first, killed after `patience` seconds."""
+        atexit.unregister(self.stop)
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and (self.alive or self._group_alive()):
+            time.sleep(0.05)
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+        with contextlib.suppress(FileNotFoundError):
+            self.log.close()
+
+    def _signal(self, number: int) -> None:
+        # the group's id is the first process's, and stays taken as long as any of the group lives
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def _group_alive(self) -> bool:
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+def environment() -> dict[str, str]:
+    """The environment of a server; what the user has set goes before what is set here."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    ours = dict(ENVIRONMENT)
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        # without these it binds a single core and takes half of the memory for its cache
+        ours |= {
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
+            "OMP_NUM_THREADS": str(len(cores)),
+        }
+        inherited.pop("OMP_NUM_THREADS", None)
+    return ours | inherited
+
+
+def free_port() -> int:
+    """A port that nothing listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,249 @@
+"""An engine behind the OpenAI protocol: completions and chat, whole or streamed, with token ids and log-probs.
+
+Guarantees that every token comes with the policy version that sampled it (`versions`), that a client that leaves frees
+what it held, that new weights are announced by /version only after they are live, and that what cannot be answered is
+an error in the OpenAI shape. It parses no tool calls and computes no log-probs but those of sampled tokens.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from jinja2 import TemplateError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from keel.engine.answers import Shape, Tokenizer
+from keel.engine.guard import ClientGone, Guard, error_response, read_body, unless_gone
+from keel.engine.jobs import Events, Job, Room
+from keel.engine.requests import (
+    AdapterRequest,
+    Asked,
+    ChatRequest,
+    CompletionRequest,
+    Limits,
+    RequestError,
+    WeightsRequest,
+    check_limit,
+    read,
+)
+from keel.wire import Engine
+
+log = logging.getLogger("keel.engine")
+
+
+def build_app(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    *,
+    model: str,
+    api_key: str | None = None,
+    limits: Limits | None = None,
+    vocabulary: int | None = None,
+) -> Starlette:
+    """The server's application. It closes the engine when it shuts down.
+
+    `vocabulary` is the model's number of token ids where it is more than the tokenizer's.
+    """
+    service = Service(engine, tokenizer, model, limits or Limits(), vocabulary or len(tokenizer))
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await engine.close()
+
+    def post(path: str, handler: Callable[[Request], Awaitable[Response]]) -> Route:
+        return Route(path, _told(handler), methods=["POST"])
+
+    async def http_error(_request: Request, error: Exception) -> Response:
+        failed = cast(HTTPException, error)
+        return error_response(RequestError(failed.status_code, failed.detail))
+
+    return Starlette(
+        routes=[
+            post("/v1/completions", service.completions),
+            post("/v1/chat/completions", service.chat),
+            post("/v1/load_weights", service.load_weights),
+            post("/v1/load_lora_adapter", service.load_adapter),
+            Route("/v1/models", _told(service.models)),
+            Route("/health", _told(service.health)),
+            Route("/version", _told(service.version)),
+        ],
+        middleware=[Middleware(Guard, api_key=api_key)],
+        exception_handlers={HTTPException: http_error},
+        lifespan=lifespan,
+    )
+
+
+def _told(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """The handler, with its exceptions as responses."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientGone:
+            log.info("%s: the client left, its request was cancelled", request.url.path)
+            return Response(status_code=499)
+        except Exception as error:  # noqa: BLE001 - whatever failed, the client gets JSON and the log the traceback
+            return error_response(error)
+
+    return answer
+
+
+class Service:
+    """One engine and what is under way on it."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, model: str, limits: Limits, vocabulary: int) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.names = [model]
+        self.limits = limits
+        self.vocabulary = vocabulary
+        self.room = Room(limits.requests)
+        self._loading = asyncio.Lock()
+
+    # --- what is answered ---
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        asked = read(CompletionRequest, await read_body(request, self.limits.body_bytes))
+        check_limit("max_tokens", asked.max_tokens, self.limits.max_tokens)
+        return await self._answer(request, asked, self._prompts(asked), asked.max_tokens, asked.logprobs is not None)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        asked = read(ChatRequest, await read_body(request, self.limits.body_bytes))
+        name, max_tokens = asked.limit
+        check_limit(name, max_tokens, self.limits.max_tokens)
+        return await self._answer(request, asked, [self._rendered(asked)], max_tokens, asked.logprobs)
+
+    async def models(self, _request: Request) -> Response:
+        """GET /v1/models."""
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [{"id": name, "object": "model", "created": 0, "owned_by": "keel"} for name in self.names],
+            }
+        )
+
+    async def health(self, _request: Request) -> Response:
+        """GET /health: 200 when requests are answered, 503 when not."""
+        health = await self.engine.health()
+        body = {
+            "ready": health.ready,
+            "version": health.version,
+            "running": health.running,
+            "waiting": health.waiting,
+            "error": health.error,
+        }
+        return JSONResponse(body, 200 if health.ready else 503)
+
+    async def version(self, _request: Request) -> Response:
+        """GET /version: of the weights that are live."""
+        return JSONResponse({"version": await self.engine.version(), "server": "keel"})
+
+    async def load_weights(self, request: Request) -> Response:
+        """POST /v1/load_weights; answers when they are live."""
+        asked = read(WeightsRequest, await read_body(request, self.limits.body_bytes))
+        folder = _folder("folder", asked.folder)
+        async with self._loading:
+            await self.engine.load_weights(folder, asked.version)
+            del self.names[1:]
+        return JSONResponse({"version": await self.engine.version()})
+
+    async def load_adapter(self, request: Request) -> Response:
+        """POST /v1/load_lora_adapter; answers when it is live."""
+        asked = read(AdapterRequest, await read_body(request, self.limits.body_bytes))
+        folder = _folder("lora_path", asked.lora_path)
+        async with self._loading:
+            version = await self.engine.version() + 1 if asked.version is None else asked.version
+            await self.engine.load_adapter(folder, version)
+            self.names[1:] = [] if asked.lora_name in (None, self.names[0]) else [asked.lora_name]
+        return JSONResponse({"version": await self.engine.version()})
+
+    # --- from a request to prompts ---
+
+    def _prompts(self, asked: CompletionRequest) -> list[list[int]]:
+        given = asked.prompt
+        one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+        several = cast("list[str | list[int]]", [given] if one else given)
+        check_limit("the number of prompts", len(several), self.limits.prompts)
+        prompts = [list(self.tokenizer(each)["input_ids"]) if isinstance(each, str) else each for each in several]
+        if not prompts or not all(prompts):
+            raise RequestError(400, f"prompt = {json.dumps(given)[:80]} has no tokens", param="prompt")
+        self._check_ids("prompt", (token for prompt in prompts for token in prompt))
+        return prompts
+
+    def _rendered(self, asked: ChatRequest) -> list[int]:
+        for at, message in enumerate(asked.messages):
+            if not isinstance(message.get("role"), str):
+                raise RequestError(400, f"messages[{at}] has no role: {json.dumps(message)[:80]}", param="messages")
+        messages = [{**message, "content": _plain(at, message)} for at, message in enumerate(asked.messages)]
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **asked.chat_template_kwargs
+            )
+        except (ValueError, TypeError, KeyError, TemplateError) as error:
+            raise RequestError(
+                400, f"the model's chat template did not take the messages: {error}", param="messages"
+            ) from error
+        return list(ids)
+
+    def _check_ids(self, name: str, token_ids: Any) -> None:
+        for token in token_ids:
+            if token >= self.vocabulary:
+                message = f"{name} holds token id {token}, and the model has {self.vocabulary} token ids"
+                raise RequestError(400, message, param=name)
+
+    # --- from prompts to answers ---
+
+    async def _answer(
+        self, request: Request, asked: Asked, prompts: list[list[int]], max_tokens: int, logprobs: bool
+    ) -> Response:
+        if asked.model is not None and asked.model not in self.names:
+            raise RequestError(
+                404, f"model {asked.model} is not served here; {', '.join(self.names)} is", param="model"
+            )
+        check_limit("n", asked.n, self.limits.n)
+        self._check_ids("stop_token_ids", asked.stop_token_ids)
+        shape = Shape(
+            model=asked.model or self.names[0],
+            chat=isinstance(asked, ChatRequest),
+            stream=asked.stream,
+            logprobs=logprobs,
+            token_ids=asked.return_token_ids,
+        )
+        job = Job(self.engine, self.tokenizer, self.room, asked, prompts, max_tokens, shape)
+        if asked.stream:
+            return Events(job.chunks())
+        return JSONResponse(await unless_gone(request.receive, job.whole()))
+
+
+def _folder(name: str, folder: str) -> str:
+    if not Path(folder).is_dir():
+        raise RequestError(400, f"{name} = {folder} is not a folder on the server's machine", param=name)
+    return folder
+
+
+def _plain(at: int, message: dict[str, Any]) -> str:
+    """The content of a message as text; parts of other kinds than text are refused."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise RequestError(400, f"messages[{at}].content must be text or a list of parts", param="messages")
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            shown = json.dumps(part)[:80]
+            raise RequestError(400, f"messages[{at}].content holds {shown}; only text is taken", param="messages")
+    return "".join(part["text"] for part in content)

@@ -1,0 +1,221 @@
+"""The weights an engine samples with: all of them from a folder, an adapter on top, and int8 copies of linear layers.
+
+Everything is read and checked before the first weight changes: a folder that does not fit leaves the engine as it was.
+An adapter is merged into the linear layers by peft; the weights it changes are kept, so that the next adapter replaces
+it and does not add to it. With int8 the linear layers of a copy are quantised by torch (weights by output channel,
+activations for each call), again after every load; all else in the copy is shared with the network itself.
+"""
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import load_peft_weights, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.ao.nn.quantized import dynamic
+from transformers.utils import logging as hf_logging
+
+from keel.wire import EngineError
+
+Load = Callable[[str], Mapping[str, Tensor]]
+"""From a folder to a state dict of the network."""
+
+_LOADING = (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, AttributeError, SafetensorError)
+
+
+class Weights:
+    """A network whose weights can be replaced in place. `live` is what samples."""
+
+    def __init__(self, network: Any, *, int8: bool, load: Load | None) -> None:
+        if any(isinstance(layer, BaseTunerLayer) for layer in network.modules()):
+            raise EngineError(
+                "the network has an adapter of its own: give the engine the base model, then load_adapter",
+                retryable=False,
+            )
+        if int8 and network.device.type != "cpu":
+            raise EngineError(f"engine.int8 = true works on cpu only, not on {network.device.type}", retryable=False)
+        self.network, self.int8 = network, int8
+        self._load = load or self._from_folder
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []
+        self.live = quantised(network) if int8 else network
+
+    def read(self, folder: str) -> Mapping[str, Tensor]:
+        """All weights in a folder, checked against the network. Changes nothing; may run beside decoding."""
+        try:
+            state = self._load(folder)
+        except _LOADING as error:
+            raise EngineError(f"weights in {folder} could not be read: {error}", retryable=False) from error
+        self._check(folder, state)
+        return state
+
+    @torch.no_grad()
+    def replace(self, state: Mapping[str, Tensor]) -> Any:
+        """Take weights that `read` returned; an adapter is gone with the weights it was merged into."""
+        own = self.network.state_dict()
+        for name, value in state.items():
+            own[name].copy_(value)
+        self._kept.clear()
+        return self._renew()
+
+    @torch.no_grad()
+    def adapt(self, folder: str) -> Any:
+        """Merge a PEFT adapter into the weights that were loaded last, in place of any adapter before."""
+        _check_adapter(folder)
+        try:
+            wrapper = self._wrapped(folder)
+            layers = [layer for layer in self.network.modules() if isinstance(layer, BaseTunerLayer)]
+            touched = {id(one): one for layer in layers for one in _base(layer).parameters()}
+            touched |= {id(one): one for one, _ in self._kept}
+            merged = [(weight, weight.detach().clone()) for weight in touched.values()]
+            _put(self._kept)
+            kept = [(weight, weight.detach().clone()) for weight in touched.values()]
+            try:
+                wrapper.merge_and_unload()
+            except BaseException:
+                _put(merged)
+                raise
+            self._kept = kept
+        except _LOADING as error:
+            raise EngineError(f"adapter {folder} could not be loaded: {error}", retryable=False) from error
+        finally:
+            _strip(self.network)
+        return self._renew()
+
+    def _wrapped(self, folder: str) -> PeftModel:
+        config = PeftConfig.from_pretrained(folder)
+        config.inference_mode = True
+        wrapper = PeftModel(self.network, config)
+        result: Any = set_peft_model_state_dict(wrapper, load_peft_weights(folder, device=str(self.network.device)))
+        missing = [key for key in result.missing_keys if "lora_" in key]
+        if missing or result.unexpected_keys:
+            what = f"it has no {missing[0]}" if missing else f"the model has no place for {result.unexpected_keys[0]}"
+            raise ValueError(what)
+        return wrapper
+
+    def _renew(self) -> Any:
+        if self.int8:
+            self.live = quantised(self.network)
+        return self.live
+
+    def _from_folder(self, folder: str) -> Mapping[str, Tensor]:
+        files = sorted(Path(folder).glob("*.safetensors"))
+        state: dict[str, Tensor] = {}
+        for file in files:
+            state |= load_file(file)
+        if state and state.keys() <= self.network.state_dict().keys():
+            return state
+        return self._converted(folder)
+
+    def _converted(self, folder: str) -> Mapping[str, Tensor]:
+        """Weights in another form than the network has in memory, which transformers knows how to read."""
+        kind = json.loads((Path(folder) / "config.json").read_text()).get("model_type")
+        if kind != self.network.config.model_type:
+            raise ValueError(f"they are of a {kind} model, and this is a {self.network.config.model_type} model")
+        with _no_progress_bars():
+            loaded: Any = type(self.network).from_pretrained(
+                folder, dtype=self.network.dtype, local_files_only=True, output_loading_info=True
+            )
+        network, report = loaded
+        wrong = [str(key) for part in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in report[part]]
+        if wrong:
+            # transformers would fill these in at random and only log it
+            raise ValueError(f"{len(wrong)} weights do not fit, such as {min(wrong)}")
+        found: Mapping[str, Tensor] = network.state_dict()
+        return found
+
+    def _check(self, folder: str, state: Mapping[str, Tensor]) -> None:
+        own = self.network.state_dict()
+        stored = {own[name].data_ptr() for name in state if name in own}
+        # a tied weight is stored under one of its names
+        missing = [name for name, value in own.items() if name not in state and value.data_ptr() not in stored]
+        unknown = [name for name in state if name not in own]
+        if missing or unknown:
+            what = f"lack {missing[0]}" if missing else f"hold {unknown[0]}, which the model does not have"
+            raise EngineError(f"weights in {folder} {what}: they are of another model", retryable=False)
+        for name, value in state.items():
+            if value.shape != own[name].shape:
+                raise EngineError(
+                    f"weights in {folder}: {name} has shape {tuple(value.shape)}, the model {tuple(own[name].shape)}",
+                    retryable=False,
+                )
+
+
+def quantised(network: Any) -> Any:
+    """A copy whose linear layers are int8. Everything else is the same storage."""
+    shared = {id(weight): weight for weight in (*network.parameters(), *network.buffers())}
+    twin = copy.deepcopy(network, shared)
+    with warnings.catch_warnings():
+        # torch announces that these tensors will go; its version is pinned, and nothing else in it is as fast on CPU
+        warnings.simplefilter("ignore")
+        for name, layer in list(twin.named_modules()):
+            if isinstance(layer, nn.Linear):
+                parent, _, last = name.rpartition(".")
+                setattr(twin.get_submodule(parent), last, _int8(layer))
+    return twin
+
+
+def _int8(layer: nn.Linear) -> nn.Module:
+    weight = layer.weight.detach().float()
+    scales = weight.abs().amax(1).clamp_(min=1e-12).double() / 127
+    small = torch.quantize_per_channel(weight, scales, torch.zeros(len(weight), dtype=torch.int64), 0, torch.qint8)
+    # the constructor packs weights of its own first; meta tensors are not possible there
+    made: Any = dynamic.Linear(layer.in_features, layer.out_features, bias_=layer.bias is not None)  # type: ignore[no-untyped-call]
+    made.set_weight_bias(small, None if layer.bias is None else layer.bias.detach().float())
+    module: nn.Module = made
+    return module
+
+
+def _check_adapter(folder: str) -> None:
+    path = Path(folder) / "adapter_config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise EngineError(f"adapter {folder} has no adapter_config.json that can be read", retryable=False) from error
+    if config.get("peft_type") != "LORA":
+        raise EngineError(f"adapter {folder} is of type {config.get('peft_type')}, not LORA", retryable=False)
+    for name in ("modules_to_save", "trainable_token_indices"):
+        if config.get(name):
+            raise EngineError(
+                f"adapter {folder} has {name} = {config[name]}: load it merged, as weights", retryable=False
+            )
+
+
+def _put(values: list[tuple[nn.Parameter, Tensor]]) -> None:
+    for weight, value in values:
+        weight.copy_(value)
+
+
+def _base(layer: BaseTunerLayer) -> nn.Module:
+    base: nn.Module = layer.get_base_layer()
+    return base
+
+
+def _strip(network: Any) -> None:
+    """Take peft's layers out again, whatever state they are in."""
+    for name, layer in list(network.named_modules()):
+        if isinstance(layer, BaseTunerLayer) and not name.endswith("base_layer"):
+            parent, _, last = name.rpartition(".")
+            setattr(network.get_submodule(parent), last, _base(layer))
+    for name in ("peft_config", "_hf_peft_config_loaded"):
+        if name in vars(network):
+            delattr(network, name)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,285 @@
+"""New weights, adapters and int8 in the local engine: live before the version says so, and nothing half done."""
+
+import asyncio
+import copy
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from policy_strategies import LORA, tiny
+from safetensors.torch import load_file, save_file
+from test_local_engine import PROMPTS, ask, off_trainer, request, together
+
+from keel.config import Sampling
+from keel.engine.decoders import Together, choose
+from keel.engine.local import LocalEngine
+from keel.engine.weights import quantised
+from keel.policy import Model
+from keel.wire import EngineError, Generation
+
+
+def folder_of(model: Model, path: Path) -> str:
+    model.network.save_pretrained(path)
+    return str(path)
+
+
+def adapter_of(model: Model, path: Path) -> str:
+    assert model.peft is not None
+    model.peft.save_pretrained(str(path))
+    return str(path)
+
+
+def answer(engine: LocalEngine, size: int = 12) -> Awaitable[Generation]:
+    return engine.generate(PROMPTS[0], Sampling(max_tokens=size, seed=1))
+
+
+@pytest.mark.parametrize("family", ["tiny", "tiny-gemma3", "tiny-mixtral", "tiny-gpt-oss"])
+def test_requests_after_new_weights_are_exact_to_them(family: str, tmp_path: Path) -> None:
+    other = tiny(family, seed=5)
+    folder = folder_of(other, tmp_path / "w")
+
+    async def use(engine: LocalEngine) -> tuple[Generation, Generation]:
+        first = await answer(engine)
+        await engine.load_weights(folder, 7)
+        assert await engine.version() == 7
+        return first, await answer(engine)
+
+    first, second = ask(tiny(family), use)
+    assert first.versions == (0,) * len(first.token_ids)
+    assert second.versions == (7,) * len(second.token_ids)
+    assert off_trainer(other, [PROMPTS[0]], [second]) < 1e-5
+    assert second == ask(other, lambda engine: relabelled(answer(engine), 7))
+
+
+async def relabelled(found: Awaitable[Generation], version: int) -> Generation:
+    one = await found
+    return Generation(one.token_ids, one.logprobs, (version,) * len(one.versions), one.finish, one.temperature)
+
+
+def test_a_request_in_flight_goes_on_and_its_versions_switch_once(tmp_path: Path) -> None:
+    other = tiny(seed=5)
+    folder = folder_of(other, tmp_path / "w")
+
+    async def use(engine: LocalEngine) -> list[Generation]:
+        running = asyncio.create_task(engine.generate(PROMPTS[0], Sampling(max_tokens=2000, seed=3, temperature=0.7)))
+        while not (await engine.health()).running:
+            await asyncio.sleep(0.001)
+        waiting = asyncio.create_task(engine.generate(PROMPTS[0], Sampling(max_tokens=9, seed=3)))
+        await engine.load_weights(folder, 1)
+        running_after = asyncio.create_task(engine.generate(PROMPTS[0], Sampling(max_tokens=9, seed=4)))
+        return list(await asyncio.gather(running, waiting, running_after))
+
+    running, waiting, after = ask(tiny(), use, max_batch=1)
+    switch = running.versions.index(1)
+    assert 0 < switch < len(running.versions)
+    assert running.versions == (0,) * switch + (1,) * (len(running.versions) - switch)
+    # its prompt had been computed by the old weights, and is computed again
+    assert waiting.versions == (1,) * len(waiting.versions)
+    assert off_trainer(other, [PROMPTS[0]] * 2, [waiting, after]) < 1e-5
+    # the tokens before the switch are exact to the weights that sampled them
+    before = Generation(
+        running.token_ids[:switch], running.logprobs[:switch], running.versions[:switch], "length", temperature=0.7
+    )
+    assert off_trainer(tiny(), [PROMPTS[0]], [before]) < 1e-5
+
+
+def test_a_token_after_the_switch_sees_old_keys_by_new_weights(tmp_path: Path) -> None:
+    """The documented meaning: the model's own cache, filled by the old weights and then read by the new ones."""
+    old, new = tiny(), tiny(seed=5)
+    row = request(PROMPTS[0])
+    choose(old.network, "old")
+    decoder = Together(old.network)
+    with torch.inference_mode():
+        decoder.logits([row])
+        row.tokens.append(65)
+        decoder.logits([row])
+        row.tokens.append(66)
+        old.network.load_state_dict(new.network.state_dict())
+        found = decoder.logits([row])[0]
+        reference = tiny()
+        cache = reference.network(input_ids=torch.tensor([[*PROMPTS[0], 65]]), use_cache=True).past_key_values
+        wanted = new.network(input_ids=torch.tensor([[66]]), past_key_values=cache, use_cache=True).logits[0, -1]
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_an_adapter_gives_what_peft_gives_and_the_next_replaces_it(tmp_path: Path) -> None:
+    adapted = tiny(lora=LORA)
+    first = adapter_of(adapted, tmp_path / "a")
+    with torch.no_grad():
+        for name, weight in adapted.parameters().items():
+            if "lora_B" in name:
+                weight.mul_(-2)
+    second = adapter_of(adapted, tmp_path / "b")
+
+    async def use(engine: LocalEngine) -> list[Generation]:
+        found = [await answer(engine)]
+        for version, folder in ((1, first), (2, second), (3, first)):
+            await engine.load_adapter(folder, version)
+            found.append(await answer(engine))
+        return found
+
+    base = tiny()
+    names = [name for name, _ in base.network.named_modules()]
+    plain, one, two, again = ask(base, use)
+    assert off_trainer(tiny(), [PROMPTS[0]], [plain]) < 1e-5
+    assert [found.versions[0] for found in (plain, one, two, again)] == [0, 1, 2, 3]
+    for folder, found in ((first, one), (second, two), (first, again)):
+        merged = tiny()
+        merged.network = PeftModel.from_pretrained(merged.network, folder).merge_and_unload()
+        assert off_trainer(merged, [PROMPTS[0]], [found]) < 1e-5
+    assert again.token_ids == one.token_ids
+    assert off_trainer(tiny(), [PROMPTS[0]], [one]) > 1e-3
+    assert [name for name, _ in base.network.named_modules()] == names
+
+
+def test_an_adapter_goes_on_top_of_the_weights_loaded_last(tmp_path: Path) -> None:
+    adapter, weights = adapter_of(tiny(lora=LORA), tmp_path / "a"), folder_of(tiny(seed=5), tmp_path / "w")
+
+    async def use(engine: LocalEngine) -> list[Generation]:
+        await engine.load_adapter(adapter, 1)
+        await engine.load_weights(weights, 2)
+        found = [await answer(engine)]
+        await engine.load_adapter(adapter, 3)
+        return [*found, await answer(engine)]
+
+    plain, merged = ask(tiny(), use)
+    assert off_trainer(tiny(seed=5), [PROMPTS[0]], [plain]) < 1e-5
+    other = tiny(seed=5)
+    other.network = PeftModel.from_pretrained(other.network, adapter).merge_and_unload()
+    assert off_trainer(other, [PROMPTS[0]], [merged]) < 1e-5
+
+
+def _no_folder(path: Path) -> str:
+    return str(path / "nothing")
+
+
+def _other_model(path: Path) -> str:
+    return folder_of(tiny("tiny-qwen3"), path)
+
+
+def _wrong_shape(path: Path) -> str:
+    model = copy.deepcopy(tiny().network)
+    model.resize_token_embeddings(300, mean_resizing=False)
+    model.save_pretrained(path)
+    return str(path)
+
+
+def _half_an_adapter(path: Path) -> str:
+    folder = adapter_of(tiny(lora=LORA), path)
+    state = load_file(path / "adapter_model.safetensors")
+    state.popitem()
+    save_file(state, path / "adapter_model.safetensors")
+    return folder
+
+
+def _other_adapter(path: Path) -> str:
+    folder = adapter_of(tiny(lora=LORA), path)
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "IA3"}))
+    return folder
+
+
+def _other_rank(path: Path) -> str:
+    folder = adapter_of(tiny(lora=LORA), path)
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(config | {"r": 3}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (_no_folder, "weights"),
+        (_other_model, "weights"),
+        (_wrong_shape, "weights"),
+        (_no_folder, "adapter"),
+        (_half_an_adapter, "adapter"),
+        (_other_adapter, "adapter"),
+        (_other_rank, "adapter"),
+    ],
+)
+def test_a_folder_that_does_not_fit_changes_nothing(make: Callable[[Path], str], kind: str, tmp_path: Path) -> None:
+    good, bad = adapter_of(tiny(lora=LORA), tmp_path / "good"), make(tmp_path / "bad")
+
+    async def use(engine: LocalEngine) -> None:
+        await engine.load_adapter(good, 1)
+        before = await answer(engine)
+        load = engine.load_weights if kind == "weights" else engine.load_adapter
+        with pytest.raises(EngineError, match="bad") as caught:
+            await load(bad, 2)
+        assert not caught.value.retryable
+        assert await engine.version() == 1
+        assert await answer(engine) == before
+        await engine.load_adapter(good, 3)
+        assert (await answer(engine)).token_ids == before.token_ids
+
+    ask(tiny(), use)
+
+
+def test_a_network_with_an_adapter_of_its_own_is_refused() -> None:
+    model = tiny(lora=LORA)
+    with pytest.raises(EngineError, match="load_adapter"):
+        LocalEngine(model.network, model.tokenizer)
+
+
+def test_the_callers_own_way_to_load_is_used() -> None:
+    other = tiny(seed=5)
+
+    async def run() -> Generation:
+        model = tiny()
+        engine = LocalEngine(model.network, model.tokenizer, load=lambda folder: other.network.state_dict())
+        await engine.load_weights("anywhere", 4)
+        found = await answer(engine)
+        await engine.close()
+        return found
+
+    assert off_trainer(other, [PROMPTS[0]], [asyncio.run(run())]) < 1e-5
+
+
+# int8
+
+
+def mismatch(model: Model, truth: Model, folder: str | None = None) -> float:
+    async def use(engine: LocalEngine) -> list[Generation]:
+        if folder:
+            await engine.load_weights(folder, 1)
+        asked = [(prompt, Sampling(max_tokens=24, seed=seed)) for prompt in PROMPTS for seed in range(4)]
+        return await together(asked)(engine)
+
+    found = ask(model, use, int8=True)
+    return off_trainer(truth, [prompt for prompt in PROMPTS for _ in range(4)], found)
+
+
+@pytest.mark.parametrize("family", ["tiny", "tiny-gemma3", "tiny-qwen2"])
+def test_int8_is_close_to_the_policy_and_not_it(family: str) -> None:
+    model = tiny(family)
+    before = {name: weight.clone() for name, weight in model.network.state_dict().items()}
+    assert 1e-4 < mismatch(model, tiny(family)) < 0.2
+    assert all(torch.equal(weight, before[name]) for name, weight in model.network.state_dict().items())
+
+
+def test_int8_layers_are_made_anew_for_new_weights(tmp_path: Path) -> None:
+    other = tiny(seed=5)
+    assert 1e-4 < mismatch(tiny(), other, folder_of(other, tmp_path / "w")) < 0.2
+
+
+def test_int8_layers_are_made_anew_for_an_adapter(tmp_path: Path) -> None:
+    adapter = adapter_of(tiny(lora=LORA), tmp_path / "a")
+
+    async def use(engine: LocalEngine) -> Generation:
+        await engine.load_adapter(adapter, 1)
+        return await answer(engine, 40)
+
+    found = ask(tiny(), use, int8=True)
+    assert 1e-4 < off_trainer(tiny(lora=LORA), [PROMPTS[0]], [found]) < 0.2
+
+
+def test_an_int8_copy_holds_no_second_set_of_other_weights() -> None:
+    network: Any = tiny().network
+    twin = quantised(network)
+    assert twin.get_input_embeddings().weight.data_ptr() == network.get_input_embeddings().weight.data_ptr()
+    assert not any(isinstance(layer, torch.nn.Linear) and type(layer) is torch.nn.Linear for layer in twin.modules())
