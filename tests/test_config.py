@@ -379,6 +379,9 @@ def rooms_imported_by(room: str) -> set[str]:
         ("config", {"errors"}),
         ("signal", {"errors", "config"}),
         ("audit", {"errors", "config", "signal", "keel"}),
+        ("policy", {"errors", "config", "signal", "hook", "keel"}),
+        ("engine", {"errors", "config", "wire", "hook", "keel"}),
+        ("rollout", {"errors", "config", "wire", "keel"}),
     ],
 )
 def test_a_lower_room_never_imports_a_higher_one(room: str, allowed: set[str]) -> None:

@@ -3,6 +3,8 @@
 import contextlib
 import io
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -84,3 +86,16 @@ def test_the_package_names_the_recipes_it_counts() -> None:
     assert f"{len(keel.config.RECIPES)} published objectives" in text
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert all(f"`{name}`" in changelog for name in keel.config.RECIPES)
+
+
+def test_the_example_of_the_policy_page_is_the_file_and_prints_what_is_shown() -> None:
+    """Real model, real steps; numbers may differ in the last digit between machines."""
+    page = (ROOT / "docs/policy.md").read_text()
+    example = (ROOT / "examples/steps.py").read_text()
+    assert blocks("docs/policy.md", "python")[0] == example
+    done = subprocess.run([sys.executable, "examples/steps.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    shown = page.partition("printed\n\n```text\n")[2].partition("```")[0]
+    number = r"[+-]?\d+(?:\.\d+)?"
+    assert re.sub(number, "#", done.stdout) == re.sub(number, "#", shown)
+    printed = [float(found) for found in re.findall(number, done.stdout)]
+    assert printed == pytest.approx([float(found) for found in re.findall(number, shown)], abs=0.25)

@@ -1,0 +1,178 @@
+"""Settings of rollouts: sampling and rendering, engines and pools, environments, the schedule."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from keel.config.settings import Settings, refuse
+from keel.errors import ConfigError
+
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Sampling(Settings):
+    """How tokens are drawn."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Logits are divided by it; the trainer's log-probs use the same. 0: the likeliest token, for evaluation only."""
+    max_tokens: Count = 256
+    """Tokens of one answer."""
+    stop: tuple[str, ...] = ()
+    """Texts after which an answer ends; the tokens that hold them are kept."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids after which an answer ends, beside the model's own end of turn."""
+    seed: int | None = None
+    """Of a request; equal requests with equal seeds give equal tokens on the same engine."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Evaluation only: sample from the likeliest tokens that together have this probability."""
+    top_k: NonNegative = 0
+    """Evaluation only: sample from so many of the likeliest tokens; 0: all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Evaluation only: leave out tokens less likely than this share of the likeliest."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether what is sampled from is another distribution than the model's at this temperature."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.temperature == 0
+
+    def check_trainable(self) -> None:
+        """Refuse what the trainer cannot replay: its log-probs are of the whole distribution."""
+        for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if getattr(self, name) != off:
+                raise ConfigError(
+                    f"sampling.{name} = {getattr(self, name)} cuts the distribution off, and the trainer's log-probs"
+                    " are of the whole of it; use it for evaluation only"
+                )
+        if self.temperature == 0:
+            raise ConfigError("sampling.temperature = 0 samples nothing; use it for evaluation only")
+
+
+class RendererSettings(Settings):
+    """How messages become tokens."""
+
+    family: str = "auto"
+    """A family of the `renderers` library, as "qwen3", for a model it does not know by name; "template": the model's
+    own chat template; "auto": the family where the library knows the model, and the template elsewhere."""
+    preserve_all_thinking: bool = False
+    """Keep the thinking of every earlier turn in the prompt; off: the family's own habit."""
+    preserve_thinking_between_tool_calls: bool = False
+    """Keep the thinking of earlier turns while the assistant is still answering the same user message."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if self.preserve_all_thinking and self.preserve_thinking_between_tool_calls:
+            raise refuse(
+                "{preserve_thinking_between_tool_calls} cannot act: preserve_all_thinking keeps more",
+                preserve_thinking_between_tool_calls=True,
+            )
+        return self
+
+
+class EpisodeLimits(Settings):
+    """What one episode may use."""
+
+    turns: Count = 16
+    """Answers of the policy."""
+    tokens: Count = 4096
+    """Tokens of a training sample, prompt included."""
+    over_length: Literal["refuse", "cut"] = "refuse"
+    """A sample that is longer is left out, or cut at the limit; both are counted."""
+    seconds: Seconds = 600.0
+    """Wall time."""
+
+
+class EnvironmentSettings(Settings):
+    """One environment of a run."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """A built-in name, `reasoning_gym:TASK`, `verifiers:TASKSET`, or `module:attribute`."""
+    options: dict[str, Any] = {}
+    """Given to the environment when it is made."""
+    limits: EpisodeLimits = EpisodeLimits()
+
+
+class SchedulerSettings(Settings):
+    """How groups are sampled and batches cut."""
+
+    groups: Count = 8
+    """Groups of a batch."""
+    group_size: Count = 8
+    """Rollouts of a group."""
+    max_in_flight: Count = 128
+    """Rollouts under way at once."""
+    max_error_reschedule_attempts: NonNegative | None = None
+    """How often the failed or empty rollouts of a group are tried again, counted once a round; not given: for ever."""
+    min_group_size: Count | None = None
+    """When attempts are used up, train the survivors if at least so many remain; not given: only whole groups."""
+    max_off_policy_steps: NonNegative = 2
+    """Versions that the oldest token of a group may be behind when its batch is cut; 0: synchronous."""
+    stale: Literal["refuse", "resample"] = "resample"
+    """What becomes of a group that is older: its task is dropped, or sampled again."""
+    window: NonNegative = 1
+    """Batches are cut in order of dispatch, and a group may overtake at most those of so many batches before it."""
+    halt_after: Count | None = 10
+    """Stop after so many batches in a row with nothing to train on."""
+    watchdog: Seconds | None = None
+    """Give up a rollout that has not come back after so many seconds, whatever runs it; not given: never."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.min_group_size is not None:
+            if self.max_error_reschedule_attempts is None:
+                raise refuse(
+                    "{min_group_size} cannot act: failed rollouts are tried again for ever",
+                    min_group_size=self.min_group_size,
+                )
+            if self.min_group_size > self.group_size:
+                raise refuse(
+                    "{min_group_size} must not be above {group_size}",
+                    min_group_size=self.min_group_size,
+                    group_size=self.group_size,
+                )
+        return self
+
+
+class EngineSettings(Settings):
+    """The engine in this process."""
+
+    max_batch: Count = 64
+    """Answers that are decoded together."""
+    int8: bool = False
+    """Linear layers in int8 while sampling: faster, and no longer quite the policy that is trained."""
+
+
+class PoolSettings(Settings):
+    """Several engine servers as one."""
+
+    urls: list[str] = []
+    """static: these members."""
+    dns: str | None = None
+    """elastic: `host:port`, of which every address is a member."""
+    file: str | None = None
+    """elastic: a file with one URL a line, watched."""
+    list_url: str | None = None
+    """elastic: an address that answers with a JSON list of URLs."""
+    interval: Seconds = 10.0
+    """Seconds between two looks at members and their health."""
+    health_timeout: Seconds = 10.0
+    """A member that takes longer to say how it is doing counts as unhealthy."""
+    load_timeout: Seconds = 600.0
+    """A member that takes longer to load weights counts as unhealthy."""
+    wait: Seconds = 300.0
+    """How long a request waits for a member that is ready before it is an error."""
+    attempts: Count = 3
+    """How many times a request is handed out when the members that had it fail."""
+    api_key: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("urls", "dns", "file", "list_url") if getattr(self, name)]
+        if len(given) != 1:
+            raise refuse(
+                f"a pool has one source of members; of {{urls}}, dns, file and list_url {', '.join(given) or 'none'} is"
+                " given",
+                urls=self.urls,
+            )
+        return self
