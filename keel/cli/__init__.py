@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import keel
-from keel.cli import audit, config, objectives
+from keel.cli import audit, config, export, objectives, pool, serve
 from keel.errors import KeelError
 
 FLAGS = {"objectives": objectives.FLAGS, "config": config.FLAGS, "audit": audit.FLAGS}
@@ -52,6 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
     objectives.add(subparsers)
     config.add(subparsers)
     audit.add(subparsers)
+    export.add(subparsers)
+    serve.add(subparsers)
+    pool.add(subparsers)
     return parser
 
 

@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
 def toml_lines(loaded: Loaded) -> list[tuple[str, str]]:
     """The settings line by line, each with its trailing comment."""
     tables: dict[tuple[str, ...], list[tuple[str, Any, str]]] = {}
-    for path, value, origin in loaded.rows():
+    # what stands outside of all tables must come first
+    for path, value, origin in sorted(loaded.rows(), key=lambda row: "." in row[0]):
         *parents, key = path.split(".")
         tables.setdefault(tuple(parents), []).append((key, value, origin))
     lines: list[tuple[str, str]] = []
@@ -76,7 +77,7 @@ def toml(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, dict):
         inside = ", ".join(f"{key} = {toml(item)}" for key, item in value.items())
