@@ -19,7 +19,9 @@ PAGES = ["README.md", "docs/audit.md", "docs/running.md"]
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    """The fenced blocks of a language; all fences are read in turn, so that no closing one is taken for an opening."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    return [text for name, text in fenced if name == language]
 
 
 def sessions(page: str) -> list[tuple[str, str]]:

@@ -491,22 +491,25 @@ def test_sources_that_could_not_act_are_refused() -> None:
 # -- restarts ---------------------------------------------------------------------------------------------------------
 
 
-def interrupted(keep: bool) -> tuple[dict[str, Any], dict[int, Told]]:
-    """A snapshot of two groups: one ready, one with a member that failed once, was tried again and is in flight."""
-    stored: dict[int, Told] = {}
+def interrupted() -> tuple[dict[str, Any], dict[tuple[str, int, int], Told]]:
+    """A snapshot of two groups: one ready, one with a member that failed once, was tried again and is in flight.
 
-    def store(told: Told) -> int:
-        stored[len(stored)] = told
-        return len(stored) - 1
+    And what had ended a good while after it, by name.
+    """
+    script = Script({("task1", 0, 0): "empty", ("task1", 0, 1): 500.0, ("task1", 1, 0): 5000.0})
+    stored: dict[tuple[str, int, int], Told] = {}
+
+    async def run(dispatch: Dispatch) -> Any:
+        told = await script(dispatch)
+        stored[dispatch.group, dispatch.member, dispatch.attempt] = told
+        return told
 
     async def main() -> Any:
-        made = scheduler(
-            Script({("task1", 0, 0): "empty", ("task1", 0, 1): 500.0, ("task1", 1, 0): 500.0}),
-            max_error_reschedule_attempts=1,
-        )
+        made = scheduler(run, max_error_reschedule_attempts=1)
         waiting = asyncio.ensure_future(made.next_batch(0))
         await asyncio.sleep(60)
-        snapshot = json.loads(json.dumps(made.snapshot(store if keep else None)))
+        snapshot = json.loads(json.dumps(made.snapshot()))
+        await asyncio.sleep(1000)
         waiting.cancel()
         await made.close()
         return snapshot
@@ -520,7 +523,7 @@ def restored(snapshot: dict[str, Any], run: Runner, tasks: Any = None, **given: 
 
 
 def test_after_a_restart_what_was_in_flight_is_refused_and_dispatched_as_the_next_attempt() -> None:
-    snapshot, _ = interrupted(keep=False)
+    snapshot, _ = interrupted()
     script = Script()
     (batch,) = batches(restored(snapshot, script))
     assert refused(batch) == [
@@ -534,17 +537,18 @@ def test_after_a_restart_what_was_in_flight_is_refused_and_dispatched_as_the_nex
     assert ids(batch) == ["task0", "task1"]
 
 
-def test_what_was_finished_and_kept_is_not_sampled_again() -> None:
-    snapshot, stored = interrupted(keep=True)
+def test_what_had_ended_before_or_after_the_snapshot_and_is_recalled_is_not_sampled_again() -> None:
+    snapshot, stored = interrupted()
     script = Script()
-    (batch,) = batches(restored(snapshot, script, fetch=stored.__getitem__))
-    assert sorted(script.dispatched) == [("task1", 0, 2), ("task1", 1, 1)]
+    (batch,) = batches(restored(snapshot, script, recall=lambda *name: stored.get(name)))
+    assert script.dispatched == [("task1", 1, 1)]
     assert [member.attempt for member in batch.groups[0].members] == [0, 0]
+    assert [member.attempt for member in batch.groups[1].members] == [1, 1]
     assert next(r for r in batch.refused if r.reason == "empty").rollout.error_kind == "empty"
 
 
 def test_a_restart_neither_uses_up_a_retry_nor_gives_one() -> None:
-    snapshot, _ = interrupted(keep=False)
+    snapshot, _ = interrupted()
     (batch,) = batches(restored(snapshot, Script({("task1", 0, 2): "empty", ("task1", 1, 1): "empty"})))
     assert ids(batch) == ["task0"], "member 0 of task1 had failed before: its one retry was used up"
     (batch,) = batches(restored(snapshot, Script({("task1", 1, 1): "empty"})))
@@ -552,7 +556,7 @@ def test_a_restart_neither_uses_up_a_retry_nor_gives_one() -> None:
 
 
 def test_after_a_restart_tasks_go_on_where_they_were() -> None:
-    snapshot, _ = interrupted(keep=False)
+    snapshot, _ = interrupted()
     for tasks in (jobs(100), iter(jobs(100))):
         _, second = batches(restored(snapshot, Script(), tasks), range(2))
         assert ids(second) == ["task2", "task3"]
@@ -560,7 +564,7 @@ def test_after_a_restart_tasks_go_on_where_they_were() -> None:
 
 
 def test_a_restart_with_other_tasks_or_from_another_format_is_refused() -> None:
-    snapshot, _ = interrupted(keep=False)
+    snapshot, _ = interrupted()
     with pytest.raises(KeelError, match="task 0 of environment a is other0, and was task0"):
         restored(snapshot, Script(), jobs(100, "other"))
     with pytest.raises(KeelError, match="has format 9, and this version reads 1"):

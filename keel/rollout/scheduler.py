@@ -18,7 +18,7 @@ from keel.rollout.flights import Flights, read
 from keel.rollout.groups import Dispatch, OpenGroup, Reason, Refusal, Result, Seat
 from keel.rollout.ledger import Batch, Closed, Exhausted, Ledger
 from keel.rollout.line import Line
-from keel.rollout.snapshot import Keep, freeze, thaw
+from keel.rollout.snapshot import Recall, freeze, thaw
 from keel.rollout.sources import Source, Sources
 from keel.rollout.status import Status
 
@@ -123,19 +123,15 @@ class Scheduler:
         await self._flights.end(grace)
         return self._ledger.take()
 
-    def snapshot(self, keep: Keep | None = None) -> dict[str, Any]:
-        """All there is to go on from here later, as JSON-able data.
-
-        `keep` turns a finished rollout into JSON-able data, for instance the name it was stored under; without it those
-        that wait in line are sampled again after a restart.
-        """
+    def snapshot(self) -> dict[str, Any]:
+        """All there is to go on from here later, as JSON-able data; rollouts are in it by name only."""
         return {
             "number": self._number,
             "barren": self._ledger.barren,
             "reasons": dict(self._ledger.reasons),
             "counts": dict(self._ledger.counts),
             "positions": dict(self._sources.positions),
-            **freeze(self._line, self._ledger.refused, keep),
+            **freeze(self._line, self._ledger.refused),
         }
 
     @classmethod
@@ -146,16 +142,17 @@ class Scheduler:
         sources: Iterable[Source],
         settings: SchedulerSettings | None = None,
         *,
-        fetch: Callable[[Any], Result] | None = None,
+        recall: Recall | None = None,
     ) -> Self:
         """Go on from a snapshot: the same groups in the same places, the same tasks after them.
 
-        What was in flight is refused as "restart" and dispatched anew as the next attempt, without using up a retry; so
-        is what had finished, unless `keep` kept it and `fetch` gives it back. Sources must give the same tasks again.
+        A rollout that had ended, before the snapshot or after it, is used if `recall` gives it back. Any other that was
+        dispatched is refused as "restart" and dispatched anew as the next attempt, without using up a retry. Sources
+        must give the same tasks again.
         """
         scheduler = cls(run, sources, settings)
         ledger = scheduler._ledger
-        groups, ledger.refused = thaw(snapshot, scheduler._sources, fetch)
+        groups, ledger.refused = thaw(snapshot, scheduler._sources, recall)
         scheduler._number, ledger.barren = snapshot["number"], snapshot["barren"]
         ledger.reasons, ledger.counts = Counter(snapshot["reasons"]), Counter(snapshot["counts"])
         for group in groups:

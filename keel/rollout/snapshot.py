@@ -1,7 +1,7 @@
 """The scheduler's state as plain data, and back.
 
-Tasks are not written down: a source gives them again by their number, and their ids are compared. Rollouts are written
-down as whatever the caller's `keep` makes of them.
+Tasks are not written down: a source gives them again by their number, and their ids are compared. Nor are rollouts:
+they are recalled by their names, from wherever the caller stored them as they ended.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,10 +12,8 @@ from keel.errors import KeelError
 from keel.rollout.groups import OpenGroup, Refusal, Result
 from keel.rollout.sources import Sources
 
-Keep = Callable[[Any], Any]
-"""A finished rollout as JSON-able data."""
-
-Fetch = Callable[[Any], Result]
+Recall = Callable[[str, int, int], Result | None]
+"""From group, member and attempt to the rollout that ended under that name; None: it did not end, or was not stored."""
 
 FORMAT = 1
 """Of a snapshot; a change that an older version could not read, or that cannot read an older one, raises it."""
@@ -25,22 +23,20 @@ SEAT = ("member", "attempt", "failures", "state", "reason", "error")
 REFUSAL = tuple(field.name for field in fields(Refusal) if field.name != "rollout")
 
 
-def freeze(line: Iterable[OpenGroup], refused: Iterable[Refusal], keep: Keep | None) -> dict[str, Any]:
-    def kept(rollout: Any) -> dict[str, Any]:
-        return {} if keep is None or rollout is None else {"rollout": keep(rollout)}
-
+def freeze(line: Iterable[OpenGroup], refused: Iterable[Refusal]) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "groups": [
-            _fields(group, GROUP) | {"seats": [_fields(seat, SEAT) | kept(seat.rollout) for seat in group.seats]}
-            for group in line
-        ],
-        "refused": [_fields(refusal, REFUSAL) | kept(refusal.rollout) for refusal in refused],
+        "groups": [_fields(group, GROUP) | {"seats": [_fields(seat, SEAT) for seat in group.seats]} for group in line],
+        "refused": [_fields(refusal, REFUSAL) for refusal in refused],
     }
 
 
-def thaw(snapshot: Mapping[str, Any], sources: Sources, fetch: Fetch | None) -> tuple[list[OpenGroup], list[Refusal]]:
-    """The groups in line and the refusals not yet emitted. A seat whose rollout was not kept counts as in flight."""
+def thaw(snapshot: Mapping[str, Any], sources: Sources, recall: Recall | None) -> tuple[list[OpenGroup], list[Refusal]]:
+    """The groups in line and the refusals not yet emitted.
+
+    A seat whose rollout is not recalled counts as in flight, and one that was in flight when the snapshot was taken
+    and has ended well since is done.
+    """
     if snapshot.get("format") != FORMAT:
         raise KeelError(
             f"the snapshot has format {snapshot.get('format')}, and this version reads {FORMAT}; go on with the version"
@@ -51,37 +47,40 @@ def thaw(snapshot: Mapping[str, Any], sources: Sources, fetch: Fetch | None) -> 
         wanted.setdefault(written["environment"], set()).add(written["index"])
     tasks = sources.resume(snapshot["positions"], wanted)
 
-    def fetched(written: Mapping[str, Any]) -> Any:
-        return None if fetch is None or "rollout" not in written else fetch(written["rollout"])
-
-    refused = [Refusal(**_fields(written, REFUSAL), rollout=fetched(written)) for written in snapshot["refused"]]
-    groups = []
-    for written in snapshot["groups"]:
-        task = tasks[written["environment"], written["index"]]
-        groups.append(_group(written, task, [fetched(seat) for seat in written["seats"]]))
+    recall = recall or (lambda _group, _member, _attempt: None)
+    refused = [
+        Refusal(**_fields(written, REFUSAL), rollout=recall(written["group"], written["member"], written["attempt"]))
+        for written in snapshot["refused"]
+    ]
+    groups = [
+        _group(written, tasks[written["environment"], written["index"]], recall) for written in snapshot["groups"]
+    ]
     return groups, refused
 
 
-def _group(written: Mapping[str, Any], task: Any, rollouts: list[Any]) -> OpenGroup:
-    group = OpenGroup(
-        written["number"], written["environment"], written["index"], task, len(rollouts), written["version"]
-    )
+def _group(written: Mapping[str, Any], task: Any, recall: Recall) -> OpenGroup:
+    size = len(written["seats"])
+    group = OpenGroup(written["number"], written["environment"], written["index"], task, size, written["version"])
     if group.task_id != written["task_id"]:
         raise KeelError(
             f"task {group.index} of environment {group.environment} is {group.task_id}, and was {written['task_id']}"
             " when the snapshot was taken; restore with the same tasks in the same order"
         )
     group.overtaken, group.rounds, group.state = written["overtaken"], written["rounds"], written["state"]
-    for seat, was, rollout in zip(group.seats, written["seats"], rollouts, strict=True):
+    for seat, was in zip(group.seats, written["seats"], strict=True):
         seat.attempt, seat.failures, seat.state = was["attempt"], was["failures"], was["state"]
-        if seat.state == "done" and (rollout is not None or was["reason"]):
+        if seat.state == "queued":
+            continue
+        rollout = recall(group.id, seat.member, seat.attempt)
+        if was["reason"]:
             seat.finish(rollout, was["reason"], was["error"])
-            if not was["reason"]:
-                group.saw(rollout.oldest_version)
-        elif seat.state == "done":
+        elif rollout is not None and rollout.error_kind is None:
+            seat.finish(rollout)
+            group.saw(rollout.oldest_version)
+        else:
             seat.state = "flying"
-    if group.state == "ready" and group.pending:
-        group.state = "open"
+    if group.state != "dropped":
+        group.state = "open" if group.pending else "ready"
     return group
 
 
