@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     )
     from keel.errors import BatchError, ConfigError, KeelError, ModelError, SignalRefused, StepRefused
     from keel.policy import Checkpoints, References, Sample, StepReport, Trainer, load_model
+    from keel.run.agent import TrainableModel
+    from keel.run.backend import LocalBackend, TrainResult
+    from keel.run.trajectories import Trajectory, TrajectoryGroup, gather_groups
     from keel.signal import (
         Metric,
         Metrics,
@@ -58,6 +61,9 @@ _ROOMS = {
     ],
     "keel.errors": ["BatchError", "ConfigError", "KeelError", "ModelError", "SignalRefused", "StepRefused"],
     "keel.policy": ["Checkpoints", "References", "Sample", "StepReport", "Trainer", "load_model"],
+    "keel.run.agent": ["TrainableModel"],
+    "keel.run.backend": ["LocalBackend", "TrainResult"],
+    "keel.run.trajectories": ["Trajectory", "TrajectoryGroup", "gather_groups"],
     "keel.signal": [
         "Metric",
         "Metrics",
@@ -80,6 +86,7 @@ __all__ = [
     "ConfigError",
     "Gate",
     "KeelError",
+    "LocalBackend",
     "LoraSettings",
     "Metric",
     "Metrics",
@@ -100,11 +107,16 @@ __all__ = [
     "StepReport",
     "TokenBatch",
     "Totals",
+    "TrainResult",
+    "TrainableModel",
     "Trainer",
     "TrainerSettings",
+    "Trajectory",
+    "TrajectoryGroup",
     "Weight",
     "advantages",
     "declare",
+    "gather_groups",
     "load",
     "load_model",
     "objective",

@@ -8,12 +8,12 @@ on as they were sampled, one per token. What ended an answer is in its tokens an
 import math
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from keel.engine.requests import RequestError
-from keel.wire import Finish
+from keel.wire import Finish, Message
 
 REASONS: Mapping[str, str] = {"stop": "stop", "length": "length", "cancelled": "abort"}
 """The finish reasons of answers in the words of the protocol ("abort" is vLLM's)."""
@@ -36,6 +36,27 @@ class Tokenizer(Protocol):
 
     def __len__(self) -> int:
         """Token ids are below it."""
+
+
+class Talk(Protocol):
+    """One chat request to a server that knows its conversations token by token."""
+
+    prompt: Sequence[int]
+    """Token ids: those of an earlier turn as they were sampled and what is new, where the messages go on from one."""
+    reason: str | None
+    """Why they do not extend an earlier turn; none when they do, and for a first turn."""
+    stop_token_ids: Sequence[int]
+    """The ids that end an answer."""
+
+    def answered(self, token_ids: Sequence[int], stop: Sequence[str]) -> Message:
+        """What an answer says, tool calls and thinking apart, noted for the turns that go on from it."""
+
+    def streamed(self, token_ids: Sequence[int], text: str) -> None:
+        """Note an answer that was handed out as plain text."""
+
+
+OpenTalk = Callable[[list[Message], list[dict[str, Any]]], Talk]
+"""From the messages and tools of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +132,14 @@ class Shape:
     stream: bool
     logprobs: bool
     token_ids: bool
+    exact: bool = False
+    """All that training needs is in every choice, asked for or not."""
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
+        self.logprobs = self.logprobs or self.exact
+        self.token_ids = self.token_ids or self.exact
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
 
     def envelope(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -122,8 +147,19 @@ class Shape:
         kind = ("chat.completion.chunk" if self.stream else "chat.completion") if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
-    def choice(self, index: int, piece: Piece, text: str, tokenizer: Tokenizer, offset: int = 0) -> dict[str, Any]:
-        """One choice, or what a piece adds to it; `offset` is the length of its text so far."""
+    def choice(
+        self,
+        index: int,
+        piece: Piece,
+        text: str,
+        tokenizer: Tokenizer,
+        offset: int = 0,
+        message: Message | None = None,
+    ) -> dict[str, Any]:
+        """One choice, or what a piece adds to it; `offset` is the length of its text so far.
+
+        `message`: what the answer says, where it was read by more than its text.
+        """
         check(piece)
         choice: dict[str, Any] = {"index": index}
         if not self.chat:
@@ -131,8 +167,10 @@ class Shape:
         elif self.stream:
             choice["delta"] = {"content": text}
         else:
-            choice["message"] = {"role": "assistant", "content": text}
+            choice["message"] = message or {"role": "assistant", "content": text}
         choice["finish_reason"] = None if piece.finish is None else REASONS[piece.finish]
+        if piece.finish == "stop" and message and message.get("tool_calls"):
+            choice["finish_reason"] = "tool_calls"
         choice["logprobs"] = self._logprobs(piece, tokenizer, offset) if self.logprobs else None
         choice["versions"] = list(piece.versions)
         if self.token_ids:

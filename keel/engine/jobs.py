@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from keel.config import Sampling
-from keel.engine.answers import Piece, Shape, Text, Tokenizer, usage
+from keel.engine.answers import Piece, Shape, Talk, Text, Tokenizer, usage
 from keel.engine.guard import ClientGone, as_request_error, error_body, error_response, unless_gone
 from keel.engine.requests import Asked, RequestError
 from keel.wire import Engine, Generation
@@ -65,12 +65,14 @@ class Job:
         prompts: list[list[int]],
         max_tokens: int,
         shape: Shape,
+        talk: Talk | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.room = room
         self.prompts = prompts
         self.shape = shape
+        self.talk = talk
         self.usage_chunk = asked.stream_options.include_usage
         # one request's answers to one prompt are a group, also when the client did not name it
         group = asked.group or shape.id
@@ -89,10 +91,9 @@ class Job:
         choices = []
         for index, ((prompt, sampling, _), answer) in enumerate(zip(self.calls, answers, strict=True)):
             text = self._text(sampling).push(answer.token_ids, last=True)
-            choice = self.shape.choice(index, _piece(answer), text, self.tokenizer)
-            if self.shape.token_ids and not self.shape.chat:
-                choice["prompt_token_ids"] = prompt
-            choices.append(choice)
+            message = None if self.talk is None else self.talk.answered(answer.token_ids, sampling.stop)
+            choice = self.shape.choice(index, _piece(answer), text, self.tokenizer, message=message)
+            choices.append(choice | self._recorded(prompt, sampling))
         sampled = sum(len(answer.token_ids) for answer in answers)
         return self.shape.envelope(choices, **self._prompt_ids(), usage=usage(self.prompts, sampled))
 
@@ -102,6 +103,7 @@ class Job:
         texts = [self._text(sampling) for _, sampling, _ in self.calls]
         offsets = [0] * len(self.calls)
         begun: set[int] = set()
+        said: list[tuple[list[int], list[str]]] = [([], []) for _ in self.calls]
         with self.room.taken(len(self.calls)):
             async with aclosing(_merged([self._pieces(*call) for call in self.calls])) as merged:
                 async for index, piece in merged:
@@ -114,11 +116,24 @@ class Job:
                     text = texts[index].push(piece.token_ids, last=piece.finish is not None)
                     choice = shape.choice(index, piece, text, self.tokenizer, offsets[index])
                     offsets[index] += len(text)
-                    if first and shape.token_ids and not shape.chat:
-                        choice["prompt_token_ids"] = self.calls[index][0]
-                    yield shape.envelope([choice])
+                    said[index][0].extend(piece.token_ids)
+                    said[index][1].append(text)
+                    if self.talk is not None and piece.finish is not None:
+                        self.talk.streamed(said[index][0], "".join(said[index][1]))
+                    yield shape.envelope([choice | (self._recorded(*self.calls[index][:2]) if first else {})])
         if self.usage_chunk:
             yield shape.envelope([], usage=usage(self.prompts, sampled))
+
+    def _recorded(self, prompt: list[int], sampling: Sampling) -> dict[str, Any]:
+        """What a choice says about how it was sampled: its prompt, and in exact servers all that training needs."""
+        if not self.shape.exact:
+            return {"prompt_token_ids": prompt} if self.shape.token_ids and not self.shape.chat else {}
+        return {
+            "prompt_token_ids": prompt,
+            "prompt_reason": None if self.talk is None else self.talk.reason,
+            "model": self.shape.model,
+            "sampling": sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"}),
+        }
 
     def _prompt_ids(self) -> dict[str, Any]:
         # as vLLM: of a chat beside the choices, of completions in each choice

@@ -142,6 +142,21 @@ class ChatRequest(Asked):
         return "max_tokens", Sampling().max_tokens if self.max_tokens is None else self.max_tokens
 
 
+class ToolChatRequest(ChatRequest):
+    """POST /v1/chat/completions of a server that reads tool calls."""
+
+    tools: list[dict[str, Any]] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    """none: the tools are not shown."""
+    parallel_tool_calls: Literal[True] = True
+    """An answer may hold several calls; nothing keeps it from that."""
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of."""
+        return self.tools if self.tool_choice == "auto" else []
+
+
 class WeightsRequest(Settings):
     """POST /v1/load_weights: all weights, from a Hugging Face folder on the server's machine."""
 

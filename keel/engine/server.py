@@ -2,14 +2,15 @@
 
 Guarantees that every token comes with the policy version that sampled it (`versions`), that a client that leaves frees
 what it held, that new weights are announced by /version only after they are live, and that what cannot be answered is
-an error in the OpenAI shape. It parses no tool calls and computes no log-probs but those of sampled tokens.
+an error in the OpenAI shape. It parses no tool calls of its own (`talk` may) and computes no log-probs but those of
+sampled tokens.
 """
 
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from keel.engine.answers import Shape, Tokenizer
+from keel.engine.answers import OpenTalk, Shape, Talk, Tokenizer
 from keel.engine.guard import ClientGone, Guard, error_response, read_body, unless_gone
 from keel.engine.jobs import Events, Job, Room
 from keel.engine.requests import (
@@ -31,6 +32,7 @@ from keel.engine.requests import (
     CompletionRequest,
     Limits,
     RequestError,
+    ToolChatRequest,
     WeightsRequest,
     check_limit,
     read,
@@ -48,12 +50,17 @@ def build_app(
     api_key: str | None = None,
     limits: Limits | None = None,
     vocabulary: int | None = None,
+    exact: bool = False,
+    talk: OpenTalk | None = None,
 ) -> Starlette:
     """The server's application. It closes the engine when it shuts down.
 
-    `vocabulary` is the model's number of token ids where it is more than the tokenizer's.
+    `vocabulary` is the model's number of token ids where it is more than the tokenizer's. `exact`: every choice carries
+    all that training needs (token ids, log-probs, versions, prompt, sampling), asked for or not, and weights are not
+    loaded over HTTP: whoever trains on the answers is the one who changes them. `talk`: renders conversations and reads
+    answers, in place of the tokenizer's chat template.
     """
-    service = Service(engine, tokenizer, model, limits or Limits(), vocabulary or len(tokenizer))
+    service = Service(engine, tokenizer, model, limits or Limits(), vocabulary or len(tokenizer), exact, talk)
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -69,12 +76,15 @@ def build_app(
         failed = cast(HTTPException, error)
         return error_response(RequestError(failed.status_code, failed.detail))
 
+    loading = [
+        post("/v1/load_weights", service.load_weights),
+        post("/v1/load_lora_adapter", service.load_adapter),
+    ]
     return Starlette(
         routes=[
             post("/v1/completions", service.completions),
             post("/v1/chat/completions", service.chat),
-            post("/v1/load_weights", service.load_weights),
-            post("/v1/load_lora_adapter", service.load_adapter),
+            *([] if exact else loading),
             Route("/v1/models", _told(service.models)),
             Route("/health", _told(service.health)),
             Route("/version", _told(service.version)),
@@ -103,12 +113,23 @@ def _told(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Reques
 class Service:
     """One engine and what is under way on it."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, model: str, limits: Limits, vocabulary: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        model: str,
+        limits: Limits,
+        vocabulary: int,
+        exact: bool = False,
+        talk: OpenTalk | None = None,
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.names = [model]
         self.limits = limits
         self.vocabulary = vocabulary
+        self.exact = exact
+        self.open_talk = talk
         self.room = Room(limits.requests)
         self._loading = asyncio.Lock()
 
@@ -122,10 +143,16 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        asked = read(ChatRequest, await read_body(request, self.limits.body_bytes))
+        schema = ChatRequest if self.open_talk is None else ToolChatRequest
+        asked = read(schema, await read_body(request, self.limits.body_bytes))
         name, max_tokens = asked.limit
         check_limit(name, max_tokens, self.limits.max_tokens)
-        return await self._answer(request, asked, [self._rendered(asked)], max_tokens, asked.logprobs)
+        if not isinstance(asked, ToolChatRequest):
+            return await self._answer(request, asked, [self._rendered(asked)], max_tokens, asked.logprobs)
+        talk = self._talk(asked)
+        stops = dict.fromkeys((*asked.stop_token_ids, *talk.stop_token_ids))
+        asked = asked.model_copy(update={"stop_token_ids": list(stops)})
+        return await self._answer(request, asked, [list(talk.prompt)], max_tokens, asked.logprobs, talk)
 
     async def models(self, _request: Request) -> Response:
         """GET /v1/models."""
@@ -185,19 +212,23 @@ class Service:
         return prompts
 
     def _rendered(self, asked: ChatRequest) -> list[int]:
-        for at, message in enumerate(asked.messages):
-            if not isinstance(message.get("role"), str):
-                raise RequestError(400, f"messages[{at}] has no role: {json.dumps(message)[:80]}", param="messages")
-        messages = [{**message, "content": _plain(at, message)} for at, message in enumerate(asked.messages)]
-        try:
+        messages = _messages(asked)
+        with _template_errors():
             ids = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False, **asked.chat_template_kwargs
             )
-        except (ValueError, TypeError, KeyError, TemplateError) as error:
-            raise RequestError(
-                400, f"the model's chat template did not take the messages: {error}", param="messages"
-            ) from error
         return list(ids)
+
+    def _talk(self, asked: ToolChatRequest) -> Talk:
+        assert self.open_talk is not None
+        if asked.chat_template_kwargs:
+            shown, name = json.dumps(asked.chat_template_kwargs), "chat_template_kwargs"
+            raise RequestError(400, f"{name} = {shown} cannot act: this server renders turn by turn", param=name)
+        if asked.stream and asked.shown_tools:
+            raise RequestError(400, "answers with tools come whole; leave out stream, or tools", param="stream")
+        messages = _messages(asked)
+        with _template_errors():
+            return self.open_talk(messages, asked.shown_tools)
 
     def _check_ids(self, name: str, token_ids: Any) -> None:
         for token in token_ids:
@@ -208,7 +239,13 @@ class Service:
     # --- from prompts to answers ---
 
     async def _answer(
-        self, request: Request, asked: Asked, prompts: list[list[int]], max_tokens: int, logprobs: bool
+        self,
+        request: Request,
+        asked: Asked,
+        prompts: list[list[int]],
+        max_tokens: int,
+        logprobs: bool,
+        talk: Talk | None = None,
     ) -> Response:
         if asked.model is not None and asked.model not in self.names:
             raise RequestError(
@@ -222,8 +259,9 @@ class Service:
             stream=asked.stream,
             logprobs=logprobs,
             token_ids=asked.return_token_ids,
+            exact=self.exact,
         )
-        job = Job(self.engine, self.tokenizer, self.room, asked, prompts, max_tokens, shape)
+        job = Job(self.engine, self.tokenizer, self.room, asked, prompts, max_tokens, shape, talk)
         if asked.stream:
             return Events(job.chunks())
         return JSONResponse(await unless_gone(request.receive, job.whole()))
@@ -233,6 +271,23 @@ def _folder(name: str, folder: str) -> str:
     if not Path(folder).is_dir():
         raise RequestError(400, f"{name} = {folder} is not a folder on the server's machine", param=name)
     return folder
+
+
+def _messages(asked: ChatRequest) -> list[dict[str, Any]]:
+    """The messages of a request, each with a role and its content as text."""
+    for at, message in enumerate(asked.messages):
+        if not isinstance(message.get("role"), str):
+            raise RequestError(400, f"messages[{at}] has no role: {json.dumps(message)[:80]}", param="messages")
+    return [{**message, "content": _plain(at, message)} for at, message in enumerate(asked.messages)]
+
+
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, TemplateError) as error:
+        message = f"the model's chat template did not take the messages: {error}"
+        raise RequestError(400, message, param="messages") from error
 
 
 def _plain(at: int, message: dict[str, Any]) -> str:
