@@ -80,6 +80,7 @@ def test_killed_servers_that_come_back_with_version_0_are_synced_before_they_ans
     async def scene(machines: list[Box]) -> None:
         async with pool_of(urls=[box.url for box in machines]) as pool:
             await pool.load_weights(str(tmp_path), 5)
+            await until_all_are(pool, "ready")
             assert [box.engine.live for box in machines] == [5, 5, 5]
             for box in machines:
                 await asyncio.to_thread(box.kill)

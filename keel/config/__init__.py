@@ -25,15 +25,17 @@ from keel.config.rollout import (
     Sampling,
     SchedulerSettings,
 )
-from keel.config.run import RunSettings
+from keel.config.run import AdvantageSettings, EvaluationSettings, RunSettings
 
 __all__ = [
     "RECIPES",
+    "AdvantageSettings",
     "CheckpointSettings",
     "Composition",
     "EngineSettings",
     "EnvironmentSettings",
     "EpisodeLimits",
+    "EvaluationSettings",
     "Gate",
     "Loaded",
     "LoraSettings",

@@ -26,10 +26,9 @@ class Loaded:
 
     def rows(self) -> list[tuple[str, Any, str]]:
         """Every setting with its value and its origin, the resolved parameters of the objective included."""
-        tree: dict[str, Any] = {}
-        for name in type(self.settings).model_fields:
-            value = getattr(self.settings, name)
-            tree[name] = value.model_dump() if isinstance(value, BaseModel) else value
+        tree: dict[str, Any] = {
+            name: _dumped(getattr(self.settings, name)) for name in type(self.settings).model_fields
+        }
         objective = self.settings.objective
         if objective.name is None:
             tree["objective"] = objective.composition.model_dump()
@@ -64,6 +63,12 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Loade
         return Loaded(RunSettings.model_validate(tree), origins)
     except ValidationError as error:
         raise explain(error) from None
+
+
+def _dumped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _dumped(item) for key, item in value.items()}
+    return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:

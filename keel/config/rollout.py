@@ -90,6 +90,10 @@ class EnvironmentSettings(Settings):
     """A built-in name, `reasoning_gym:TASK`, `verifiers:TASKSET`, or `module:attribute`."""
     options: dict[str, Any] = {}
     """Given to the environment when it is made."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Its share of the groups, against the other environments of the run."""
+    sampling: Sampling | None = None
+    """How answers are drawn here; not given: as in the run's own table."""
     limits: EpisodeLimits = EpisodeLimits()
 
 
@@ -135,12 +139,31 @@ class SchedulerSettings(Settings):
 
 
 class EngineSettings(Settings):
-    """The engine in this process."""
+    """What samples."""
 
+    kind: Literal["local", "process", "vllm", "pool"] = "local"
+    """local: in this process; process: a server of ours in a process of its own; vllm: a vLLM server that is started;
+    pool: the servers of the table `pool`."""
     max_batch: Count = 64
-    """Answers that are decoded together."""
+    """local and process: answers that are decoded together."""
     int8: bool = False
-    """Linear layers in int8 while sampling: faster, and no longer quite the policy that is trained."""
+    """local and process: linear layers in int8 while sampling: faster, and no longer quite the policy that is
+    trained."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the weights that sample; auto: as the model that is trained. Another one is a mismatch, for the gates to
+    see."""
+    publish_every: Count = 1
+    """Optimizer steps between two publications of weights; more than 1 makes samples stale on purpose."""
+    python: str = ".venv-vllm/bin/python"
+    """vllm: the interpreter of the environment that vLLM is in."""
+
+    @model_validator(mode="after")
+    def _can_act(self) -> Self:
+        if self.int8 and self.kind not in ("local", "process"):
+            raise refuse('{int8} cannot act: kind = "' + self.kind + '" samples by itself', int8=self.int8)
+        if self.dtype != "auto" and self.kind == "pool":
+            raise refuse("{dtype} cannot act: the servers of a pool were started with their own", dtype=self.dtype)
+        return self
 
 
 class PoolSettings(Settings):
@@ -165,6 +188,9 @@ class PoolSettings(Settings):
     attempts: Count = 3
     """How many times a request is handed out when the members that had it fail."""
     api_key: str | None = None
+    """What the members ask for."""
+    server: Literal["keel", "vllm"] = "keel"
+    """What the members are: they load weights in different ways."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

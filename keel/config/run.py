@@ -1,11 +1,19 @@
-"""The settings of a run, from the root. Holds only what acts: each room adds its table when it exists."""
+"""The settings of a run, from the root, and what has to hold between its tables."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from keel.config.objective import ObjectiveSettings
 from keel.config.policy import CheckpointSettings, ModelSettings, ReferenceSettings, TrainerSettings
+from keel.config.rollout import (
+    EngineSettings,
+    EnvironmentSettings,
+    PoolSettings,
+    RendererSettings,
+    Sampling,
+    SchedulerSettings,
+)
 from keel.config.settings import Settings, refuse
 
 Estimator = Literal["group_mean", "group_mean_std", "leave_one_out", "mean_normalised", "moving_baseline", "constant"]
@@ -20,6 +28,8 @@ class AdvantageSettings(Settings):
     """moving_baseline: the share of the old baseline that stays; not given: 0.95."""
     baseline: float | None = None
     """constant: the value subtracted from each reward; not given: 0."""
+    no_signal: Literal["drop", "train"] = "drop"
+    """A group whose rewards are all equal: refused and counted, or trained, which leaves penalties only."""
 
     @model_validator(mode="after")
     def _can_act(self) -> Self:
@@ -29,8 +39,40 @@ class AdvantageSettings(Settings):
         return self
 
 
+class EvaluationSettings(Settings):
+    """How the policy does on tasks it never trains on."""
+
+    when: Literal["always", "ends", "never"] = "always"
+    """always: at the start, every so many steps and at the end; ends: at the start and the end; never."""
+    every: Annotated[int, Field(ge=1)] = 10
+    """always: steps between two evaluations."""
+    tasks: Annotated[int, Field(ge=1)] = 64
+    """Of each environment, the first of its eval split."""
+    samples: Annotated[int, Field(ge=1)] = 1
+    """Answers for each task; with more than one, pass@k is reported for k up to it."""
+    sampling: Sampling | None = None
+    """How answers are drawn; not given: as in training."""
+
+
 class RunSettings(Settings):
     """Everything a run is configured by."""
+
+    steps: Annotated[int, Field(ge=1)] = 100
+    """Batches to train on."""
+    environments: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EnvironmentSettings] = {}
+    """What is learned, by name; a table without `name` is of the environment that it is called."""
+    sampling: Sampling = Sampling()
+    """How answers are drawn."""
+    renderer: RendererSettings = RendererSettings()
+    """How messages become tokens."""
+    scheduler: SchedulerSettings = SchedulerSettings()
+    """Groups, retries, staleness, batches."""
+    engine: EngineSettings = EngineSettings()
+    """What samples."""
+    pool: PoolSettings | None = None
+    """The servers, with engine.kind = "pool"."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    """How the policy does on tasks it never trains on."""
 
     objective: ObjectiveSettings = Field(default_factory=lambda: ObjectiveSettings(name="icepop"))
     """The training signal."""
@@ -44,5 +86,35 @@ class RunSettings(Settings):
     """What stays on disk."""
     references: dict[str, ReferenceSettings] = {}
     """Frozen policies by name, for objectives that compare with a reference."""
+    teacher: ModelSettings | None = None
+    """Scores what the policy sampled, for objectives with a teacher."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Of everything that is random."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, values: Any) -> Any:
+        """An environment is called by its table unless it says otherwise."""
+        tables = values.get("environments") if isinstance(values, dict) else None
+        if not isinstance(tables, dict):
+            return values
+        named = {
+            key: {"name": key, **table} if isinstance(table, dict) and "name" not in table else table
+            for key, table in tables.items()
+        }
+        return {**values, "environments": named}
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if (self.engine.kind == "pool") != (self.pool is not None):
+            if self.pool is None:
+                raise refuse("{engine} needs a table pool that says where its servers are", engine=self.engine.kind)
+            raise refuse('{engine} cannot act with a table pool; set engine.kind = "pool"', engine=self.engine.kind)
+        reads = self.objective.composition.reads
+        if self.references and not reads("reference"):
+            raise refuse("{references} cannot act: the objective compares with none", references=list(self.references))
+        if self.teacher is not None and not reads("teacher"):
+            raise refuse("{teacher} cannot act: the objective asks no teacher", teacher=self.teacher.name)
+        if self.teacher is None and reads("teacher"):
+            raise refuse("{teacher} is missing, and the objective asks one; give a table teacher", teacher=None)
+        return self

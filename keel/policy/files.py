@@ -60,6 +60,22 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise
 
 
+@contextlib.contextmanager
+def replace_file(target: Path) -> Iterator[Path]:
+    """A temporary file to write, which takes the place of `target` when the block ends well."""
+    temporary = _temporary(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        _sync(temporary)
+        temporary.replace(target)
+        _sync(target.parent)
+    except OSError as error:
+        raise _not_written(target, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def discard(folder: Path) -> None:
     """Remove a folder, by a rename first: killed in the middle, no half of it is left under its name."""
     temporary = _temporary(folder)

@@ -1,0 +1,184 @@
+"""What a run writes down of its rollouts: one parquet file a step, one row for each training sample, every token in it.
+
+Rows are of what trained and of what was refused, with the reason; a rollout without a sample is a row without tokens.
+The files are written to a temporary name and renamed, open with pandas, polars or duckdb, and are enough to train the
+step again (`samples_of`): advantages and the sampler's log-probs are stored in full precision. No pickle.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from keel.errors import KeelError
+from keel.policy import Sample, StepReport
+from keel.policy.files import replace_file
+from keel.rollout.trajectory import TrainingSample
+
+_TOKENS = pa.list_(pa.float64())
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),  # the batch it was part of, from 1
+        ("version", pa.int32()),  # of the policy that the step trained
+        ("group", pa.string()),
+        ("environment", pa.string()),
+        ("task_id", pa.string()),
+        ("member", pa.int32()),
+        ("attempt", pa.int32()),
+        ("sample", pa.int32()),  # its number among those of the rollout; -1: the rollout has none
+        ("fate", pa.string()),  # trained or refused
+        ("reason", pa.string()),  # why it was refused
+        ("error", pa.string()),
+        ("reward", pa.float64()),
+        ("advantage", pa.float64()),
+        ("turns", pa.int32()),
+        ("split", pa.string()),  # why the sample begins: start, or what kept it from going on in an earlier one
+        ("temperature", pa.float64()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("pieces", pa.list_(pa.string())),  # the text of each token
+        ("trainable", pa.list_(pa.bool_())),
+        ("versions", pa.list_(pa.int32())),  # that sampled the token; -1 where not trainable
+        ("sampler_logprobs", _TOKENS),
+        ("logprobs", _TOKENS),  # under the policy before the update; null where not trainable or not trained on
+        ("reference_logprobs", _TOKENS),
+        ("entropy", _TOKENS),
+        ("gradient", _TOKENS),  # d loss / d logprob
+        ("kept", pa.list_(pa.string())),  # trained, or which gate refused the token; null where not trainable
+    ]
+)
+"""The columns of `rollouts/step_NNNNNN.parquet`."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One training sample of a batch, or a rollout without one."""
+
+    group: str
+    environment: str
+    task_id: str
+    member: int
+    attempt: int
+    sample: int = -1
+    data: TrainingSample | None = None
+    fate: str = "refused"
+    reason: str | None = None
+    error: str | None = None
+    reward: float | None = None
+    advantage: float | None = None
+    turns: int = 0
+    account: Mapping[str, Any] = field(default_factory=dict)
+    """Columns of the trainer's account, over all tokens of the sample."""
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the rollouts of a step are."""
+    return folder / f"step_{step:06d}.parquet"
+
+
+def trained(rows: Sequence[Row]) -> list[Row]:
+    """The rows that a step trains on, in the order of its samples."""
+    return [row for row in rows if row.fate == "trained"]
+
+
+def samples_of(rows: Sequence[Row]) -> list[Sample]:
+    """What the trainer is given."""
+    groups: dict[str, int] = {}
+    samples = []
+    for row in trained(rows):
+        assert row.data is not None and row.advantage is not None
+        samples.append(
+            Sample(
+                token_ids=np.array(row.data.token_ids, np.int64),
+                trainable=np.array(row.data.trainable, np.bool_),
+                advantage=row.advantage,
+                sampler_logprobs=np.array(row.data.logprobs, np.float64),
+                version=np.array(row.data.versions, np.int64),
+                group=groups.setdefault(row.group, len(groups)),
+                temperature=row.data.temperature,
+                name=f"{row.group}/{row.member}/{row.attempt}/{row.sample}",
+            )
+        )
+    return samples
+
+
+def account_for(rows: Sequence[Row], report: StepReport) -> None:
+    """Add to the rows that trained what became of each of their tokens."""
+    tokens, names = report.tokens, report.reasons
+    bounds = np.searchsorted(tokens.sample.numpy(), np.arange(report.samples + 1))
+    for number, row in enumerate(trained(rows)):
+        assert row.data is not None
+        here = slice(int(bounds[number]), int(bounds[number + 1]))
+        places = tokens.position[here].tolist()
+        for name in ("logprobs", "reference_logprobs", "entropy", "gradient"):
+            column = getattr(tokens, name)
+            if column is not None:
+                row.account = {**row.account, name: _spread(column[here].tolist(), places, len(row.data))}
+        kept = [names[code] for code in tokens.reasons[here].tolist()]
+        row.account = {**row.account, "kept": _spread(kept, places, len(row.data))}
+
+
+def _spread(values: list[Any], places: list[int], size: int) -> list[Any]:
+    found: list[Any] = [None] * size
+    for place, value in zip(places, values, strict=True):
+        found[place] = value
+    return found
+
+
+def write(folder: Path, step: int, version: int, rows: Iterable[Row], pieces: Mapping[int, str]) -> Path:
+    """Write the rows of a step. `pieces` has the text of every token id that occurs."""
+    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+    for row in rows:
+        data = row.data
+        values: dict[str, Any] = {
+            "step": step,
+            "version": version,
+            **{name: getattr(row, name) for name in ("group", "environment", "task_id", "member", "attempt", "sample")},
+            **{name: getattr(row, name) for name in ("fate", "reason", "error", "reward", "advantage", "turns")},
+        }
+        if data is not None:
+            values |= {
+                "split": data.reason,
+                "temperature": data.temperature,
+                "token_ids": data.token_ids,
+                "pieces": [pieces[token] for token in data.token_ids],
+                "trainable": data.trainable,
+                "versions": data.versions,
+                "sampler_logprobs": data.logprobs,
+                **row.account,
+            }
+        for name, column in columns.items():
+            column.append(values.get(name))
+    target = path_of(folder, step)
+    table = pa.table(columns, schema=SCHEMA)
+    with replace_file(target) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
+    return target
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a step, without the trainer's account."""
+    wanted = [name for name in SCHEMA.names if name not in ("pieces", "logprobs", "gradient", "entropy", "kept")]
+    try:
+        table = pq.read_table(path, columns=wanted)
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise KeelError(f"{path} cannot be read: {error}; the steps that it records cannot be trained again") from error
+    rows = []
+    for found in table.to_pylist():
+        data = None
+        if found["token_ids"] is not None:
+            data = TrainingSample(
+                token_ids=tuple(found["token_ids"]),
+                trainable=tuple(found["trainable"]),
+                logprobs=tuple(found["sampler_logprobs"]),
+                versions=tuple(found["versions"]),
+                temperature=found["temperature"],
+                reason=found["split"],
+            )
+        names = ("group", "environment", "task_id", "member", "attempt", "sample", "fate", "reason", "error", "reward")
+        rows.append(Row(**{name: found[name] for name in (*names, "advantage", "turns")}, data=data))
+    return rows
