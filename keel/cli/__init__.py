@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 import keel
-from keel.cli import audit, config, export, objectives, pool, serve
+from keel.cli import audit, config, export, objectives, pool, serve, train
 from keel.errors import KeelError
 
-FLAGS = {"objectives": objectives.FLAGS, "config": config.FLAGS, "audit": audit.FLAGS}
+FLAGS = {"objectives": objectives.FLAGS, "config": config.FLAGS, "audit": audit.FLAGS, "train": train.FLAGS}
 """The commands that take `--setting value` beside flags of their own, and those flags."""
 
 
@@ -50,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"keel {keel.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     objectives.add(subparsers)
+    train.add(subparsers)
     config.add(subparsers)
     audit.add(subparsers)
     export.add(subparsers)

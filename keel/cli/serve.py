@@ -4,8 +4,11 @@ Ends without an error on SIGINT and SIGTERM, after answering what is under way a
 """
 
 import argparse
+import os
 import signal
 import socket
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float64 (default: auto)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: what torch finds)")
     parser.add_argument("--patience", type=int, default=30, metavar="S", help="seconds to answer in when asked to stop")
+    parser.add_argument("--with-parent", action="store_true", help="end when the process that started it does")
     parser.set_defaults(run=run)
 
 
@@ -61,12 +65,21 @@ def run(args: argparse.Namespace) -> int:
         )
     listener = listen(args.host, args.port)
     with listener:
+        if args.with_parent:
+            threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
         app = build(args, key)
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         console().print(f"serving {args.name or args.model} at http://{shown}:{port}/v1", soft_wrap=True)
         serve(app, listener, args.patience)
     return 0
+
+
+def _end_with_parent(parent: int) -> None:
+    """A parent that was killed cannot say so: whoever takes its children over has another id."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def build(args: argparse.Namespace, key: str | None) -> Any:

@@ -112,7 +112,7 @@ class CheckpointSettings(Settings):
     """What stays on disk."""
 
     every: Count = 10
-    """Steps between two checkpoints. A run that goes on trains the steps after the last one again, from their record."""
+    """Steps between two checkpoints. When a run goes on, steps after the last one are trained again from their record."""
     keep_last: Count = 2
     """Newest checkpoints that are always kept."""
     keep_every: Count | None = None

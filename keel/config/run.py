@@ -111,6 +111,12 @@ class RunSettings(Settings):
                 raise refuse("{engine} needs a table pool that says where its servers are", engine=self.engine.kind)
             raise refuse('{engine} cannot act with a table pool; set engine.kind = "pool"', engine=self.engine.kind)
         reads = self.objective.composition.reads
+        if self.engine.publish_every - 1 > self.scheduler.max_off_policy_steps:
+            raise refuse(
+                "{publish_every} leaves samples older than {max_off_policy_steps} versions, which no batch may hold",
+                publish_every=self.engine.publish_every,
+                max_off_policy_steps=self.scheduler.max_off_policy_steps,
+            )
         if self.references and not reads("reference"):
             raise refuse("{references} cannot act: the objective compares with none", references=list(self.references))
         if self.teacher is not None and not reads("teacher"):

@@ -8,6 +8,7 @@ known. One process writes; any number may read while it does.
 
 import json
 import sqlite3
+import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -79,10 +80,12 @@ class Ledger:
     """The open `run.db`."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
+        self._lock = threading.RLock()
         if not create and not path.is_file():
             raise KeelError(f"{path} does not exist: that folder holds no run")
         try:
-            self._db = sqlite3.connect(path, isolation_level=None, timeout=30)
+            # one connection for the event loop and the threads that it starts; the lock keeps them apart
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=30, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             if create:
@@ -142,10 +145,11 @@ class Ledger:
             self._emit(step, fates)
             self._set("state", json.dumps(dict(state)))
 
-    def write_refused(self, step: int, fates: Iterable[Fate]) -> None:
+    def write_refused(self, step: int, fates: Iterable[Fate], state: Mapping[str, Any]) -> None:
         """Fates outside of a batch: what is left when a run ends."""
         with self._transaction(durable=True):
             self._emit(step, list(fates))
+            self._set("state", json.dumps(dict(state)))
 
     def steps(self, after: int = 0) -> list[StepRow]:
         rows = self._db.execute("SELECT * FROM steps WHERE step > ? ORDER BY step", (after,))
@@ -161,7 +165,8 @@ class Ledger:
     def keep(self, group: str, member: int, attempt: int, rollout: Rollout) -> None:
         """A rollout that has ended, until its fate is written."""
         data = zlib.compress(json.dumps(asdict(rollout)).encode(), 1)
-        self._db.execute("INSERT OR REPLACE INTO finished VALUES (?, ?, ?, ?)", (group, member, attempt, data))
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO finished VALUES (?, ?, ?, ?)", (group, member, attempt, data))
 
     def recall(self, group: str, member: int, attempt: int) -> Rollout | None:
         """A rollout that had ended before the process did."""
@@ -206,22 +211,24 @@ class Ledger:
 
     @contextmanager
     def _transaction(self, *, durable: bool = False) -> Iterator[None]:
-        # outside of a transaction: it has no effect inside
-        self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+        with self._lock:
+            # outside of a transaction: it has no effect inside
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _rollout(data: bytes) -> Rollout:
     found: dict[str, Any] = json.loads(zlib.decompress(data))
     listed: list[dict[str, Any]] = found.pop("samples")
-    samples = tuple(
-        TrainingSample(**{name: tuple(value) if isinstance(value, list) else value for name, value in one.items()})
-        for one in listed
-    )
+    samples = tuple(TrainingSample(**{name: _tuple(value) for name, value in one.items()}) for one in listed)
     return Rollout(**found, samples=samples)

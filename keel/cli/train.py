@@ -1,0 +1,90 @@
+"""`keel train`: run a recipe, or go on with a run.
+
+Ctrl-C finishes the step, saves and says how to go on; a second one stops at once, and what is on the disk is as good as
+after a crash, which is good.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from keel.errors import ConfigError
+
+FLAGS = ("--run", "--resume", "--allow-changes", "--json")
+
+
+def add(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model by a recipe, or go on with a run",
+        description="Train by RECIPE, a TOML file (see recipes/), with overrides. Everything of the run is in its"
+        " folder.\nAfter a crash, a kill or Ctrl-C, --resume goes on from the last step that was written down.",
+        epilog="examples:\n  keel train recipes/larger_number.toml\n"
+        "  keel train recipes/larger_number.toml --steps 5 --objective.name ipo_kl --run runs/ipo\n"
+        "  keel train --resume runs/ipo",
+        usage="keel train [-h] [--run DIR | --resume RUN] [--allow-changes] [--json] [RECIPE] [--a.b VALUE ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--run", dest="folder", metavar="DIR", type=Path, help="folder of the run (default: runs/RECIPE)")
+    where.add_argument("--resume", metavar="RUN", type=Path, help="go on with this run, by its own settings")
+    parser.add_argument("--allow-changes", action="store_true", help="with --resume: go on with other settings")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, for machines")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train to the end, or to where it was told to stop."""
+    if args.recipe is None and args.resume is None:
+        raise ConfigError("give a RECIPE, or --resume RUN; recipes/larger_number.toml is one to begin with")
+    if args.allow_changes and args.resume is None:
+        raise ConfigError("--allow-changes cannot act without --resume")
+    from keel.cli.progress import display
+    from keel.config import load
+    from keel.run.folder import RunFolder, free_name
+    from keel.run.loop import Run
+    from keel.run.summary import summary
+
+    if args.resume is not None:
+        folder = RunFolder.open(
+            args.resume, file=args.recipe, overrides=args.overrides, allow_changes=args.allow_changes
+        )
+    else:
+        loaded = load(args.recipe, args.overrides)
+        folder = RunFolder.create(args.folder or free_name(Path("runs"), Path(args.recipe).stem), loaded)
+    observer = display(json=args.json)
+    text = ""
+    try:
+        going = Run(folder, observer)
+        asyncio.run(_watched(going))
+        text = summary(folder)
+        if folder.ledger.get("status") == "stopped":
+            text += f"\nstopped    after step {going.step}; go on with: keel train --resume {folder.path}"
+    finally:
+        observer.ended(text)
+        folder.close()
+    return 0
+
+
+async def _watched(going: Any) -> None:
+    """Train, with Ctrl-C and SIGTERM as requests to stop: the first is patient, the second is not."""
+    asked = 0
+
+    def interrupted() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            going.stop()
+        else:
+            os._exit(130)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted)
+    await going.train()

@@ -1,0 +1,69 @@
+"""From a dispatch of the scheduler to a finished rollout.
+
+Every episode has a seed of its own, made from the run's and its name, so that what it samples does not depend on what
+else runs. With a ledger, a rollout is kept the moment it ends; after a restart the same dispatch is answered from there
+instead of being sampled again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from keel.config import EpisodeLimits, RunSettings, Sampling
+from keel.rollout.client import PolicyClient, derive_seed
+from keel.rollout.environment import Environment, load_environment, run_episode
+from keel.rollout.groups import Dispatch
+from keel.rollout.renderer import Renderer
+from keel.rollout.rollout import Rollout
+from keel.rollout.sources import Source
+from keel.run.ledger import Ledger
+from keel.wire import Engine
+
+
+@dataclass(frozen=True)
+class Arena:
+    """An environment, and how it is played in this run."""
+
+    environment: Environment
+    sampling: Sampling
+    limits: EpisodeLimits
+    weight: float
+
+    def source(self, name: str) -> Source:
+        return Source(name, list(self.environment.tasks("train")), self.weight)
+
+
+def arenas(settings: RunSettings) -> dict[str, Arena]:
+    """The environments of a run, by the names of their tables."""
+    return {
+        name: Arena(load_environment(given), given.sampling or settings.sampling, given.limits, given.weight)
+        for name, given in settings.environments.items()
+    }
+
+
+class Episodes:
+    """Runs one episode for each dispatch. What goes wrong in it is data; see `run_episode`."""
+
+    def __init__(
+        self, arenas: Mapping[str, Arena], engine: Engine, renderer: Renderer, seed: int, ledger: Ledger | None
+    ) -> None:
+        """`ledger`: where finished rollouts are kept and looked for; none: each is sampled anew."""
+        self._arenas, self._engine, self._renderer = arenas, engine, renderer
+        self._seed, self._ledger = seed, ledger
+
+    async def __call__(self, dispatch: Dispatch) -> Rollout:
+        name = (dispatch.group, dispatch.member, dispatch.attempt)
+        recalled = self.recall(*name)
+        if recalled is not None and recalled.task_id == dispatch.task_id:
+            return recalled
+        arena = self._arenas[dispatch.environment]
+        seed = self._seed if arena.sampling.seed is None else arena.sampling.seed
+        sampling = arena.sampling.model_copy(update={"seed": derive_seed(seed, *name)})
+        client = PolicyClient(self._engine, self._renderer, sampling, arena.limits, group=dispatch.group)
+        rollout = await run_episode(arena.environment, dispatch.task, client, arena.limits, attempt=dispatch.attempt)
+        if self._ledger is not None and rollout.error_kind is None:
+            self._ledger.keep(*name, rollout)
+        return rollout
+
+    def recall(self, group: str, member: int, attempt: int) -> Rollout | None:
+        """A rollout that ended well under this name in an earlier life of the run."""
+        return None if self._ledger is None else self._ledger.recall(group, member, attempt)

@@ -1,0 +1,173 @@
+"""A run is a folder: what is in it, who may write to it, and how it is made.
+
+One process writes to a run at a time; the kernel drops the lock of one that is killed. `config.toml` holds the settings
+as resolved, `run.json` what the run was started with: versions of all parts, the state of the git checkout. A folder
+without `run.db` is not yet a run, so that a run is there as a whole or not at all.
+"""
+
+import difflib
+import fcntl
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, Self
+
+from keel.config import Loaded, RunSettings, load
+from keel.config.write import toml_lines
+from keel.errors import ConfigError, KeelError
+from keel.policy.files import replace_file, write_json
+from keel.run.ledger import Ledger
+
+PARTS = ("keel-rl", "torch", "transformers", "peft", "safetensors", "tokenizers", "renderers", "numpy", "pyarrow")
+
+
+class RunFolder:
+    """An open run, locked for this process."""
+
+    def __init__(self, path: Path, settings: RunSettings, lock: IO[str]) -> None:
+        self.path, self.settings = path, settings
+        self._lock = lock
+        self.ledger = Ledger(path / "run.db")
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        """Where weights are handed to engines in other processes."""
+        return self.path / "weights"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.parquet"
+
+    @classmethod
+    def create(cls, path: Path, loaded: Loaded) -> Self:
+        """A new run. The folder must not hold one."""
+        if (path / "run.db").exists():
+            raise ConfigError(f"{path} holds a run; go on with it by --resume {path}, or choose another --run")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--run {path} cannot be made: {error.strerror}") from error
+        lock = _lock(path)
+        _write_config(path, loaded)
+        write_json(path / "run.json", _origin(path.name))
+        temporary = path / "run.db.new"
+        for left in path.glob("run.db.new*"):
+            left.unlink()
+        Ledger(temporary, create=True).close()
+        temporary.rename(path / "run.db")
+        return cls(path, loaded.settings, lock)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        file: str | Path | None = None,
+        overrides: Sequence[str] = (),
+        allow_changes: bool = False,
+    ) -> Self:
+        """A run to go on with, by its own settings. Others, by file or overrides, have to be allowed."""
+        if not (path / "run.db").is_file():
+            raise ConfigError(f"{path} holds no run: there is no run.db in it")
+        lock = _lock(path)
+        before = load(path / "config.toml")
+        after = load(file or path / "config.toml", overrides)
+        changes = difference(before, after)
+        if changes:
+            if not allow_changes:
+                raise ConfigError(
+                    f"the settings are not those that {path} was started with:\n"
+                    + "\n".join(f"  {line}" for line in changes)
+                    + "\ngo on with them by --allow-changes, or without by leaving them out"
+                )
+            _write_config(path, after)
+        return cls(path, after.settings, lock)
+
+    def close(self) -> None:
+        self.ledger.close()
+        self._lock.close()
+
+
+def difference(before: Loaded, after: Loaded) -> list[str]:
+    """The settings that differ, as lines with - and +."""
+    was, now = ([f"{name} = {value}" for name, value, _ in loaded.rows()] for loaded in (before, after))
+    changed = difflib.unified_diff(was, now, n=0, lineterm="")
+    return [line for line in changed if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+
+
+def free_name(parent: Path, name: str) -> Path:
+    """A folder of that name that holds no run, with a number where it has to be."""
+    number = 1
+    while True:
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        if not path.exists():
+            return path
+        number += 1
+
+
+def _lock(path: Path) -> IO[str]:
+    lock = (path / "lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        owner = lock.read().strip() or "unknown"
+        lock.close()
+        raise KeelError(f"{path} is being written by process {owner}; wait for it, or stop it first") from None
+    lock.seek(0)
+    lock.truncate()
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+def _write_config(path: Path, loaded: Loaded) -> None:
+    with replace_file(path / "config.toml") as temporary:
+        temporary.write_text("".join(f"{line}{comment}\n" for line, comment in toml_lines(loaded)))
+
+
+def _origin(name: str) -> dict[str, Any]:
+    """What a run was started with."""
+    versions = {}
+    for part in PARTS:
+        try:
+            versions[part] = importlib.metadata.version(part)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "format": 1,
+        "name": name,
+        "created": time.time(),
+        "argv": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "git": _git(),
+    }
+
+
+def _git() -> dict[str, Any]:
+    """The commit that is checked out in the working directory, and whether files differ from it."""
+
+    def said(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    commit = said("rev-parse", "HEAD")
+    return {} if commit is None else {"commit": commit, "changed": bool(said("status", "--porcelain"))}

@@ -1,0 +1,339 @@
+"""The training loop: take groups, score them, train, record, publish, evaluate; and go on after anything.
+
+A step is committed by one transaction of the ledger, after its rollouts are on the disk and before its weights are
+published. Guarantees that follow: a run that was killed goes on after the last committed step; committed steps that no
+checkpoint holds are trained again from their record, on the same tokens, to the same weights; no rollout has two fates.
+With `scheduler.max_off_policy_steps` = 0 a run is synchronous, and equal bit for bit however often it was interrupted.
+The loop decides nothing about groups, gates or tokens: those are the scheduler's, the objective's and the trainer's.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from keel.config import ReferenceSettings
+from keel.errors import ConfigError, KeelError, StepRefused
+from keel.policy import Checkpoints, StepReport, Trainer, load_model
+from keel.policy.files import replace_file
+from keel.policy.references import prepare
+from keel.rollout.client import derive_seed
+from keel.rollout.ledger import Batch, Exhausted, NothingToTrain
+from keel.rollout.renderer import Renderer
+from keel.rollout.scheduler import Scheduler
+from keel.run import records, scoring
+from keel.run.engines import Sampler, sampler
+from keel.run.episodes import Episodes, arenas
+from keel.run.evaluate import Evaluation, evaluate
+from keel.run.folder import RunFolder
+from keel.run.observer import Observer, Silent
+from keel.run.records import Row
+from keel.signal import MovingBaseline
+from keel.signal import objective as make_objective
+
+Done = TypeVar("Done")
+
+LOOK = 0.5
+"""Seconds between two looks at what is being waited for."""
+
+
+class Run:
+    """One run in its folder. `train` goes from wherever it is to its last step."""
+
+    def __init__(self, folder: RunFolder, observer: Observer | None = None) -> None:
+        self.folder, self.settings, self.ledger = folder, folder.settings, folder.ledger
+        self.observer: Observer = observer or Silent()
+        settings = self.settings
+        if not settings.environments:
+            raise ConfigError("environments is empty: a run needs at least one, for example [environments.arithmetic]")
+        self.arenas = arenas(settings)
+        self.objective = make_objective(settings.objective.table)
+        self.checkpoints = Checkpoints(folder.checkpoints, settings.checkpoints)
+        self.step = self.version = 0
+        self._stopping = False
+        self._pieces: dict[int, str] = {}
+        self._moving = MovingBaseline() if settings.advantages.name == "moving_baseline" else None
+
+    @property
+    def synchronous(self) -> bool:
+        return self.settings.scheduler.max_off_policy_steps == 0
+
+    def stop(self) -> None:
+        """Finish the step that is under way, save, and end."""
+        self._stopping = True
+        self.observer.notice(f"finishing step {self.step + 1}; once more to stop at once")
+
+    async def train(self) -> None:
+        """From where the run is to its end, or to where it was told to stop."""
+        self.ledger.set_status("running")
+        try:
+            await asyncio.to_thread(self._prepare)
+            async with sampler(self.settings, self.trainer.model, self.folder.weights) as engine:
+                await self._train(engine)
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
+            self.ledger.set_status("stopped" if stopped else "failed", f"{type(error).__name__}: {error}")
+            raise
+        self.ledger.set_status("finished" if self._over else "stopped")
+
+    @property
+    def _over(self) -> bool:
+        """Whether there is nothing to go on with."""
+        return self.step >= self.settings.steps or not self._stopping
+
+    async def _train(self, engine: Sampler) -> None:
+        self.observer.started(self.folder.path.name, self.folder.path, self.settings.steps, self.step)
+        if self.version:
+            await engine.publish(self.version)
+        async with self._scheduler(engine) as scheduler:
+            await self._evaluate(engine)
+            while self.step < self.settings.steps and not self._stopping:
+                try:
+                    await self._one_step(scheduler, engine)
+                except Exhausted as end:
+                    self.observer.notice(str(end))
+                    break
+        await asyncio.to_thread(self._save)
+        if self._over:
+            await self._evaluate(engine, last=True)
+
+    async def _one_step(self, scheduler: Scheduler, engine: Sampler) -> None:
+        """The stages of a step, in order."""
+        began = time.monotonic()
+        batch = await self._take(scheduler)
+        schedule = scheduler.snapshot()  # nothing may happen between the cut and this
+        sampled = time.monotonic()
+        rows = scoring.score(batch, self.settings.advantages, self._moving)
+        report = await self._update(rows)
+        trained = time.monotonic()
+        times = {"sampling_seconds": sampled - began, "training_seconds": trained - sampled}
+        numbers = await asyncio.to_thread(self._record, batch, rows, report, schedule, times, began)
+        self.observer.step(self.step, numbers)
+        self._halt_if_barren()
+        if report is not None and report.stepped and self.version % self.settings.engine.publish_every == 0:
+            await self._telling("publishing", engine.publish(self.version))
+        if self.step % self.settings.checkpoints.every == 0:
+            await self._telling("saving", asyncio.to_thread(self._save))
+        evaluation = self.settings.evaluation
+        if evaluation.when == "always" and self.step % evaluation.every == 0 and self.step < self.settings.steps:
+            await self._evaluate(engine)
+
+    # -- the stages ---------------------------------------------------------------------------------------------------
+
+    async def _take(self, scheduler: Scheduler) -> Batch:
+        """The next batch, with its state right after it was cut."""
+        try:
+            return await self._telling(lambda: f"sampling: {scheduler.status()}", scheduler.next_batch(self.version))
+        except NothingToTrain as halt:
+            rows = scoring.refused(halt.batch.refused)
+            self.ledger.write_refused(self.step, scoring.fates(rows), self._state(scheduler.snapshot()))
+            raise
+
+    async def _update(self, rows: list[Row]) -> StepReport | None:
+        """Train on what the batch has to train on; none when that is nothing."""
+        if not records.trained(rows):
+            return None
+        try:
+            return await self._telling("training", asyncio.to_thread(self._trained, rows))
+        except StepRefused as error:
+            self.observer.notice(f"step {self.step + 1} was refused: {error}")
+            for row in records.trained(rows):
+                row.fate, row.reason, row.error = "refused", "not_finite", str(error)
+            return None
+
+    def _trained(self, rows: list[Row]) -> StepReport:
+        report = self.trainer.step(records.samples_of(rows), self.objective, version=self.version)
+        records.account_for(rows, report)
+        return report
+
+    def _record(
+        self,
+        batch: Batch,
+        rows: list[Row],
+        report: StepReport | None,
+        schedule: Mapping[str, Any],
+        times: Mapping[str, float],
+        began: float,
+    ) -> dict[str, float]:
+        """Commit the step; its numbers."""
+        step, stepped = self.step + 1, report is not None and report.stepped
+        records.write(self.folder.rollouts, step, self.version, rows, self._texts(rows))
+        numbers = report.numbers() if report is not None else {}
+        numbers |= scoring.numbers(batch, rows, self.version) | dict(times) | {"seconds": time.monotonic() - began}
+        numbers["tokens_per_second"] = numbers.get("tokens", 0.0) / numbers["seconds"]
+        version = self.version + stepped
+        self.ledger.write_step(
+            step,
+            version=version,
+            stepped=stepped,
+            numbers=numbers,
+            fates=scoring.fates(rows),
+            state=self._state(schedule),
+        )
+        self.step, self.version = step, version
+        return numbers
+
+    def _save(self) -> None:
+        """A checkpoint of the committed step, unless there is one; and the numbers so far as a table."""
+        if self.step not in self.checkpoints.steps() and self.step:
+            self.trainer.save(self.checkpoints, self.step, {"version": self.version})
+        rows = [{"step": row.step, **row.numbers} for row in self.ledger.steps()]
+        if rows:
+            with replace_file(self.folder.metrics) as temporary:
+                pq.write_table(pa.Table.from_pylist(_table(rows)), temporary)
+
+    async def _evaluate(self, engine: Sampler, *, last: bool = False) -> None:
+        """The policy as it is on held-out tasks, once a step."""
+        chosen = self.settings.evaluation
+        done = {(step, name) for step, name, _ in self.ledger.evaluations()}
+        if chosen.when == "never" or (self.step > 0 and not last and chosen.when == "ends"):
+            return
+        for name, arena in self.arenas.items():
+            if (self.step, name) in done:
+                continue
+            found: Evaluation = await evaluate(
+                engine.engine,
+                self.renderer,
+                arena.environment,
+                tasks=chosen.tasks,
+                samples=chosen.samples,
+                sampling=chosen.sampling or arena.sampling,
+                limits=arena.limits,
+                seed=derive_seed(self.settings.seed, "evaluation"),
+                in_flight=self.settings.scheduler.max_in_flight,
+                progress=partial(self._evaluating, name),
+            )
+            self.ledger.write_evaluation(self.step, name, found.numbers())
+            self.observer.evaluated(self.step, found)
+
+    def _evaluating(self, name: str, ended: int, of: int) -> None:
+        self.observer.waiting(f"evaluating {name}: {ended}/{of}")
+
+    # -- going on -----------------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Load the model, its references and the last checkpoint, and train again what was recorded after it."""
+        settings = self.settings
+        self.observer.waiting(f"loading {settings.model.name}")
+        teacher = load_model(settings.teacher, settings.seed) if settings.teacher else None
+        self.trainer = Trainer(settings.model, settings.trainer, teacher=teacher, seed=settings.seed)
+        self.renderer = Renderer(self.trainer.model.tokenizer, settings.renderer)
+        for arena in self.arenas.values():
+            arena.sampling.check_trainable()
+        if self.objective.composition.reads("reference"):
+            self._reference()
+        last, saved = self.ledger.last_step, self.checkpoints.latest() or 0
+        if saved > last:
+            raise KeelError(
+                f"{self.checkpoints.path(saved)} is newer than the ledger, which ends with step {last}; remove that"
+                " folder, or restore run.db"
+            )
+        if saved:
+            self.version = int(self.trainer.load(self.checkpoints, saved)["version"])
+        self._replay(saved)
+        self.step = last
+
+    def _reference(self) -> None:
+        """The frozen policies; the base model where none is named."""
+        named = self.settings.references or {"base": ReferenceSettings()}
+        for one in named.values():
+            if one.source.startswith("step:"):
+                self.checkpoints.pin(int(one.source.removeprefix("step:")))
+        if "step:0" in {one.source for one in named.values()} and 0 not in self.checkpoints.steps():
+            self.trainer.save(self.checkpoints, 0, {"version": 0})
+        self.trainer.references = prepare(named, self.trainer.model, self.checkpoints, self.settings.seed)
+
+    def _replay(self, saved: int) -> None:
+        """Train the committed steps after a checkpoint again, on the tokens that they were trained on."""
+        for row in self.ledger.steps(after=saved):
+            self.observer.notice(f"step {row.step} is trained again from its record")
+            rows = records.read(records.path_of(self.folder.rollouts, row.step))
+            if row.stepped:
+                report = self.trainer.step(records.samples_of(rows), self.objective, version=self.version)
+                if not report.stepped:
+                    raise KeelError(f"step {row.step} was trained and cannot be again: {report.why_not}")
+            self.version += row.stepped
+
+    @asynccontextmanager
+    async def _scheduler(self, engine: Sampler) -> AsyncIterator[Scheduler]:
+        """The schedule where it was left; what never came to a batch is written down when the run is over."""
+        # a synchronous run samples an interrupted batch again, whole: answers depend on what is decoded beside them
+        kept = None if self.synchronous else self.ledger
+        episodes = Episodes(self.arenas, engine.engine, self.renderer, self.settings.seed, kept)
+        sources = [arena.source(name) for name, arena in self.arenas.items()]
+        state = self.ledger.state()
+        if state is None:
+            scheduler = Scheduler(episodes, sources, self.settings.scheduler)
+        else:
+            scheduler = Scheduler.restore(
+                state["scheduler"], episodes, sources, self.settings.scheduler, recall=episodes.recall
+            )
+            if self._moving is not None:
+                self._moving.state = {int(agent): value for agent, value in state["moving"].items()}
+        try:
+            yield scheduler
+        finally:
+            left = await scheduler.close()
+        if self._over:
+            # what had ended in an earlier life, and was dispatched under another name in this one
+            lost = [
+                Row(group, group.rpartition("#")[0], one.task_id, member, attempt, reason="restart", reward=one.reward)
+                for group, member, attempt, one in self.ledger.left_over()
+            ]
+            fates = {fate[:3]: fate for fate in (*scoring.fates(lost), *scoring.fates(scoring.refused(left)))}
+            self.ledger.write_refused(self.step, fates.values(), self._state(scheduler.snapshot()))
+
+    def _state(self, schedule: Mapping[str, Any]) -> dict[str, Any]:
+        """From where the run goes on."""
+        moving = {} if self._moving is None else {"moving": {str(key): v for key, v in self._moving.state.items()}}
+        return {"scheduler": schedule, **moving}
+
+    # -- small things -------------------------------------------------------------------------------------------------
+
+    async def _telling(self, what: str | Callable[[], str], work: Awaitable[Done]) -> Done:
+        """Await something, and say now and then what is being waited for."""
+        task: asyncio.Future[Done] = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                self.observer.waiting(what() if callable(what) else what)
+                await asyncio.wait({task}, timeout=LOOK)
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    def _texts(self, rows: list[Row]) -> Mapping[int, str]:
+        """The text of every token id in the rows."""
+        tokenizer: Any = self.trainer.model.tokenizer
+        for row in rows:
+            for token in row.data.token_ids if row.data is not None else ():
+                if token not in self._pieces:
+                    self._pieces[token] = tokenizer.decode([token])
+        return self._pieces
+
+    def _halt_if_barren(self) -> None:
+        limit = self.settings.scheduler.halt_after
+        last = self.ledger.steps(after=self.step - limit) if limit is not None else []
+        if limit is not None and len(last) == limit and not any(row.stepped for row in last):
+            raise KeelError(
+                f"{limit} steps in a row trained nothing (scheduler.halt_after = {limit}); refused in the last one:"
+                f' {_reasons(last[-1].numbers)}; look at the rewards, or set advantages.no_signal = "train"'
+            )
+
+
+def _reasons(numbers: Mapping[str, float]) -> str:
+    found = [f"{name.removeprefix('refused/')} {v:.0f}" for name, v in numbers.items() if name.startswith("refused/")]
+    return ", ".join(found) or "nothing"
+
+
+def _table(rows: list[dict[str, float]]) -> list[dict[str, float | None]]:
+    """Rows that all have the same columns."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in names} for row in rows]

@@ -1,0 +1,113 @@
+"""From a batch of the scheduler to rows: each rollout with its advantage, or with the reason why it does not train.
+
+A group whose rewards are all equal teaches nothing about which answer is better; whether it is dropped or trained
+(penalties act on it all the same) is `advantages.no_signal`, and it is counted either way. Rollouts that failed have no
+vote in the baseline.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from keel.config import AdvantageSettings
+from keel.rollout.groups import Group, Refusal
+from keel.rollout.ledger import Batch
+from keel.rollout.rollout import Rollout
+from keel.run.ledger import Fate
+from keel.run.records import Row
+from keel.signal import MovingBaseline, advantages
+
+NO_SIGNAL = "no_signal"
+_BY_GROUP = ("group_mean", "group_mean_std", "leave_one_out", "mean_normalised")
+
+
+def score(batch: Batch, settings: AdvantageSettings, moving: MovingBaseline | None) -> list[Row]:
+    """One row for each sample of the batch, trained ones in order of their groups, then what was refused."""
+    rows: list[Row] = []
+    for group, values in zip(batch.groups, _advantages(batch.groups, settings, moving), strict=True):
+        rewards = [rollout.reward for rollout in group.rollouts]
+        flat = len(set(rewards)) < 2 if settings.name in _BY_GROUP else not any(values)
+        dropped = flat and settings.no_signal == "drop"
+        chances = iter(values)
+        for member in group.members:
+            place = (group.id, group.environment, group.task_id, member.member, member.attempt)
+            if not member.valid:
+                rows += _rows(place, member.rollout, reason=member.reason, error=member.error)
+            elif dropped:
+                rows += _rows(place, member.rollout, reason=NO_SIGNAL, advantage=next(chances))
+            else:
+                rows += _rows(place, member.rollout, advantage=next(chances), fate="trained")
+    return rows + refused(batch.refused)
+
+
+def refused(refusals: Iterable[Refusal]) -> list[Row]:
+    """Rows of what left the schedule without a batch."""
+    rows = []
+    for one in refusals:
+        place = (one.group, one.environment, one.task_id, one.member, one.attempt)
+        rows += _rows(place, one.rollout, reason=one.reason, error=one.error)
+    return rows
+
+
+def fates(rows: Sequence[Row]) -> list[Fate]:
+    """One fate for each rollout: its rows share it."""
+    found: dict[tuple[str, int, int], Fate] = {}
+    for row in rows:
+        name = (row.group, row.member, row.attempt)
+        tokens = sum(row.data.trainable) if row.data is not None else 0
+        before = found[name].tokens if name in found else 0
+        fate: Any = row.fate
+        found[name] = Fate(
+            *name, row.environment, row.task_id, fate, row.reason, row.error, row.reward, before + tokens
+        )
+    return list(found.values())
+
+
+def numbers(batch: Batch, rows: Sequence[Row], version: int) -> dict[str, float]:
+    """What a batch was like."""
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    told: dict[str, float] = {"groups": len(batch.groups), "rollouts": len(rollouts)}
+    if rollouts:
+        told["reward"] = _mean([rollout.reward for rollout in rollouts])
+    for name in dict.fromkeys(group.environment for group in batch.groups):
+        told[f"reward/{name}"] = _mean([r.reward for g in batch.groups if g.environment == name for r in g.rollouts])
+    ages = [
+        version - sampled
+        for row in rows
+        if row.fate == "trained" and row.data is not None
+        for sampled, trains in zip(row.data.versions, row.data.trainable, strict=True)
+        if trains
+    ]
+    if ages:
+        told |= {"tokens": len(ages), "staleness": sum(ages) / len(ages), "staleness_max": max(ages)}
+    reasons = Counter(fate.reason for fate in fates(rows) if fate.reason)
+    told |= {"refused": sum(reasons.values())} | {f"refused/{reason}": count for reason, count in reasons.items()}
+    told["no_signal"] = len({row.group for row in rows if row.reason == NO_SIGNAL})
+    return {name: float(value) for name, value in told.items()}
+
+
+def _advantages(
+    groups: Sequence[Group], settings: AdvantageSettings, moving: MovingBaseline | None
+) -> list[list[float]]:
+    """Of the valid rollouts of each group."""
+    ids = [number for number, group in enumerate(groups) for _ in group.rollouts]
+    if settings.name == "moving_baseline":
+        ids = [0] * len(ids)  # one agent: the policy
+    rewards = torch.tensor([rollout.reward for group in groups for rollout in group.rollouts], dtype=torch.float64)
+    found = iter(advantages(settings, rewards, torch.tensor(ids, dtype=torch.int64), moving=moving).tolist())
+    return [[next(found) for _ in group.rollouts] for group in groups]
+
+
+def _rows(place: tuple[str, str, str, int, int], rollout: Rollout | None, **told: Any) -> list[Row]:
+    if rollout is None:
+        return [Row(*place, **told)]
+    told = {"error": rollout.error, **told, "reward": rollout.reward, "turns": rollout.turns}
+    samples = [Row(*place, number, sample, **told) for number, sample in enumerate(rollout.samples)]
+    return samples or [Row(*place, **told)]
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known)
