@@ -7,6 +7,7 @@ the text round are written out. Only what has happened is shown, and the time le
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -217,8 +218,8 @@ class Lines(Display):
 class JsonLines(Display):
     """For machines: every event as an object with `event` and its fields; numbers that are not finite are null."""
 
-    def __init__(self, out: Callable[[str], None] = write, clock: Clock = time.monotonic) -> None:
-        self._out = out
+    def __init__(self, out: Callable[[str], None] | None = None, clock: Clock = time.monotonic) -> None:
+        self._out = out or _at_once
         self._clock = clock
         self._last = -math.inf
 
@@ -286,6 +287,12 @@ def _evaluated(step: int, one: Evaluation) -> str:
 
 def _lines(text: str) -> str:
     return "\n".join(plain(line) for line in text.split("\n"))
+
+
+def _at_once(text: str) -> None:
+    # whoever reads a pipe follows the run, and must not be a buffer behind it
+    write(text)
+    sys.stdout.flush()
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
