@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import keel
-from keel.cli import audit, config, eval, export, objectives, pool, serve, train
+from keel.cli import audit, compare, config, eval, export, objectives, pool, serve, train
 from keel.errors import KeelError
 
 FLAGS = {"objectives": objectives.FLAGS, "config": config.FLAGS, "audit": audit.FLAGS, "train": train.FLAGS}
@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     train.add(subparsers)
     config.add(subparsers)
     audit.add(subparsers)
+    compare.add(subparsers)
     export.add(subparsers)
     eval.add(subparsers)
     serve.add(subparsers)

@@ -1,0 +1,248 @@
+"""`keel compare`: several objectives on the tokens that a run recorded, side by side, without training.
+
+The numbers come from `keel.compare`; here they become tables in a terminal, JSON, a page or a parquet file.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from keel.cli.console import console, write
+from keel.errors import KeelError
+
+if TYPE_CHECKING:
+    from keel.compare import Report
+    from keel.compare.report import Row
+
+MODEL_STEPS = 3
+
+
+def add(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="evaluate several objectives on a run's recorded tokens",
+        description="Evaluate every objective on the same recorded tokens: what each keeps and drops and why, its loss,"
+        " its gradient,\nand how far they agree. RUN is a run folder, or a parquet or JSON-lines file of tokens"
+        " (docs/compare.md has the columns).\n\nExit code 0: compared; 2: refused.",
+        epilog="examples:\n  keel compare runs/first\n"
+        '  keel compare runs/first --objectives "icepop,ipo_kl(kl_tau=0.01),mine.toml" --steps 1-20\n'
+        "  keel compare tokens.jsonl --html report.html --parquet numbers.parquet\n"
+        "  keel compare runs/first --model runs/first/checkpoints/step_20 --steps 20",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_or_file", metavar="RUN", type=Path)
+    parser.add_argument(
+        "--objectives",
+        metavar="LIST",
+        help="names with commas between them, parameters in parentheses, or TOML files: icepop,ipo_kl(kl_tau=0.01),"
+        "mine.toml (default: icepop,ipo_kl,dppo_tv,dppo_kl,opsm)",
+    )
+    parser.add_argument("--steps", metavar="STEPS", help="1-20,30 or 40- (default: all)")
+    parser.add_argument("--texts", metavar="N", type=int, default=5, help="most dropped token texts shown (default 5)")
+    parser.add_argument(
+        "--proximal",
+        choices=["recorded", "policy"],
+        default="recorded",
+        help="policy: where no proximal log-probs were recorded, take the policy's, as a step with one update does",
+    )
+    parser.add_argument("--model", metavar="MODEL", help="a checkpoint or a name: gradients by its weights too")
+    parser.add_argument(
+        "--model-steps", metavar="N", type=int, help=f"with --model: steps, evenly spaced (default {MODEL_STEPS})"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that needs no network")
+    parser.add_argument("--parquet", metavar="FILE", type=Path, help="write every number of every step")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, print, and write what was asked for."""
+    _check(args)
+    report = _compared(args)
+    if args.html is not None:
+        from keel.compare.files import replaced
+        from keel.compare.page import page
+
+        with replaced(args.html) as temporary:
+            temporary.write_text(page(report), encoding="utf-8")
+    if args.json:
+        write(json.dumps(report.as_json(), indent=2) + "\n")
+        return 0
+    out = console()
+    show(out, report)
+    for path in (args.html, args.parquet):
+        if path is not None:
+            out.print(f"written: {path}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.texts < 0:
+        raise KeelError(f"--texts {args.texts} must not be negative")
+    if args.model_steps is not None and args.model is None:
+        raise KeelError(f"--model-steps {args.model_steps} cannot act without --model")
+    if args.model_steps is not None and args.model_steps < 1:
+        raise KeelError(f"--model-steps {args.model_steps} must be at least 1")
+
+
+def _compared(args: argparse.Namespace) -> "Report":
+    """One pass over the steps."""
+    from keel.compare import Comparison, Recording, parse_candidates, parse_steps
+    from keel.compare.candidates import DEFAULT
+    from keel.compare.report import report_of
+
+    candidates = parse_candidates(args.objectives if args.objectives is not None else DEFAULT)
+    recording = Recording(args.run_or_file, None if args.steps is None else parse_steps(args.steps))
+    comparison = Comparison(candidates, proximal_is_policy=args.proximal == "policy")
+    weights, sampled = None, list[int]()
+    if args.model is not None:
+        from keel.compare.weights import WeightGradients, spread
+
+        sampled = spread(recording.numbers(), args.model_steps or MODEL_STEPS)
+        weights = WeightGradients(args.model)
+    with ExitStack() as stack:
+        table = None
+        if args.parquet is not None:
+            from keel.compare.long import writer
+
+            table = stack.enter_context(writer(args.parquet))
+        for step in recording.steps():
+            compared = comparison.add(step)
+            if table is not None:
+                table.add(compared)
+            if weights is not None and step.number in sampled:
+                weights.add(compared)
+        if not comparison.steps:
+            raise KeelError(f"{args.run_or_file} has no trainable token with logprobs in the chosen steps")
+    found = weights.summary(comparison.names) if weights is not None and weights.steps else None
+    return report_of(comparison, str(args.run_or_file), texts=args.texts, weights=found)
+
+
+# -- the terminal -----------------------------------------------------------------------------------------------------
+
+
+def show(out: Console, report: "Report") -> None:
+    """Everything as tables. Names and texts are printed as they are: markup and control characters mean nothing."""
+    steps = f"{len(report.steps):,} step{'s' if len(report.steps) > 1 else ''}"
+    out.print(f"{report.source}: {steps}, {report.sequences:,} sequences, {report.tokens:,} trainable tokens")
+    for why, count in report.left_out.items():
+        out.print(f"left out: {count:,} sequences {why}", style="dim")
+    for name, why in report.refused.items():
+        out.print(Text(f"{name} was refused: {why}", "yellow"))
+    names = [f"{place} {name}" for place, name in enumerate(report.names, start=1)]
+    _section(out, "what each keeps", _overview(names, report.objectives))
+    _section(out, "loss by term, mean over steps", _terms(report.objectives))
+    if any(row.gates for row in report.objectives):
+        _section(out, "dropped by gate", _gates(report.objectives))
+        _section(out, "share dropped", _splits(report.objectives))
+    if any(row.texts for row in report.objectives):
+        _section(out, "most dropped tokens", _texts(report.objectives))
+    _section(out, "cosine of the gradients by log-prob", _matrix(names, report.cosine))
+    if any(row.dropped for row in report.objectives):
+        title = "overlap: of the tokens that the row drops, the share that the column drops too"
+        _section(out, title, _matrix(names, report.overlap))
+    if report.weights is not None:
+        found = report.weights
+        said = ", ".join(map(str, found.steps))
+        _section(out, f"cosine of the gradients by weight, {found.model}, steps {said}", _matrix(names, found.cosine))
+        norms = ", ".join(f"{name} {_number(norm)}" for name, norm in zip(names, found.gradient_norm, strict=True))
+        out.print(Text(f"gradient norms: {norms}"))
+        difference = _number(found.difference)
+        out.print(f"{found.parameters:,} weights; log-probs differ from the recorded ones by {difference} in the mean")
+
+
+def _overview(names: Sequence[str], rows: Iterable["Row"]) -> Table:
+    heads = ["dropped", "of |A|", "sequences", "touched", "clipped", "ess", "loss", "norm", "rests on"]
+    table = _table("objective", *heads)
+    for name, row in zip(names, rows, strict=True):
+        table.add_row(
+            Text(name),
+            _percent(row.dropped_share),
+            _percent(row.dropped_advantage),
+            f"{row.sequences_dropped:,} of {row.sequences:,}",
+            f"{row.sequences_touched:,}",
+            _percent(row.clipped_share),
+            _percent(row.effective_sample_size),
+            _number(row.loss),
+            _number(row.gradient_norm),
+            _percent(row.gradient_tokens),
+        )
+    return table
+
+
+def _terms(rows: Sequence["Row"]) -> Table:
+    kinds = list(dict.fromkeys(term for row in rows for term in row.terms))
+    table = _table("objective", *kinds)
+    for row in rows:
+        table.add_row(Text(row.objective), *(_number(row.terms[kind]) if kind in row.terms else "" for kind in kinds))
+    return table
+
+
+def _gates(rows: Iterable["Row"]) -> Table:
+    table = _table("objective", "tokens", "sequences", "gate")
+    table.columns[-1].justify = "left"
+    for row in rows:
+        if row.unusable:
+            table.add_row(Text(row.objective), f"{row.unusable:,}", "", "unusable sampler log-prob")
+        for gate in row.gates:
+            table.add_row(Text(row.objective), f"{gate.tokens:,}", f"{gate.sequences:,}", gate.reason)
+    return table
+
+
+def _splits(rows: Sequence["Row"]) -> Table:
+    table = _table("tokens by", "", "tokens", *(str(place) for place in range(1, len(rows) + 1)))
+    for kind, shares in rows[0].by.items():
+        for place, share in enumerate(shares):
+            parts = (row.by[kind][place] for row in rows)
+            cells = [_percent(part.dropped / part.tokens if part.tokens else math.nan) for part in parts]
+            table.add_row(kind if place == 0 else "", share.label, f"{share.tokens:,}", *cells)
+    return table
+
+
+def _texts(rows: Iterable["Row"]) -> Table:
+    table = _table("objective", "token", "dropped", "of", "with A > 0")
+    table.columns[1].justify = "left"
+    for row in rows:
+        for place, word in enumerate(row.texts):
+            counts = (f"{word.dropped:,}", f"{word.tokens:,}", f"{word.dropped_positive:,}")
+            table.add_row(Text(row.objective if place == 0 else ""), Text(word.text), *counts)
+    return table
+
+
+def _matrix(names: Sequence[str], matrix: Sequence[Sequence[float]]) -> Table:
+    table = _table("", *(name.split()[0] for name in names))
+    for name, row in zip(names, matrix, strict=True):
+        table.add_row(Text(name), *(f"{value:.3f}" if math.isfinite(value) else "-" for value in row))
+    return table
+
+
+def _table(*heads: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="left" if place == 0 else "right", overflow="fold")
+    return table
+
+
+def _section(out: Console, title: str, table: Table) -> None:
+    out.print()
+    out.print(title, style="bold cyan")
+    out.print(table)
+
+
+def _percent(share: float) -> str:
+    return "-" if not math.isfinite(share) else f"{100 * share:.2f} %"
+
+
+def _number(value: float) -> str:
+    return "-" if not math.isfinite(value) else f"{value:.4g}"
