@@ -35,7 +35,8 @@ class Conversations:
         # clients send back what they were given, with the fields that were empty
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         key = _beginning(given, tools)
-        prompt = self._renderer.extend(self._turns.get(key, ()), given, tools or None)
+        goes_on = any(message["role"] == "assistant" for message in given)
+        prompt = self._renderer.extend(self._turns.get(key, ()) if goes_on else (), given, tools or None)
         return ChatTalk(self, self._renderer, key, prompt, tools or None)
 
     def remember(self, key: str, turn: Spoken) -> None:

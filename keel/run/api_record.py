@@ -26,6 +26,8 @@ from keel.wire import Finish, Generation
 NoSignal = Literal["drop", "keep"]
 FIELDS = ("token_ids", "prompt_token_ids", "versions", "logprobs", "sampling", "model")
 """What a choice of an exact server carries."""
+COUNTED = ("turns", "sampled_tokens")
+"""Of what a trajectory says of its samples; the rest is about limits, of which there are none here."""
 _LIMITS = EpisodeLimits(tokens=2**62)
 """None: whether a sample fits is the trainer's question, which names it."""
 _FINISH: dict[str, Finish] = {"length": "length", "abort": "cancelled"}
@@ -63,10 +65,12 @@ def batch_of(
     else:
         found = advantages(estimator, rewards, owners)
     flat = {number for number in range(len(groups)) if not _any(found, owners, number)}
-    batch, counts = Batch(), Counter[str]()
+    batch, counts = Batch(), Counter[str](no_signal_tokens=0)
     for episode, owner, advantage in zip(episodes, owners, found.tolist(), strict=True):
-        counts.update(episode.samples.counts)
+        said = episode.samples.counts
+        counts.update({name: said[name] for name in said if name in COUNTED or name.startswith("split_")})
         if owner in flat and no_signal == "drop":
+            counts["no_signal_tokens"] += said["sampled_tokens"]
             continue
         for number, one in enumerate(episode.samples.samples):
             name = f"{episode.where}, sample {number}" if number else episode.where
