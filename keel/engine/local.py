@@ -12,6 +12,7 @@ The engine owns the network that it is given: nobody else may run or change it u
 """
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,6 +27,10 @@ from keel.engine.weights import Load, Weights
 from keel.wire import EngineError, Generation, Health
 
 
+HOPS = 16
+"""Turns of the event loop between two steps in lockstep."""
+
+
 class LocalEngine:
     """Samples from `network`. Implements `keel.wire.Engine`; call it from one event loop."""
 
@@ -37,8 +42,13 @@ class LocalEngine:
         *,
         version: int = 0,
         load: Load | None = None,
+        lockstep: bool = False,
     ) -> None:
-        """`load` reads a folder of weights into a state dict; not given: a Hugging Face folder of this model."""
+        """`load` reads a folder of weights into a state dict; not given: a Hugging Face folder of this model.
+
+        `lockstep`: after each decode step the event loop has its turn before the next one begins, so that which answers
+        are decoded together does not depend on time, in conversations of several turns too.
+        """
         settings = settings or EngineSettings()
         config = network.config.get_text_config()
         self._network, self._tokenizer, self._version = network, tokenizer, version
@@ -52,10 +62,13 @@ class LocalEngine:
         decoder.network = self._weights.live
         self._batch = Batch(decoder, settings.max_batch)
         self._wake = threading.Condition()
+        self._asked: list[Request] = []
+        """In this turn of the event loop."""
         self._inbox: list[Request] = []
         self._orders: deque[tuple[Callable[[], Any], int, Future[None]]] = deque()
         self._closed, self._error = False, ""
-        self._announced = False
+        self._lockstep = lockstep
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._loading = asyncio.Lock()
         self._worker = threading.Thread(target=self._work, name="keel-engine", daemon=True)
         self._worker.start()
@@ -66,13 +79,12 @@ class LocalEngine:
         """An answer. Equal prompts share their computation, so `group` need not be known here."""
         del group
         request = self._request(prompt, sampling)
-        with self._wake:
-            self._need_open()
-            self._inbox.append(request)
-        if not self._announced:
+        self._need_open()
+        self._loop = asyncio.get_running_loop()
+        if not self._asked:
             # at the end of this turn of the event loop: what is asked at once arrives at once
-            self._announced = True
-            asyncio.get_running_loop().call_soon(self._announce)
+            self._loop.call_soon(self._announce)
+        self._asked.append(request)
         # cancelling the call cancels the future, which the worker sees before its next step
         return await asyncio.wrap_future(request.future)
 
@@ -95,7 +107,7 @@ class LocalEngine:
             ready=not self._closed,
             version=self._version,
             running=len(self._batch.rows),
-            waiting=len(self._inbox) + len(self._batch.waiting),
+            waiting=len(self._asked) + len(self._inbox) + len(self._batch.waiting),
             error="closed" if self._closed else self._error,
         )
 
@@ -130,9 +142,14 @@ class LocalEngine:
             raise EngineError("the engine is closed")
 
     def _announce(self) -> None:
-        self._announced = False
+        asked, self._asked = self._asked, []
         with self._wake:
-            self._wake.notify()
+            if not self._closed:
+                self._inbox.extend(asked)
+                self._wake.notify()
+                return
+        for request in asked:
+            request.fail(EngineError("the engine is closed"))
 
     async def _between_steps(self, action: Callable[[], Any], version: int) -> None:
         done: Future[None] = Future()
@@ -149,9 +166,27 @@ class LocalEngine:
             while self._next():
                 self._obey()
                 self._step()
+                if self._lockstep:
+                    self._settle()
         finally:
             # also when the thread dies of something unforeseen: nobody may wait for ever
             self._end()
+
+    def _settle(self) -> None:
+        """Wait until whoever was answered has had the time to ask again."""
+        settled = threading.Event()
+
+        def hop(left: int) -> None:
+            # an answer passes through a few callbacks before the next question is announced
+            if left and self._loop is not None:
+                self._loop.call_soon(hop, left - 1)
+            else:
+                settled.set()
+
+        if self._loop is not None and not self._loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # closed at this very moment: nobody will ask again
+                self._loop.call_soon_threadsafe(hop, HOPS)
+                settled.wait(1.0)
 
     def _next(self) -> bool:
         """Wait for something to do and take what has come; False when closed."""

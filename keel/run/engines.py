@@ -94,7 +94,9 @@ def _local(settings: RunSettings, model: Model) -> LocalEngine:
         return state
 
     read = weights if model.peft is None else None
-    return LocalEngine(own.network, own.tokenizer, settings.engine, load=read)
+    # a synchronous run is the same each time; an asynchronous one need not wait for that
+    lockstep = settings.scheduler.max_off_policy_steps == 0
+    return LocalEngine(own.network, own.tokenizer, settings.engine, load=read, lockstep=lockstep)
 
 
 def _pool(settings: RunSettings) -> Pool:
