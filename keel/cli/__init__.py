@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import keel
-from keel.cli import audit, compare, config, eval, export, objectives, pool, serve, train
+from keel.cli import audit, compare, config, eval, export, lens, objectives, pool, serve, train
 from keel.errors import KeelError
 
 FLAGS = {"objectives": objectives.FLAGS, "config": config.FLAGS, "audit": audit.FLAGS, "train": train.FLAGS}
@@ -58,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     eval.add(subparsers)
     serve.add(subparsers)
     pool.add(subparsers)
+    lens.add(subparsers)
     return parser
 
 

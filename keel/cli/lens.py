@@ -1,0 +1,66 @@
+"""`keel lens` serves the page over run folders, on this machine only; `keel report` writes it as one offline file."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from keel.cli.console import console
+from keel.cli.serve import listen, serve
+from keel.errors import ConfigError
+
+HOST = "127.0.0.1"
+"""The lens has no key and no other address: from another machine it is reached through an ssh tunnel."""
+
+
+def add(subparsers: Any) -> None:
+    """Register both commands."""
+    lens = subparsers.add_parser(
+        "lens",
+        help="watch runs and look at their tokens in a browser",
+        description="Serve a page over a run, or over all runs below a folder: curves, the trust region, and every"
+        " token with what became of it.\nLive while a run goes on, the same after it has ended. On this machine only.",
+        epilog="examples:\n  keel lens runs\n  keel lens runs/first --port 0",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    lens.add_argument("folder", metavar="RUN_OR_FOLDER", type=Path)
+    lens.add_argument("--port", type=int, default=8010, help="port to listen on; 0: a free one (default: 8010)")
+    lens.set_defaults(run=run_lens)
+
+    report = subparsers.add_parser(
+        "report",
+        help="write what the lens shows of a run as one HTML file",
+        description="Write the page of `keel lens` over one run as a file that needs no server and no network."
+        "\nIts size is bounded: all curves, histograms, and a sample of rollouts; it says what was left out.",
+        epilog="examples:\n  keel report runs/first\n  keel report runs/first --out first.html --megabytes 2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    report.add_argument("folder", metavar="RUN", type=Path)
+    report.add_argument("--out", type=Path, help="file to write (default: report.html in the run's folder)")
+    report.add_argument("--megabytes", type=float, default=5.0, metavar="N", help="at most so large (default: 5)")
+    report.set_defaults(run=run_report)
+
+
+def run_lens(args: argparse.Namespace) -> int:
+    """Serve until told to stop."""
+    from keel.lens.server import build_app
+
+    app = build_app(args.folder)
+    with listen(HOST, args.port) as listener:
+        port = listener.getsockname()[1]
+        console().print(f"looking at {args.folder} on http://{HOST}:{port}", soft_wrap=True)
+        serve(app, listener, patience=1)
+    return 0
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Write the file."""
+    from keel.lens.report import SMALLEST, write_report
+
+    if not SMALLEST <= args.megabytes * 1e6 <= 1e9:
+        raise ConfigError(f"--megabytes {args.megabytes:g} must be between {SMALLEST / 1e6:g} and 1000")
+    out = args.out or args.folder / "report.html"
+    size = write_report(args.folder, out, int(args.megabytes * 1e6))
+    console().print(f"{out}: {size / 1e6:.1f} MB", soft_wrap=True)
+    return 0
