@@ -8,7 +8,7 @@ model code is changed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,51 +72,110 @@ class Tails:
         return self.keys[layer], self.values[layer]
 
 
+class Run:
+    """Rows that stand on neighbouring nodes of one shelf, each node with as many places for rows as the fullest has."""
+
+    def __init__(self, nodes: Sequence[Node], rows: Sequence[Sequence[int]], count: int, device: torch.device) -> None:
+        self.shelf, self.first, self.last = nodes[0].shelf, nodes[0].place, nodes[-1].place + 1
+        self.nodes, self.room = len(nodes), max(map(len, rows))
+        # a place that no row has is filled with the node's first row, and what comes of it is never read
+        take = [row for some in rows for row in (*some, *[some[0]] * (self.room - len(some)))]
+        where = [(row, node * self.room + place) for node, some in enumerate(rows) for place, row in enumerate(some)]
+        where.sort()
+        self.every = len(where) == count
+        plain = self.every and take == list(range(count))
+        self.take = None if plain else torch.tensor(take, device=device)
+        self.back = None if plain else torch.tensor([place for _, place in where], device=device)
+        self.rows = torch.tensor([row for row, _ in where], device=device)
+
+    def scores(self, layer: int, query: Tensor) -> Tensor:
+        """Query [n, key heads, rest, D] gives [rows here, key heads, rest, length of the shelf]."""
+        return self._product(query, self.shelf.keys[layer].transpose(2, 3))
+
+    def mixed(self, layer: int, shares: Tensor) -> Tensor:
+        """Shares [n, key heads, rest, length of the shelf] give [rows here, key heads, rest, D]."""
+        return self._product(shares, self.shelf.values[layer])
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        groups, rest = left.shape[1:3]
+        left = left if self.take is None else left.index_select(0, self.take)
+        left = left.reshape(self.nodes, self.room, groups, rest, -1).transpose(1, 2)
+        left = left.reshape(self.nodes * groups, self.room * rest, -1)
+        found = torch.bmm(left, right[self.first : self.last].flatten(0, 1))
+        found = found.view(self.nodes, groups, self.room, rest, -1).transpose(1, 2)
+        found = found.reshape(self.nodes * self.room, groups, rest, -1)
+        return found if self.back is None else found.index_select(0, self.back)
+
+
 class Step:
     """Who attends to what in one forward pass: `nodes` to compute, then the rows at slots 0..n-1.
 
     Row i stands on the prompt that ends at node `leaves[i]` and has `lengths[i]` own tokens stored; its next one is
-    in this pass. Scores have one column for each prompt position, then one for each own token.
+    in this pass. Scores have columns for the nodes of each depth of the tree, as many as the longest shelf there has,
+    then one for each own token.
     """
 
     def __init__(
         self, nodes: Sequence[Node], leaves: Sequence[Node], lengths: Sequence[int], tails: Tails, device: torch.device
     ) -> None:
         self.nodes, self.tails, self.device = nodes, tails, device
-        self.new = sum(len(node) for node in nodes)
         self.count = len(leaves)
         self.own = max(lengths, default=0) + 1
-        self.prompt = max((leaf.end for leaf in leaves), default=0)
         self._masks: dict[int | None, Tensor] = {}
         if not leaves:
             return
         tails.make_room(len(leaves), self.own)
         self.slots = torch.arange(len(leaves), device=device)
         self.places = torch.tensor(lengths, device=device)
-        # rows of one node are neighbours in this order
-        rank = {node: place for place, node in enumerate(dict.fromkeys(one for leaf in leaves for one in leaf.path))}
-        order = sorted(range(len(leaves)), key=lambda row: [rank[node] for node in leaves[row].path])
-        self.order = None if order == list(range(len(leaves))) else torch.tensor(order, device=device)
-        self.back = None if self.order is None else torch.argsort(self.order)
-        self.spans: dict[Node, tuple[int, int]] = {}
-        for place, row in enumerate(order):
-            for node in leaves[row].path:
-                self.spans[node] = self.spans.get(node, (place, 0))[0], place + 1
-        self._ends = torch.tensor([leaves[row].end for row in order], device=device)
-        self._lengths = torch.tensor([lengths[row] for row in order], device=device)
+        self._ends = torch.tensor([leaf.end for leaf in leaves], device=device)
+        self._paths = [leaf.path for leaf in leaves]
+        self.runs: list[tuple[slice, Run]] = []
+        """With the columns of each."""
+        self._depths: list[tuple[int, Tensor, Tensor]] = []
+        """Columns; of each row where its node begins, and how long that is."""
+        self.prompt = 0
+        for depth in range(max(map(len, self._paths))):
+            here = [path[depth] if depth < len(path) else None for path in self._paths]
+            width = max(node.shelf.length for node in here if node)
+            starts = torch.tensor([node.start if node else 0 for node in here], device=device)
+            sizes = torch.tensor([len(node) if node else 0 for node in here], device=device)
+            self._depths.append((width, starts, sizes))
+            for run in _runs(here, device):
+                self.runs.append((slice(self.prompt, self.prompt + run.shelf.length), run))
+            self.prompt += width
 
     def hidden(self, window: int | None) -> Tensor:
-        """[n, columns] what the rows, in order, do not see."""
+        """[n, 1, 1, columns] what the rows do not see."""
         if window not in self._masks:
-            ends, lengths = self._ends[:, None], self._lengths[:, None]
-            prompt = torch.arange(self.prompt, device=self.device)
+            first = None if window is None else (self._ends + self.places - window)[:, None]
+            parts = []
             own = torch.arange(self.own, device=self.device)
-            parts = [prompt >= ends, own > lengths]
-            if window is not None:
-                first = ends + lengths - window  # positions up to this one are out of the window
-                parts = [parts[0] | (prompt <= first), parts[1] | (own + ends <= first)]
-            self._masks[window] = torch.cat(parts, 1)
+            for width, starts, sizes in (*self._depths, (self.own, self._ends, self.places + 1)):
+                place = own if width == self.own else torch.arange(width, device=self.device)
+                part = place >= sizes[:, None]
+                if first is not None:  # positions up to this one are out of the window
+                    part |= starts[:, None] + place <= first
+                parts.append(part)
+            self._masks[window] = torch.cat(parts, 1)[:, None, None]
         return self._masks[window]
+
+
+def _runs(nodes: Sequence[Node | None], device: torch.device) -> Iterator[Run]:
+    """Of the nodes of one depth, one for each row or None."""
+    rows: dict[Node, list[int]] = {}
+    for row, node in enumerate(nodes):
+        if node is not None:
+            rows.setdefault(node, []).append(row)
+    some: list[Node] = []
+    for node in sorted(rows, key=lambda node: (id(node.shelf), node.place)):
+        if some:
+            fullest = max(len(rows[one]) for one in (*some, node))
+            padded, there = fullest * (len(some) + 1), sum(len(rows[one]) for one in (*some, node))
+            if some[-1].shelf is not node.shelf or some[-1].place + 1 != node.place or padded > 2 * there:
+                yield Run(some, [rows[one] for one in some], len(nodes), device)
+                some = []
+        some.append(node)
+    yield Run(some, [rows[one] for one in some], len(nodes), device)
 
 
 def decode_attention(
@@ -142,8 +201,7 @@ def decode_attention(
     first = 0
     for node in decode.nodes:
         here = slice(first, first + len(node))
-        # clones, so that the keys of all other tokens of this step are not kept alive with these
-        node.keys[layer], node.values[layer] = key[:, here].clone(), value[:, here].clone()
+        node.store(layer, key[:, here], value[:, here])
         _prefill(node, layer, query[:, :, here], rule, out[here])
         first += len(node)
     if decode.count:
@@ -157,8 +215,8 @@ class _Rule:
     def __init__(self, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None) -> None:
         self.scale, self.window, self.softcap, self.sinks = scale, window, softcap, sinks
 
-    def shares(self, scores: Tensor, hidden: Tensor) -> Tensor:
-        """Scores [key heads, heads of a key head, queries, keys], of which `hidden` [queries, keys] do not count."""
+    def shares(self, scores: Tensor, hidden: Tensor, first: int) -> Tensor:
+        """Scores have keys last, of which `hidden` do not count, and [key heads, heads of each] from `first` on."""
         scores.mul_(self.scale)
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -166,14 +224,15 @@ class _Rule:
         kind = torch.promote_types(scores.dtype, torch.float32)  # softmax is never taken in half precision
         if self.sinks is None:
             return torch.softmax(scores, -1, dtype=kind).to(scores.dtype)
-        sinks = self.sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(-1, -1, scores.shape[2], -1)
+        heads = [size if first <= place <= first + 1 else 1 for place, size in enumerate(scores.shape)]
+        sinks = self.sinks.to(scores.dtype).view(heads).expand(*scores.shape[:-1], 1)
         return torch.softmax(torch.cat([scores, sinks], -1), -1, dtype=kind)[..., :-1].to(scores.dtype)
 
 
 def _prefill(node: Node, layer: int, query: Tensor, rule: _Rule, out: Tensor) -> None:
     """A piece of prompt, query [key heads, rest, T, D], against the pieces before it and itself."""
-    keys = torch.cat([one.keys[layer] for one in node.path], 1) if node.parent else node.keys[layer]
-    values = torch.cat([one.values[layer] for one in node.path], 1) if node.parent else node.values[layer]
+    keys = torch.cat([one.keys(layer) for one in node.path], 1) if node.parent else node.keys(layer)
+    values = torch.cat([one.values(layer) for one in node.path], 1) if node.parent else node.values(layer)
     groups, rest = query.shape[:2]
     for first in range(0, len(node), QUERIES):
         some = query[:, :, first : first + QUERIES]
@@ -186,7 +245,7 @@ def _prefill(node: Node, layer: int, query: Tensor, rule: _Rule, out: Tensor) ->
         if rule.window is not None:
             hidden |= places <= mine - rule.window
         scores = torch.bmm(some.reshape(groups, -1, query.shape[-1]), keys[:, lowest:end].transpose(1, 2))
-        shares = rule.shares(scores.view(groups, rest, count, -1), hidden)
+        shares = rule.shares(scores.view(groups, rest, count, -1), hidden, 0)
         mixed = torch.bmm(shares.view(groups, rest * count, -1), values[:, lowest:end])
         out[first : first + count] = mixed.view(groups * rest, count, -1).transpose(0, 1)
 
@@ -197,26 +256,25 @@ def _rows(decode: Step, layer: int, query: Tensor, key: Tensor, value: Tensor, r
     keys, values = decode.tails.write(layer, decode.slots, decode.places, key.transpose(0, 1), value.transpose(0, 1))
     keys = keys[:count].flatten(0, 1)[:, : decode.own]
     values = values[:count].flatten(0, 1)[:, : decode.own]
-    own = torch.bmm(query.permute(2, 0, 1, 3).reshape(count * groups, rest, width), keys.transpose(1, 2))
-    own = own.view(count, groups, rest, decode.own)
-    if decode.order is not None:
-        own, query = own.index_select(0, decode.order), query.index_select(2, decode.order)
-    # columns of the prompt that a row does not have are never written: hidden, whatever they hold
-    scores = query.new_empty(groups, rest, count, decode.prompt + decode.own)
-    scores[..., decode.prompt :] = own.permute(1, 2, 0, 3)
-    for node, (first, last) in decode.spans.items():
-        found = torch.bmm(query[:, :, first:last].reshape(groups, -1, width), node.keys[layer].transpose(1, 2))
-        scores[:, :, first:last, node.start : node.end] = found.view(groups, rest, last - first, -1)
-    shares = rule.shares(scores, decode.hidden(rule.window))
-    mixed = query.new_zeros(groups, rest, count, value.shape[-1])
-    for node, (first, last) in decode.spans.items():
-        some = shares[:, :, first:last, node.start : node.end].reshape(groups, -1, len(node))
-        mixed[:, :, first:last] += torch.bmm(some, node.values[layer]).view(groups, rest, last - first, -1)
-    mixed, own = mixed.permute(2, 0, 1, 3), shares[..., decode.prompt :].permute(2, 0, 1, 3)
-    if decode.back is not None:
-        mixed, own = mixed.index_select(0, decode.back), own.index_select(0, decode.back)
-    wrote = torch.bmm(own.reshape(count * groups, rest, decode.own), values).view(count, groups, rest, -1)
-    out.copy_((mixed + wrote).reshape(count, groups * rest, -1))
+    query = query.permute(2, 0, 1, 3)
+    # columns that a row does not have are never written: hidden, whatever they hold
+    scores = query.new_empty(count, groups, rest, decode.prompt + decode.own)
+    own = torch.bmm(query.reshape(count * groups, rest, width), keys.transpose(1, 2))
+    scores[..., decode.prompt :] = own.view(count, groups, rest, decode.own)
+    for columns, run in decode.runs:
+        if run.every:
+            scores[..., columns] = run.scores(layer, query)
+        else:
+            scores[..., columns].index_copy_(0, run.rows, run.scores(layer, query))
+    shares = rule.shares(scores, decode.hidden(rule.window), 1)
+    own = shares[..., decode.prompt :].reshape(count * groups, rest, decode.own)
+    mixed = torch.bmm(own, values).view(count, groups, rest, -1)
+    for columns, run in decode.runs:
+        if run.every:
+            mixed += run.mixed(layer, shares[..., columns])
+        else:
+            mixed.index_add_(0, run.rows, run.mixed(layer, shares[..., columns]))
+    out.copy_(mixed.view(count, groups * rest, -1))
 
 
 AttentionInterface.register(DECODE, decode_attention)

@@ -17,7 +17,7 @@ from torch import Tensor
 from keel.config import Sampling
 from keel.engine.batch import Decoder, Request
 from keel.engine.decode import DECODE, Step, Tails
-from keel.engine.prefix import Ids, Node, Prefixes
+from keel.engine.prefix import Ids, Node, Prefixes, shelve
 from keel.engine.sampler import StopText
 from keel.hook import obstacle
 
@@ -61,13 +61,13 @@ class Together:
         assert leaf is not None
         before = leaf if leaf.end > len(row.prompt) else None
         node = Node((*row.prompt, *row.tokens[:-1]), leaf.parent if before else leaf)
-        for layer in self.tails.keys:
-            for store, target, earlier in (
-                (self.tails.keys, node.keys, before and before.keys),
-                (self.tails.values, node.values, before and before.values),
-            ):
-                parts = [*([earlier[layer]] if earlier else []), store[layer][slot, :, :size]]
-                target[layer] = torch.cat(parts, 1)
+        shelve([node])
+        for layer, own in self.tails.keys.items():
+            key, value = own[slot, :, :size], self.tails.values[layer][slot, :, :size]
+            if before is not None:
+                key = torch.cat([before.keys(layer), key], 1)
+                value = torch.cat([before.values(layer), value], 1)
+            node.store(layer, key, value)
         row.leaf = node
 
     def _forward(self, nodes: Sequence[Node], rows: Sequence[Request]) -> Tensor:

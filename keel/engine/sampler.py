@@ -26,7 +26,7 @@ def draw(logits: Tensor, sampling: Sequence[Sampling], chance: Sequence[float]) 
     heat = [one.temperature or 1.0 for one in sampling]
     if any(value != 1.0 for value in heat):
         scores.div_(torch.tensor(heat, dtype=scores.dtype, device=scores.device)[:, None])
-    top, best = scores.max(-1, keepdim=True)
+    top = scores.amax(-1, keepdim=True)
     shares = scores.sub(top).exp_()
     pad = -shares.shape[1] % BLOCK
     if pad:
@@ -41,7 +41,7 @@ def draw(logits: Tensor, sampling: Sequence[Sampling], chance: Sequence[float]) 
     tokens = _place(blocks, sums, torch.tensor(chance, dtype=torch.float64, device=scores.device))
     greedy = [one.temperature == 0 for one in sampling]
     if any(greedy):
-        tokens = torch.where(torch.tensor(greedy, device=scores.device), best[:, 0], tokens)
+        tokens = torch.where(torch.tensor(greedy, device=scores.device), scores.argmax(-1), tokens)
     tokens = tokens.clamp_(max=scores.shape[1] - 1)
     logprobs = scores.gather(1, tokens[:, None])[:, 0].double() - normaliser
     return tokens.tolist(), logprobs.float().tolist()
