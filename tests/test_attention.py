@@ -1,4 +1,4 @@
-"""Attention by blocks: the dense masked softmax in float64, whatever the tree and however it is cut."""
+"""Attention by tiles and by blocks: the dense masked softmax in float64, whatever the tree and however it is cut."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,9 @@ from policy_strategies import dense_attention, sequences
 from torch import Tensor, nn
 
 from keel.policy import attention as module
+from keel.policy import tiles as tiles_module
 from keel.policy.attention import Layout, cut, tree_attention
+from keel.policy.tiles import tiles
 from keel.policy.tree import Ints, Tree, build_tree
 
 WIDTH = 5
@@ -41,6 +43,7 @@ class Case:
     sinks: bool = False
     scale: float = 0.6
     dtype: torch.dtype = torch.float64
+    value_width: int = WIDTH
 
     def __post_init__(self) -> None:
         chance = torch.Generator().manual_seed(len(self.tree))
@@ -49,9 +52,10 @@ class Case:
             return torch.randn(*size, generator=chance, dtype=torch.float64).to(self.dtype).requires_grad_()
 
         size = len(self.tree)
-        self.states = [normal(1, heads, size, WIDTH) for heads in (self.heads, self.key_heads, self.key_heads)]
+        shapes = [(self.heads, WIDTH), (self.key_heads, WIDTH), (self.key_heads, self.value_width)]
+        self.states = [normal(1, heads, size, width) for heads, width in shapes]
         self.aux = [normal(self.heads)] if self.sinks else []
-        self.outer = normal(1, size, self.heads, WIDTH).detach()
+        self.outer = normal(1, size, self.heads, self.value_width).detach()
 
     def gradients(self, out: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad((out * self.outer).sum(), [*self.states, *self.aux])
@@ -90,10 +94,13 @@ def bushy(size: int = 40, seed: int = 0) -> Tree:
 def small_blocks(patch: pytest.MonkeyPatch, stride: int, longest: int, call: int = 0) -> None:
     for name, value in {"STRIDE": stride, "LONGEST": longest, "CALL_PAIRS": call, "GATHER_PAIRS": 0}.items():
         patch.setattr(module, name, value)
+    patch.setattr(tiles_module, "LONGEST_SQUARE", stride)
+    patch.setattr(tiles_module, "SMALL", longest)
 
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "values of another width": {"value_width": 3},
     "one key head": {"key_heads": 1},
     "a key head each": {"key_heads": 4},
     "window": {"window": 4},
@@ -130,6 +137,24 @@ def test_any_tree_in_any_blocks_is_dense_attention(
         Case(build_tree(found, share=share), **KINDS[kind]).check()
 
 
+@settings(max_examples=50)
+@given(sequences(), st.integers(1, 9), st.integers(1, 9), st.booleans())
+def test_tiles_hold_every_visible_pair_once_and_one_square_for_each_query(
+    found: list[Ints], longest: int, small: int, share: bool
+) -> None:
+    tree = build_tree(found, share=share)
+    with pytest.MonkeyPatch.context() as patch:
+        small_blocks(patch, longest, small)
+        squares, rectangles = tiles(tree, torch.float64)
+    assert [query for tile in squares for query in range(len(tree))[tile.queries]] == list(range(len(tree)))
+    times = torch.zeros(len(tree), len(tree))
+    for tile in squares + rectangles:
+        part = times[tile.queries, tile.keys]
+        hidden = torch.ones_like(part).triu(1).bool() if tile.causal else torch.zeros_like(part).bool()
+        part += ~(hidden if tile.mask is None else tile.mask < 0)
+    assert torch.equal(times, dense_visibility(tree).float())
+
+
 @settings(max_examples=25)
 @given(sequences(), st.integers(1, 9), st.integers(1, 9), st.sampled_from([0, 20, 4000]))
 def test_blocks_tile_the_queries_once_and_hold_every_ancestor(
@@ -160,6 +185,9 @@ def test_work_grows_with_what_is_seen_and_not_with_the_square_of_the_packed_leng
     pairs = sum(block.mask.numel() for block in layout.blocks(None))
     seen = int((tree.positions + 1).sum())
     assert pairs < 2.5 * seen < 0.25 * len(tree) ** 2
+    squares, rectangles = layout.tiles
+    areas = [(one.queries.stop - one.queries.start) * (one.keys.stop - one.keys.start) for one in squares + rectangles]
+    assert sum(areas) < 1.25 * seen
 
 
 def test_keys_out_of_the_window_are_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
 """Attention over a prefix tree, by way of the models' own hook for attention functions.
 
 A model whose attention implementation is set to TREE calls `tree_attention` with the layout that was given to its
-forward as `tree=`. On CPU the tree is cut into blocks of neighbouring queries, each against the keys of its ancestors
-and its own, so that the work grows with what is really attended to and not with the square of the packed length; on
-GPUs the same visibility rule drives flex attention. Grouped heads, sliding windows, soft-capping and attention sinks
-are those of the model. No model code is changed.
+forward as `tree=`. On CPU plain attention goes by tiles (tiles.py); with a window, a soft cap or sinks the tree is cut
+into blocks of neighbouring queries, each against the keys of its ancestors and its own. Either way the work grows with
+what is really attended to and not with the square of the packed length. On GPUs the same visibility rule drives flex
+attention. Grouped heads, windows, caps and sinks are those of the model. No model code is changed.
 """
 
 import math
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
+from keel.policy.tiles import Tile, TileAttention, tiles
 from keel.policy.tree import Ints, Tree
 
 TREE = "keel_tree"
@@ -55,10 +56,17 @@ class Layout:
     def _cuts(self) -> list[tuple[int, int, Ints]]:
         return cut(self.tree)
 
+    @cached_property
+    def tiles(self) -> tuple[list[Tile], list[Tile]]:
+        return tiles(self.tree, self.dtype)
+
+    def binding(self, window: int | None) -> int | None:
+        """The window, or None when no token is so far from another that it hides anything."""
+        return window if window is not None and (self.tree.positions >= window).any() else None
+
     def blocks(self, window: int | None, heads: int = 1) -> list[Block]:
         """The blocks under a window, when so many heads read each key head."""
-        if window is not None and len(self.tree) and window > int(self.tree.positions.max()):
-            window = None
+        window = self.binding(window)
         if (window, heads) not in self._blocks:
             self._blocks[window, heads] = [self._block(*piece, window, heads) for piece in self._cuts]
         return self._blocks[window, heads]
@@ -140,9 +148,14 @@ def tree_attention(
         output, _ = flex_attention_forward(module, query, key, value, mask, scale, softcap, s_aux)
         return output, None
     states = [state[0].to(tree.dtype) for state in (query, key, value)]
+    window = tree.binding(sliding_window)
+    plain = window is None and softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
+    if plain and query.device.type == "cpu":
+        out: Tensor = TileAttention.apply(*states, tree.tiles, scale)  # type: ignore[no-untyped-call]
+        return out[None].to(query.dtype), None
     sinks = query.new_zeros(0) if s_aux is None else s_aux
-    blocks = tree.blocks(sliding_window, query.shape[1] // key.shape[1])
-    out: Tensor = _Blocks.apply(*states, sinks.to(tree.dtype), blocks, scale, softcap)  # type: ignore[no-untyped-call]
+    blocks = tree.blocks(window, query.shape[1] // key.shape[1])
+    out = _Blocks.apply(*states, sinks.to(tree.dtype), blocks, scale, softcap)  # type: ignore[no-untyped-call]
     return out[None].to(query.dtype), None
 
 

@@ -6,8 +6,10 @@ token k is an ancestor of token q, and visible to it, exactly when k <= q < end[
 micro-batch costs, and where the next one starts, follows from the lengths of the shared prefixes alone.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,43 +84,45 @@ def build_tree(sequences: Sequence[Ints], *, share: bool = True) -> Tree:
     return Tree(np.concatenate([np.zeros(0, np.int64), *pieces]), positions, end, tuple(paths))
 
 
-def cost(new: int, shared: int) -> float:
+def cost(new: int | Ints, shared: int | Ints) -> Any:
     """What `new` tokens after `shared` ones cost: each once through the model, and once against each key it sees."""
     return new + ATTENTION_COST * new * (shared + (new + 1) / 2)
 
 
 def micro_batches(sequences: Sequence[Ints], max_tokens: int, *, share: bool = True) -> list[list[int]]:
-    """Sequences dealt into as few trees as fit `max_tokens` each, of costs as equal as their order allows.
+    """Sequences dealt into as few trees as fit `max_tokens` each; then, of least squares of their costs.
 
-    A sequence longer than the budget is for the caller to refuse. Sequences without tokens belong to no micro-batch.
+    So they are of equal cost as far as that does not tear apart what shares much: it would be computed in both. A
+    sequence longer than the budget is for the caller to refuse. Sequences without tokens belong to no micro-batch.
     """
     order = [index for index in sorted_order(sequences) if len(sequences[index])]
-    lengths = [len(sequences[index]) for index in order]
-    common = [0] * len(order)
+    if not order:
+        return []
+    length = np.array([len(sequences[index]) for index in order])
+    common = np.zeros(len(order), np.int64)
     for place in range(1, len(order) if share else 0):
         common[place] = shared_prefix(sequences[order[place - 1]], sequences[order[place]])
-    runs = _cut(lengths, common, max_tokens, float("inf"))
-    low = max((cost(length, 0) for length in lengths), default=0.0)
-    high = max((run_cost for _, _, run_cost in runs), default=0.0)
-    for _ in range(20):
-        middle = (low + high) / 2
-        tried = _cut(lengths, common, max_tokens, middle)
-        if len(tried) <= len(runs):
-            runs, high = tried, middle
-        else:
-            low = middle
-    return [order[first:last] for first, last, _ in runs]
+    bounds = _cut(length, common, max_tokens)
+    return [order[first:last] for first, last in itertools.pairwise(bounds)]
 
 
-def _cut(lengths: list[int], common: list[int], max_tokens: int, max_cost: float) -> list[tuple[int, int, float]]:
-    """Runs of neighbours (first, last, cost), each as long as both limits allow."""
-    runs: list[tuple[int, int, float]] = []
-    first, tokens, spent = 0, 0, 0.0
-    for place, (length, prefix) in enumerate(zip(lengths, common, strict=True)):
-        shared = prefix if place > first else 0
-        added, price = length - shared, cost(length - shared, shared)
-        if place > first and (tokens + added > max_tokens or spent + price > max_cost):
-            runs.append((first, place, spent))
-            first, tokens, spent, added, price = place, 0, 0.0, length, cost(length, 0)
-        tokens, spent = tokens + added, spent + price
-    return [*runs, (first, len(lengths), spent)] if lengths else []
+def _cut(length: Ints, common: Ints, max_tokens: int) -> list[int]:
+    """Where the runs of neighbours begin, and the end of the last."""
+    new = length - common
+    tokens = np.concatenate([[0], np.cumsum(new)])
+    prices = np.concatenate([[0.0], np.cumsum(cost(new, common))])
+    # the first of a run has no neighbour to share with; both sums grow with the number of the first
+    tokens_before, prices_before = tokens[:-1] - common, prices[:-1] - cost(common, 0)
+    count, squares = np.zeros(len(tokens), np.int64), np.zeros(len(tokens))
+    come_from = np.zeros(len(tokens), np.int64)
+    for last in range(1, len(tokens)):
+        lowest = int(np.searchsorted(tokens_before[:last], tokens[last] - max_tokens))
+        first = np.arange(min(lowest, last - 1), last)
+        first = first[count[first] == count[first].min()]
+        total = squares[first] + (prices[last] - prices_before[first]) ** 2
+        best = int(np.argmin(total))
+        come_from[last], squares[last], count[last] = first[best], total[best], count[first[best]] + 1
+    bounds = [len(length)]
+    while bounds[-1]:
+        bounds.append(int(come_from[bounds[-1]]))
+    return bounds[::-1]
