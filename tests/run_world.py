@@ -74,7 +74,11 @@ def loaded(folder: Path, **changes: Any) -> Loaded:
 def go(folder: RunFolder, *, stop_after: int | None = None) -> Watcher:
     """Train to the end, or to a step."""
     watcher = Watcher()
-    run = Run(folder, watcher)
+    try:
+        run = Run(folder, watcher)
+    except BaseException:
+        folder.close()
+        raise
     if stop_after is not None:
         watched = watcher.step
 

@@ -82,17 +82,17 @@ class RunFolder:
         """A run to go on with, by its own settings. Others, by file or overrides, have to be allowed."""
         if not (path / "run.db").is_file():
             raise ConfigError(f"{path} holds no run: there is no run.db in it")
-        lock = _lock(path)
         before = load(path / "config.toml")
         after = load(file or path / "config.toml", overrides)
         changes = difference(before, after)
+        if changes and not allow_changes:
+            raise ConfigError(
+                f"the settings are not those that {path} was started with:\n"
+                + "\n".join(f"  {line}" for line in changes)
+                + "\ngo on with them by --allow-changes, or without by leaving them out"
+            )
+        lock = _lock(path)
         if changes:
-            if not allow_changes:
-                raise ConfigError(
-                    f"the settings are not those that {path} was started with:\n"
-                    + "\n".join(f"  {line}" for line in changes)
-                    + "\ngo on with them by --allow-changes, or without by leaving them out"
-                )
             _write_config(path, after)
         return cls(path, after.settings, lock)
 
@@ -105,7 +105,7 @@ def difference(before: Loaded, after: Loaded) -> list[str]:
     """The settings that differ, as lines with - and +."""
     was, now = ([f"{name} = {value}" for name, value, _ in loaded.rows()] for loaded in (before, after))
     changed = difflib.unified_diff(was, now, n=0, lineterm="")
-    return [line for line in changed if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    return [f"{line[0]} {line[1:]}" for line in changed if line[:1] in "+-" and line[:3] not in ("+++", "---")]
 
 
 def free_name(parent: Path, name: str) -> Path:
