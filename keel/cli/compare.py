@@ -126,7 +126,7 @@ def _compared(args: argparse.Namespace) -> "Report":
         if not comparison.steps:
             raise KeelError(f"{args.run_or_file} has no trainable token with logprobs in the chosen steps")
     found = weights.summary(comparison.names) if weights is not None and weights.steps else None
-    return report_of(comparison, str(args.run_or_file), texts=args.texts, weights=found)
+    return report_of(comparison, recording, texts=args.texts, weights=found)
 
 
 # -- the terminal -----------------------------------------------------------------------------------------------------
@@ -135,13 +135,19 @@ def _compared(args: argparse.Namespace) -> "Report":
 def show(out: Console, report: "Report") -> None:
     """Everything as tables. Names and texts are printed as they are: markup and control characters mean nothing."""
     steps = f"{len(report.steps):,} step{'s' if len(report.steps) > 1 else ''}"
-    out.print(f"{report.source}: {steps}, {report.sequences:,} sequences, {report.tokens:,} trainable tokens")
+    groups = f"{report.groups:,} groups, " if report.groups else ""
+    out.print(f"{report.source}: {steps}, {groups}{report.sequences:,} sequences, {report.tokens:,} trainable tokens")
     for why, count in report.left_out.items():
         out.print(f"left out: {count:,} sequences {why}", style="dim")
     for name, why in report.refused.items():
         out.print(Text(f"{name} was refused: {why}", "yellow"))
     names = [f"{place} {name}" for place, name in enumerate(report.names, start=1)]
     _section(out, "what each keeps", _overview(names, report.objectives))
+    out.print(
+        "of |A|: share of the advantage, in size, that dropped tokens carry; sequences: of which nothing trains;\n"
+        "ess: effective sample size; norm: of the gradient by log-prob; rests on: share of the tokens it comes from",
+        style="dim",
+    )
     _section(out, "loss by term, mean over steps", _terms(report.objectives))
     if any(row.gates for row in report.objectives):
         _section(out, "dropped by gate", _gates(report.objectives))

@@ -69,8 +69,10 @@ class Keys:
     def count(self, chosen: Array | None = None) -> Counter[str]:
         """How many tokens, or how many of the chosen ones, there are under each label."""
         codes = self.codes if chosen is None else self.codes[chosen]
-        counts = np.bincount(codes, minlength=len(self.labels))
-        return Counter({self.labels[place]: int(counts[place]) for place in np.flatnonzero(counts)})
+        counts, found = np.bincount(codes, minlength=len(self.labels)), Counter[str]()
+        for place in np.flatnonzero(counts).tolist():
+            found[self.labels[place]] += int(counts[place])  # two long texts may be shown alike
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +85,6 @@ class Step:
     """By "position", "advantage" and, where recorded, "staleness" and "text"."""
     rows: pa.Table
     """The sequences they come from, prompts included."""
-    left_out: Counter[str]
-    """Sequences of the step that were not evaluated, by why."""
 
 
 def check_columns(names: list[str], where: str) -> None:
@@ -98,9 +98,8 @@ def check_columns(names: list[str], where: str) -> None:
         raise KeelError("\n".join([*lines, f"it has {', '.join(names) or 'no columns'}"]))
 
 
-def step_of(number: int, table: pa.Table, where: str) -> Step | None:
-    """The rows of a step as tokens; None when no row has any that trained."""
-    rows, left_out = _used(table)
+def step_of(number: int, rows: pa.Table, where: str) -> Step | None:
+    """The rows of a step as tokens; None when no row has any that trains."""
     reader = _Reader(rows, f"{where}, step {number}")
     trainable = reader.tokens("trainable").astype(bool)
     if not trainable.any():
@@ -128,10 +127,10 @@ def step_of(number: int, table: pa.Table, where: str) -> Step | None:
         trainer_version=version,
         **tensors,
     )
-    return Step(number, batch, _keys(batch, row, reader, trainable), rows, left_out)
+    return Step(number, batch, _keys(batch, row, reader, trainable), rows)
 
 
-def _used(table: pa.Table) -> tuple[pa.Table, Counter[str]]:
+def used(table: pa.Table) -> tuple[pa.Table, Counter[str]]:
     """The rows that were trained on and have log-probs, and how many others there are."""
     left_out: Counter[str] = Counter()
     size = len(table)
@@ -176,10 +175,7 @@ class _Reader:
         if not is_list(column.type):
             values = self._numbers(name, column)
             return np.repeat(values, self.lengths)
-        lengths = self._lengths(name)
-        if (lengths != self.lengths).any():
-            row = int(np.flatnonzero(lengths != self.lengths)[0])
-            self._refuse(name, row, f"has {lengths[row]} values, and trainable has {self.lengths[row]}")
+        self._check_lengths(name)
         return self._numbers(name, column.flatten())
 
     def _numbers(self, name: str, values: pa.Array) -> Array:
@@ -194,7 +190,7 @@ class _Reader:
     def texts(self, trainable: Array) -> Keys | None:
         """The texts of the trainable tokens, or their ids where there are no texts."""
         if self.has("pieces"):
-            self.tokens_match("pieces")
+            self._check_lengths("pieces")
             words = self._column("pieces").flatten().fill_null(b"").filter(pa.array(trainable)).dictionary_encode()
             labels = [quoted(raw) for raw in words.dictionary.to_pylist()]
             return Keys(words.indices.to_numpy().astype(np.int64), labels)
@@ -203,7 +199,7 @@ class _Reader:
             return Keys(codes, [f"id {token}" for token in ids.tolist()])
         return None
 
-    def tokens_match(self, name: str) -> None:
+    def _check_lengths(self, name: str) -> None:
         lengths = self._lengths(name)
         if (lengths != self.lengths).any():
             row = int(np.flatnonzero(lengths != self.lengths)[0])

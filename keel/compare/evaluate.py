@@ -67,7 +67,6 @@ class Comparison:
         self.sequences = 0
         self.seen: dict[str, Counter[str]] = {}
         """All trainable tokens by position, staleness, advantage and text."""
-        self.left_out: Counter[str] = Counter()
 
     def add(self, step: Step) -> Compared:
         """Evaluate every objective on one more step. Refused when none can be."""
@@ -107,7 +106,6 @@ class Comparison:
         self.steps.append(step.number)
         self.sequences += len(torch.unique(step.batch.sequence))
         self.groups += 0 if step.batch.group is None else len(torch.unique(step.batch.group))
-        self.left_out.update(step.left_out)
         for kind, keys in step.keys.items():
             self.seen.setdefault(kind, Counter()).update(keys.count())
         places = np.ix_(self.places(), self.places())

@@ -19,14 +19,14 @@ h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem } h3 { fon
 .wide { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { border-bottom: 1px solid var(--line); padding: .2rem .6rem; text-align: right; white-space: nowrap }
 th:first-child, td:first-child { text-align: left } td.text { font-family: ui-monospace, monospace; white-space: pre }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1rem }
-figure { margin: 0 } figcaption { font-weight: 600 } svg text { fill: currentColor; font-size: 12px }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem }
+figure { margin: 0 } figcaption { font-weight: 600 } svg text { fill: currentColor; font-size: 13px }
 .grid { stroke: var(--line) } .key { margin-right: 1.2rem; white-space: nowrap } .key svg { margin-right: .3rem }
 .none, .note { color: var(--dim) }
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
-_COLUMNS = ("objective", "dropped", "of advantage", "sequences", "of them touched", "clipped", "sample size")
+_COLUMNS = ("objective", "dropped", "of advantage", "sequences", "touched", "clipped", "sample size")
 _COLUMNS_LOSS = ("loss", "gradient norm", "gradient on")
 
 
@@ -38,8 +38,9 @@ def page(report: Report) -> str:
         "<h2>What each keeps</h2>",
         _table((*_COLUMNS, *_COLUMNS_LOSS), (_cells(row) for row in report.objectives)),
         '<p class="note">Dropped: share of the trainable tokens that a gate refused, and of the size of all advantage.'
-        " Sequences: those of which nothing trains. Sample size: effective, as a share of the tokens. Loss and"
-        " gradient norm: mean over steps, by log-prob. Gradient on: share of the tokens it in effect rests on.</p>",
+        " Sequences: those of which nothing trains. Touched: those with a dropped token. Sample size: effective, as a"
+        " share of the tokens. Loss and gradient norm: mean over steps, by log-prob. Gradient on: share of the tokens"
+        " it in effect rests on.</p>",
         _charts(report),
         "<h2>Cosine of the gradients by log-prob</h2>",
         _matrix(report.names, report.cosine),

@@ -12,6 +12,7 @@ import numpy as np
 
 from keel.compare.evaluate import Comparison, Moment
 from keel.compare.tally import Array, Tally
+from keel.compare.tokens import Recording
 
 KINDS = ("position", "staleness", "advantage")
 """How dropped tokens are split, beside by text."""
@@ -123,17 +124,19 @@ class Report:
         return cleaned
 
 
-def report_of(comparison: Comparison, source: str, *, texts: int = 10, weights: Weights | None = None) -> Report:
+def report_of(
+    comparison: Comparison, recording: Recording, *, texts: int = 10, weights: Weights | None = None
+) -> Report:
     """The numbers of a comparison; the `texts` most dropped token texts of each objective."""
     places = np.ix_(comparison.places(), comparison.places())
     pairs = comparison.pairs
     return Report(
-        source=source,
+        source=str(recording.path),
         steps=comparison.steps,
         tokens=comparison.seen.get("advantage", Counter()).total(),
         sequences=comparison.sequences,
         groups=comparison.groups,
-        left_out=dict(comparison.left_out),
+        left_out=dict(recording.left_out),
         refused=dict(comparison.refused),
         objectives=[_row(name, comparison, texts) for name in comparison.names],
         cosine=_rows(pairs.cosine[places]),

@@ -6,6 +6,7 @@ of them. Rows of a step stand together; the memory needed is that of the largest
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from keel.compare.columns import COLUMNS, Step, check_columns, is_list, step_of
+from keel.compare.columns import COLUMNS, Step, check_columns, is_list, step_of, used
 from keel.errors import KeelError
 
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
@@ -48,6 +49,8 @@ class Recording:
 
     def __init__(self, path: Path, chosen: Ranges | None = None) -> None:
         self.path, self.chosen = path, chosen
+        self.left_out: Counter[str] = Counter()
+        """Sequences of the steps read so far that cannot be evaluated, by why."""
         if path.is_dir():
             self._files = _step_files(path)
         elif not path.is_file():
@@ -63,7 +66,9 @@ class Recording:
         """Each chosen step that has a trainable token with log-probs."""
         found: list[int] = []
         for number, table in self._tables(None):
-            step = step_of(number, table, str(self.path))
+            rows, left_out = used(table)
+            self.left_out.update(left_out)
+            step = step_of(number, rows, str(self.path))
             found.append(number)
             if step is not None:
                 yield step
@@ -217,7 +222,8 @@ def _json_table(rows: list[dict[str, Any]], path: Path) -> pa.Table:
         elif name == "group":
             values = [None if value is None else str(value) for value in values]
         try:
-            columns[name] = pa.array(values, kind)
+            # masks of 0 and 1 are cast later: as booleans they are not taken
+            columns[name] = pa.array(values) if name == "trainable" else pa.array(values, kind)
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise KeelError(f"{path}: {name} cannot be read as {kind}: {error} ({column.meaning})") from error
     return canonical(pa.table(columns), path)
