@@ -54,7 +54,7 @@ class Run:
         self.arenas = arenas(settings)
         self.objective = make_objective(settings.objective.table)
         self.checkpoints = Checkpoints(folder.checkpoints, settings.checkpoints)
-        self.step = self.version = 0
+        self.step = self.version = self._saved = 0
         self._stopping = False
         self._pieces: dict[int, str] = {}
         self._moving = MovingBaseline() if settings.advantages.name == "moving_baseline" else None
@@ -180,8 +180,9 @@ class Run:
 
     def _save(self) -> None:
         """A checkpoint of the committed step, unless there is one; and the numbers so far as a table."""
-        if self.step not in self.checkpoints.steps() and self.step:
+        if self.step != self._saved:
             self.trainer.save(self.checkpoints, self.step, {"version": self.version})
+            self._saved = self.step
         rows = [{"step": row.step, **row.numbers} for row in self.ledger.steps()]
         if rows:
             with replace_file(self.folder.metrics) as temporary:
@@ -236,7 +237,7 @@ class Run:
         if saved:
             self.version = int(self.trainer.load(self.checkpoints, saved)["version"])
         self._replay(saved)
-        self.step = last
+        self.step, self._saved = last, saved
 
     def _reference(self) -> None:
         """The frozen policies; the base model where none is named."""
