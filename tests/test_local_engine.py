@@ -195,8 +195,8 @@ def test_what_prompts_have_in_common_is_computed_once() -> None:
     assert decoder.computed == [len(distinct)]
 
 
-def test_a_prompt_is_dropped_with_its_last_request() -> None:
-    decoder = counting(tiny())
+def test_a_prompt_that_is_not_kept_is_dropped_with_its_last_request() -> None:
+    decoder = counting(tiny(), keep=0)
     batch = Batch(decoder, 8)
     for _ in range(2):
         batch.waiting.append(request(PROMPTS[0], max_tokens=1))
@@ -206,7 +206,7 @@ def test_a_prompt_is_dropped_with_its_last_request() -> None:
     assert decoder.computed == [len(PROMPTS[0])] * 2
 
 
-def counting(model: Model) -> Any:
+def counting(model: Model, **options: Any) -> Any:
     """A decoder that notes how many tokens each forward pass had."""
 
     class Counting(Together):
@@ -217,7 +217,7 @@ def counting(model: Model) -> Any:
             return super()._forward(nodes, rows)
 
     choose(model.network, "tiny")
-    decoder = Counting(model.network)
+    decoder = Counting(model.network, **options)
     decoder.computed = []
     return decoder
 

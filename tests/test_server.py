@@ -28,7 +28,6 @@ from keel.engine.guard import is_loopback
 from keel.engine.local import LocalEngine
 from keel.engine.requests import NEUTRAL, ChatRequest, CompletionRequest, Limits
 from keel.engine.server import build_app
-from keel.engine.streaming import StreamingLocalEngine
 from keel.errors import ConfigError
 from keel.policy import load_model
 from keel.wire import EngineError, Generation
@@ -607,7 +606,7 @@ def test_the_server_gives_what_the_local_engine_gives_whole_and_token_by_token()
         return answer
 
     expected = asyncio.run(direct())
-    engine = StreamingLocalEngine(model.network, model.tokenizer, EngineSettings(max_batch=4))
+    engine = LocalEngine(model.network, model.tokenizer, EngineSettings(max_batch=4))
     with serving(build_app(engine, model.tokenizer, model="tiny")) as url:
         body = {"prompt": prompt, "max_tokens": 60, "seed": 5, "logprobs": 0, "return_token_ids": True}
         choice = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]
@@ -627,7 +626,7 @@ def test_the_server_gives_what_the_local_engine_gives_whole_and_token_by_token()
 
 def test_leaving_a_stream_of_the_local_engine_frees_its_row() -> None:
     model = load_model(ModelSettings(name="tiny"))
-    engine = StreamingLocalEngine(model.network, model.tokenizer, EngineSettings(max_batch=4))
+    engine = LocalEngine(model.network, model.tokenizer, EngineSettings(max_batch=4))
     with serving(build_app(engine, model.tokenizer, model="tiny", limits=Limits(max_tokens=2000))) as url:
         body = {"prompt": "1 or 2?", "stream": True, "max_tokens": 2000, "n": 4, "seed": 1}
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:

@@ -88,9 +88,9 @@ def build(args: argparse.Namespace, key: str | None) -> Any:
 
     from keel.config import EngineSettings, ModelSettings
     from keel.config.settings import explain
+    from keel.engine.local import LocalEngine
     from keel.engine.requests import Limits
     from keel.engine.server import build_app
-    from keel.engine.streaming import StreamingLocalEngine
     from keel.policy import load_model
 
     for name in ("max_requests", "max_tokens"):
@@ -103,7 +103,7 @@ def build(args: argparse.Namespace, key: str | None) -> Any:
         raise explain(error) from None
     model = load_model(wanted)
     return build_app(
-        StreamingLocalEngine(model.network, model.tokenizer, settings),
+        LocalEngine(model.network, model.tokenizer, settings),
         model.tokenizer,
         model=args.name or args.model,
         api_key=key,

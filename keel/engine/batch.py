@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from keel.config import Sampling
+from keel.engine.fuse import Fused
 from keel.engine.prefix import Ids, Node
 from keel.engine.sampler import StopText, draw
 from keel.wire import EngineError, Finish, Generation
@@ -39,6 +40,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    heard: Callable[[], None] | None = None
+    """Called after each token but the last."""
     leaf: Node | None = None
     """Where its prompt ends, while that is computed and kept; later also where the older part of a long answer ends."""
 
@@ -58,7 +61,11 @@ class Request:
         self.versions.append(version)
         if token in self.stops or self.text.found(self.tokens):
             return "stop"
-        return "length" if len(self.tokens) >= self.room else None
+        if len(self.tokens) >= self.room:
+            return "length"
+        if self.heard is not None:
+            self.heard()
+        return None
 
     def finish(self, why: Finish) -> None:
         if self.future.set_running_or_notify_cancel():
@@ -82,6 +89,8 @@ class Decoder(Protocol):
 
     network: Any
     """What is run; another one after int8 layers were made anew."""
+    fused: Fused | None
+    """Layers of the network that are computed as one."""
 
     def known(self, prompt: Ids) -> Node | None:
         """Where the prompt ends, if it need not be computed."""
@@ -94,6 +103,9 @@ class Decoder(Protocol):
 
     def clear(self, number: int) -> None:
         """The row with this number held what must not be seen again."""
+
+    def keep(self, number: int, row: Request) -> None:
+        """The row is finished: what it has computed may be the beginning of a prompt to come."""
 
     def forget(self) -> None:
         """The weights have changed, or a step failed: compute new prompts anew."""
@@ -132,6 +144,7 @@ class Batch:
                 continue
             why = row.add(token, logprob, version)
             if why is not None:
+                self.decoder.keep(number, row)
                 self._remove(number)
                 row.finish(why)
 

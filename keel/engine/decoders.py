@@ -17,7 +17,8 @@ from torch import Tensor
 from keel.config import Sampling
 from keel.engine.batch import Decoder, Request
 from keel.engine.decode import DECODE, Step, Tails
-from keel.engine.prefix import Ids, Node, Prefixes, shelve
+from keel.engine.fuse import Fused
+from keel.engine.prefix import KEEP, Ids, Node, Prefixes, shelve
 from keel.engine.sampler import StopText
 from keel.hook import obstacle
 
@@ -25,6 +26,8 @@ log = logging.getLogger("keel")
 
 TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.02}
 """How far log-probs of the probe may be from the model's own, in the mean; elsewhere 1e-4."""
+DEEP = 8
+"""Pieces that a kept beginning may have; above, they are put together, for each costs a product of its own."""
 SPILL = 512
 """Own tokens that are stored beside those of other rows, all with room for the longest. The rest of a long answer gets
 room of its own: one long answer must not reserve as much for every other."""
@@ -34,9 +37,10 @@ _OBSTACLES = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, Ind
 class Together:
     """All rows of a step, and the prompts of new ones, in one forward pass."""
 
-    def __init__(self, network: Any) -> None:
+    def __init__(self, network: Any, keep: int = KEEP) -> None:
         self.network = network
-        self.prefixes, self.tails = Prefixes(), Tails()
+        self.prefixes, self.tails = Prefixes(keep), Tails()
+        self.fused: Fused | None = None
 
     def known(self, prompt: Ids) -> Node | None:
         return self.prefixes.get(prompt)
@@ -59,16 +63,33 @@ class Together:
         """Move what the row has stored into a node of its own, one for all that it has spilled."""
         leaf, size = row.leaf, row.stored
         assert leaf is not None
-        before = leaf if leaf.end > len(row.prompt) else None
-        node = Node((*row.prompt, *row.tokens[:-1]), leaf.parent if before else leaf)
+        spilled = leaf.end > len(row.prompt)
+        row.leaf = self._extended(slot, row, size, [leaf] if spilled else [])
+
+    def _extended(self, slot: int, row: Request, size: int, before: list[Node]) -> Node:
+        """A node with what the nodes `before`, the last of the row's path, hold and the row has stored."""
+        parent = before[0].parent if before else row.leaf
+        node = Node((*row.prompt, *row.tokens[:-1]), parent)
         shelve([node])
         for layer, own in self.tails.keys.items():
             key, value = own[slot, :, :size], self.tails.values[layer][slot, :, :size]
-            if before is not None:
-                key = torch.cat([before.keys(layer), key], 1)
-                value = torch.cat([before.values(layer), value], 1)
+            if before:
+                key = torch.cat([*(one.keys(layer) for one in before), key], 1)
+                value = torch.cat([*(one.values(layer) for one in before), value], 1)
             node.store(layer, key, value)
-        row.leaf = node
+        return node
+
+    @torch.inference_mode()
+    def keep(self, number: int, row: Request) -> None:
+        leaf, size = row.leaf, row.stored
+        prompt = self.prefixes.get(row.prompt)
+        # a prompt that cannot be found was computed by other weights, and so may be what stands on it
+        if leaf is None or prompt is None or prompt not in (leaf, leaf.parent) or not self.prefixes.kept.limit:
+            return
+        if size:
+            found = self.prefixes.get((*row.prompt, *row.tokens[:-1]))
+            leaf = found or self._extended(number, row, size, leaf.path if leaf.depth >= DEEP else [])
+        self.prefixes.keep(leaf)
 
     def _forward(self, nodes: Sequence[Node], rows: Sequence[Request]) -> Tensor:
         """[rows, V]; the nodes get theirs."""
@@ -112,6 +133,7 @@ class Alone:
 
     def __init__(self, network: Any) -> None:
         self.network = network
+        self.fused: Fused | None = None
 
     def known(self, _prompt: Ids) -> Node | None:
         return None
@@ -126,6 +148,9 @@ class Alone:
     def clear(self, number: int) -> None:
         """Nothing is kept."""
 
+    def keep(self, number: int, row: Request) -> None:
+        """Nothing is kept."""
+
     def forget(self) -> None:
         """Nothing is kept."""
 
@@ -134,20 +159,38 @@ def choose(network: Any, name: str) -> Decoder:
     """Together if that gives the model's own log-probs, else Alone. Sets the network's attention accordingly."""
     reason = obstacle(network)
     if reason is None:
-        off: float | None = None
-        try:
-            off = _probe(network)
-        except _OBSTACLES as error:
-            reason = f"its code does not take a batch: {error}"
-        if off is not None:
-            if off <= TOLERANCE.get(network.dtype, 1e-4):
-                network.set_attn_implementation(DECODE)
-                return Together(network)
-            reason = f"log-probs of a probe differ by {off:.2g}"
+        fused = _fuse(network)
+        reason = _differs(network)
+        if reason is not None and fused is not None:
+            fused.undo()
+            fused, reason = None, _differs(network)
+        if reason is None:
+            network.set_attn_implementation(DECODE)
+            decoder = Together(network)
+            decoder.fused = fused
+            return decoder
     if getattr(network.config.get_text_config(), "attn_logit_softcapping", None):
         network.set_attn_implementation("eager")  # the usual kernels leave the cap out
     log.warning("%s: answers are decoded one at a time, from the beginning for each token: %s", name, reason)
     return Alone(network)
+
+
+@torch.inference_mode(False)
+def _fuse(network: Any) -> Fused | None:
+    with torch.no_grad():
+        try:
+            return Fused(network, lambda: own_logits(network, [0, 1]))
+        except _OBSTACLES:
+            return None  # the probe says what the obstacle is
+
+
+def _differs(network: Any) -> str | None:
+    """Why the network cannot be decoded together."""
+    try:
+        off = _probe(network)
+    except _OBSTACLES as error:
+        return f"its code does not take a batch: {error}"
+    return None if off <= TOLERANCE.get(network.dtype, 1e-4) else f"log-probs of a probe differ by {off:.2g}"
 
 
 def own_logits(network: Any, ids: Sequence[int]) -> Tensor:

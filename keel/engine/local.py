@@ -1,7 +1,8 @@
 """The engine in this process: continuous batching on a transformers model, exact to the trainer's log-probs.
 
 Decoding runs in one worker thread and the event loop stays free. Requests join between two decode steps and leave the
-moment they end; prompts, and long beginnings that prompts have in common, are computed and kept once. Guarantees: a
+moment they end; prompts, and long beginnings that prompts have in common, are computed once, and what an answer has
+come to is kept for a while, so that the next turn of a conversation computes only what is new. Guarantees: a
 token's log-prob is that of a full forward pass in float32 to rounding; what a seed gives depends on no other request
 (to rounding; with int8 activations are scaled over the whole step, and neither holds); each token carries the version
 whose weights computed its logits; a version is advanced after its weights are live. New weights reach requests in
@@ -15,17 +16,18 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from keel.config import EngineSettings, Sampling
+from keel.engine.answers import Piece
 from keel.engine.batch import Batch, Request
 from keel.engine.decoders import choose
 from keel.engine.sampler import StopText
 from keel.engine.weights import Load, Weights
 from keel.wire import EngineError, Generation, Health
-
 
 HOPS = 16
 """Turns of the event loop between two steps in lockstep."""
@@ -58,7 +60,7 @@ class LocalEngine:
         self._limit: int | None = getattr(config, "max_position_embeddings", None)
         self._ends = _ends(network, tokenizer)
         decoder = choose(network, type(network).__name__)
-        self._weights = Weights(network, int8=settings.int8, load=load)
+        self._weights = Weights(network, int8=settings.int8, load=load, fused=decoder.fused)
         decoder.network = self._weights.live
         self._batch = Batch(decoder, settings.max_batch)
         self._wake = threading.Condition()
@@ -78,15 +80,38 @@ class LocalEngine:
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None) -> Generation:
         """An answer. Equal prompts share their computation, so `group` need not be known here."""
         del group
+        return await self._submit(self._request(prompt, sampling))
+
+    async def stream(
+        self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None
+    ) -> AsyncIterator[Piece]:
+        """As `generate`, in pieces as they are sampled, which joined are what it gives; closing it frees the row."""
+        del group
         request = self._request(prompt, sampling)
-        self._need_open()
-        self._loop = asyncio.get_running_loop()
-        if not self._asked:
-            # at the end of this turn of the event loop: what is asked at once arrives at once
-            self._loop.call_soon(self._announce)
-        self._asked.append(request)
-        # cancelling the call cancels the future, which the worker sees before its next step
-        return await asyncio.wrap_future(request.future)
+        more = asyncio.Event()
+        request.heard = partial(_tell, asyncio.get_running_loop(), more)
+        answer = self._submit(request)
+        answer.add_done_callback(lambda _: more.set())
+        sent = 0
+        try:
+            while not answer.done():
+                await more.wait()
+                more.clear()
+                # the list that a token is added to last: what is counted there is in the others too
+                part = slice(sent, len(request.versions))
+                if part.stop > sent and not answer.done():
+                    sent = part.stop
+                    yield Piece(
+                        tuple(request.tokens[part]), tuple(request.logprobs[part]), tuple(request.versions[part])
+                    )
+            whole = answer.result()
+            yield Piece(whole.token_ids[sent:], whole.logprobs[sent:], whole.versions[sent:], whole.finish)
+        finally:
+            answer.cancel()
+
+    async def forget_prompts(self) -> None:
+        """Compute prompts anew from here on, as after new weights."""
+        await self._between_steps(lambda: self._weights.live, self._version)
 
     async def load_weights(self, folder: str, version: int) -> None:
         self._need_open()
@@ -136,6 +161,16 @@ class LocalEngine:
             room = min(room, self._limit - len(ids))
         stops = self._ends | frozenset(sampling.stop_token_ids)
         return Request(ids, sampling, stops, StopText(self._tokenizer, sampling.stop), room)
+
+    def _submit(self, request: Request) -> asyncio.Future[Generation]:
+        self._need_open()
+        self._loop = asyncio.get_running_loop()
+        if not self._asked:
+            # at the end of this turn of the event loop: what is asked at once arrives at once
+            self._loop.call_soon(self._announce)
+        self._asked.append(request)
+        # cancelling it cancels the request's future, which the worker sees before its next step
+        return asyncio.wrap_future(request.future)
 
     def _need_open(self) -> None:
         if self._closed:
@@ -237,8 +272,16 @@ class LocalEngine:
             done = self._orders.popleft()[2]
             if done.set_running_or_notify_cancel():
                 done.set_exception(EngineError("the engine is closed"))
+        if self._batch.decoder.fused is not None:
+            self._batch.decoder.fused.undo()
         if self._network.config._attn_implementation != self._attention:
             self._network.set_attn_implementation(self._attention)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, more: asyncio.Event) -> None:
+    """From the worker, that there is a token. Whoever listened may be gone with the loop."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(more.set)
 
 
 def _ends(network: Any, tokenizer: Any) -> frozenset[int]:

@@ -2,9 +2,11 @@
 
 A `Node` is a piece of prompt. Its keys and values are never copied for a sample, and they are dropped when the last
 request that stands on it, or on a node that was computed beside it (a `Shelf`), is gone. Nodes belong to one set of
-weights: after new ones are loaded `forget` makes the old nodes unfindable, while requests in flight keep theirs.
+weights: after new ones are loaded `forget` makes the old nodes unfindable, while requests in flight keep theirs. What
+answers have come to is kept for a while after them, up to a number of bytes, for the next turn of a conversation.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from weakref import WeakValueDictionary
@@ -13,6 +15,9 @@ from torch import Tensor
 
 SHARED = 16
 """A beginning shorter than this is not worth a node of its own."""
+
+KEEP = 512 * 2**20
+"""Bytes of keys and values that are kept for requests which may come."""
 
 Ids = tuple[int, ...]
 
@@ -27,6 +32,10 @@ class Shelf:
         self.values: dict[int, Tensor] = {}
         for place, node in enumerate(nodes):
             node.shelf, node.place = self, place
+
+    @property
+    def bytes(self) -> int:
+        return sum(one.nbytes for store in (self.keys, self.values) for one in store.values())
 
 
 class Node:
@@ -84,11 +93,39 @@ def shelve(nodes: Sequence[Node]) -> None:
         Shelf(some)
 
 
-class Prefixes:
-    """The nodes that are in use and were computed by the weights that are live."""
+class Kept:
+    """Holds nodes that nobody uses, and those they stand on, until they take too many bytes; the oldest go first."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self.limit, self.bytes = limit, 0
+        self._nodes: dict[Ids, Node] = {}
+        self._users: Counter[Shelf] = Counter()
+
+    def add(self, node: Node) -> None:
+        """Also when it is used again: it is the youngest then."""
+        self._drop(node.ids)
+        self._nodes[node.ids] = node
+        for one in node.path:
+            self.bytes += 0 if self._users[one.shelf] else one.shelf.bytes
+            self._users[one.shelf] += 1
+        while self.bytes > self.limit:
+            self._drop(next(iter(self._nodes)))
+
+    def _drop(self, ids: Ids) -> None:
+        node = self._nodes.pop(ids, None)
+        for one in node.path if node else ():
+            self._users[one.shelf] -= 1
+            if not self._users[one.shelf]:
+                del self._users[one.shelf]
+                self.bytes -= one.shelf.bytes
+
+
+class Prefixes:
+    """The nodes that are in use or kept, and were computed by the weights that are live."""
+
+    def __init__(self, keep: int = KEEP) -> None:
         self._nodes: WeakValueDictionary[Ids, Node] = WeakValueDictionary()
+        self.kept = Kept(keep)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -96,6 +133,12 @@ class Prefixes:
     def forget(self) -> None:
         """New requests compute their prompts anew."""
         self._nodes = WeakValueDictionary()
+        self.kept = Kept(self.kept.limit)
+
+    def keep(self, node: Node) -> None:
+        """A node that is computed, and stands on such as are here: for a while, whether or not somebody uses it."""
+        self._nodes[node.ids] = node
+        self.kept.add(node)
 
     def get(self, prompt: Ids) -> Node | None:
         return self._nodes.get(prompt)
@@ -103,22 +146,22 @@ class Prefixes:
     def grow(self, prompts: Iterable[Ids]) -> list[Node]:
         """New nodes so that each prompt ends at one, parents first. They must be computed before anything else."""
         missing = sorted({prompt for prompt in prompts if prompt not in self._nodes})
-        known = list(self._nodes.values())
+        ends = sorted({node.end for node in self._nodes.values() if node.end >= SHARED}, reverse=True)
         new: list[Node] = []
-        below = [(self._below(prompt, known), prompt) for prompt in missing]
+        below = [(self._below(prompt, ends), prompt) for prompt in missing]
         for parent in dict.fromkeys(node for node, _ in below):
             self._split([prompt for node, prompt in below if node is parent], parent, new)
         shelve(new)
         self._nodes.update({node.ids: node for node in new})
         return new
 
-    def _below(self, prompt: Ids, known: Sequence[Node]) -> Node | None:
+    def _below(self, prompt: Ids, ends: Sequence[int]) -> Node | None:
         """The longest node that the prompt begins with."""
-        best: Node | None = None
-        for node in known:
-            if (best.end if best else SHARED - 1) < node.end < len(prompt) and prompt[: node.end] == node.ids:
-                best = node
-        return best
+        for end in ends:
+            node = self._nodes.get(prompt[:end]) if end < len(prompt) else None
+            if node is not None:
+                return node
+        return None
 
     def _split(self, prompts: list[Ids], parent: Node | None, new: list[Node]) -> None:
         """Nodes for these prompts, sorted and distinct, which all begin with the parent's ids."""

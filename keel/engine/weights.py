@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.ao.nn.quantized import dynamic
 from transformers.utils import logging as hf_logging
 
+from keel.engine.fuse import Fused, Part, Shared
 from keel.wire import EngineError
 
 Load = Callable[[str], Mapping[str, Tensor]]
@@ -35,7 +36,7 @@ _LOADING = (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError,
 class Weights:
     """A network whose weights can be replaced in place. `live` is what samples."""
 
-    def __init__(self, network: Any, *, int8: bool, load: Load | None) -> None:
+    def __init__(self, network: Any, *, int8: bool, load: Load | None, fused: Fused | None = None) -> None:
         if any(isinstance(layer, BaseTunerLayer) for layer in network.modules()):
             raise EngineError(
                 "the network has an adapter of its own: give the engine the base model, then load_adapter",
@@ -43,10 +44,10 @@ class Weights:
             )
         if int8 and network.device.type != "cpu":
             raise EngineError(f"engine.int8 = true works on cpu only, not on {network.device.type}", retryable=False)
-        self.network, self.int8 = network, int8
+        self.network, self.int8, self.fused = network, int8, fused
         self._load = load or self._from_folder
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
-        self.live = quantised(network) if int8 else network
+        self.live = quantised(network, fused) if int8 else network
 
     def read(self, folder: str) -> Mapping[str, Tensor]:
         """All weights in a folder, checked against the network. Changes nothing; may run beside decoding."""
@@ -102,8 +103,10 @@ class Weights:
         return wrapper
 
     def _renew(self) -> Any:
+        if self.fused is not None:
+            self.fused.check()
         if self.int8:
-            self.live = quantised(self.network)
+            self.live = quantised(self.network, self.fused)
         return self.live
 
     def _from_folder(self, folder: str) -> Mapping[str, Tensor]:
@@ -149,27 +152,39 @@ class Weights:
                 )
 
 
-def quantised(network: Any) -> Any:
-    """A copy whose linear layers are int8. Everything else is the same storage."""
-    shared = {id(weight): weight for weight in (*network.parameters(), *network.buffers())}
+def quantised(network: Any, fused: Fused | None = None) -> Any:
+    """A copy whose linear layers are int8, those that are fused as one. Everything else is the same storage."""
+    groups = fused.groups if fused else []
+    shared: dict[int, Any] = {id(weight): weight for weight in (*network.parameters(), *network.buffers())}
+    # their layers are replaced below: what computes for them must not be copied with them
+    shared |= {id(group.shared): group.shared for group in groups}
     twin = copy.deepcopy(network, shared)
+    names = {layer: name for name, layer in network.named_modules()}
     with warnings.catch_warnings():
         # torch announces that these tensors will go; its version is pinned, and nothing else in it is as fast on CPU
         warnings.simplefilter("ignore")
+        for group in groups:
+            both = Shared(_int8(group.weight, group.bias), group.shared.sizes)
+            for number, layer in enumerate(group.layers):
+                _set(twin, names[layer], Part(both, number))
         for name, layer in list(twin.named_modules()):
             if isinstance(layer, nn.Linear):
-                parent, _, last = name.rpartition(".")
-                setattr(twin.get_submodule(parent), last, _int8(layer))
+                _set(twin, name, _int8(layer.weight, layer.bias))
     return twin
 
 
-def _int8(layer: nn.Linear) -> nn.Module:
-    weight = layer.weight.detach().float()
+def _set(network: Any, name: str, layer: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(network.get_submodule(parent), last, layer)
+
+
+def _int8(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    weight = weight.detach().float()
     scales = weight.abs().amax(1).clamp_(min=1e-12).double() / 127
     small = torch.quantize_per_channel(weight, scales, torch.zeros(len(weight), dtype=torch.int64), 0, torch.qint8)
     # the constructor packs weights of its own first; meta tensors are not possible there
-    made: Any = dynamic.Linear(layer.in_features, layer.out_features, bias_=layer.bias is not None)  # type: ignore[no-untyped-call]
-    made.set_weight_bias(small, None if layer.bias is None else layer.bias.detach().float())
+    made: Any = dynamic.Linear(weight.shape[1], weight.shape[0], bias_=bias is not None)  # type: ignore[no-untyped-call]
+    made.set_weight_bias(small, None if bias is None else bias.detach().float())
     module: nn.Module = made
     return module
 
@@ -203,8 +218,7 @@ def _strip(network: Any) -> None:
     """Take peft's layers out again, whatever state they are in."""
     for name, layer in list(network.named_modules()):
         if isinstance(layer, BaseTunerLayer) and not name.endswith("base_layer"):
-            parent, _, last = name.rpartition(".")
-            setattr(network.get_submodule(parent), last, _base(layer))
+            _set(network, name, _base(layer))
     for name in ("peft_config", "_hf_peft_config_loaded"):
         if name in vars(network):
             delattr(network, name)
