@@ -166,7 +166,7 @@ def test_an_unknown_name_suggests_the_nearest(override: str, message: str) -> No
 
 def test_a_name_near_to_nothing_lists_the_known_ones() -> None:
     message = refused(None, "--advantages.zzzzzz=1")
-    assert message == "advantages.zzzzzz is not a setting; known names: baseline, decay, name"
+    assert message == "advantages.zzzzzz is not a setting; known names: baseline, decay, name, no_signal"
 
 
 def test_an_unknown_key_inside_a_part_is_refused_too() -> None:
@@ -382,6 +382,7 @@ def rooms_imported_by(room: str) -> set[str]:
         ("policy", {"errors", "config", "signal", "hook", "keel"}),
         ("engine", {"errors", "config", "wire", "hook", "keel"}),
         ("rollout", {"errors", "config", "wire", "keel"}),
+        ("run", {"errors", "config", "signal", "policy", "wire", "engine", "rollout", "keel"}),
         ("compare", {"errors", "config", "signal", "policy", "keel"}),
         ("lens", {"errors", "config"}),
     ],
