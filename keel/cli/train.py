@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--allow-changes cannot act without --resume")
     from keel.cli.progress import display
     from keel.config import load
+    from keel.run.episodes import arenas
     from keel.run.folder import RunFolder, free_name
     from keel.run.loop import Run
     from keel.run.summary import summary
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         loaded = load(args.recipe, args.overrides)
+        arenas(loaded.settings)  # whatever it refuses leaves no folder behind
         folder = RunFolder.create(args.folder or free_name(Path("runs"), Path(args.recipe).stem), loaded)
     observer = display(json=args.json)
     text = ""

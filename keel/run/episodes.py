@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keel.config import EpisodeLimits, RunSettings, Sampling
+from keel.errors import ConfigError
 from keel.rollout.client import PolicyClient, derive_seed
 from keel.rollout.environment import Environment, load_environment, run_episode
 from keel.rollout.groups import Dispatch
@@ -33,11 +34,16 @@ class Arena:
 
 
 def arenas(settings: RunSettings) -> dict[str, Arena]:
-    """The environments of a run, by the names of their tables."""
-    return {
+    """The environments of a run, by the names of their tables. What could not be trained on is refused here."""
+    if not settings.environments:
+        raise ConfigError("environments is empty: a run needs at least one, for example [environments.arithmetic]")
+    found = {
         name: Arena(load_environment(given), given.sampling or settings.sampling, given.limits, given.weight)
         for name, given in settings.environments.items()
     }
+    for arena in found.values():
+        arena.sampling.check_trainable()
+    return found
 
 
 class Episodes:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from keel.config import ReferenceSettings
-from keel.errors import ConfigError, KeelError, StepRefused
+from keel.errors import KeelError, StepRefused
 from keel.policy import Checkpoints, StepReport, Trainer, load_model
 from keel.policy.files import replace_file
 from keel.policy.references import prepare
@@ -49,8 +49,6 @@ class Run:
         self.folder, self.settings, self.ledger = folder, folder.settings, folder.ledger
         self.observer: Observer = observer or Silent()
         settings = self.settings
-        if not settings.environments:
-            raise ConfigError("environments is empty: a run needs at least one, for example [environments.arithmetic]")
         self.arenas = arenas(settings)
         self.objective = make_objective(settings.objective.table)
         self.checkpoints = Checkpoints(folder.checkpoints, settings.checkpoints)
@@ -224,8 +222,6 @@ class Run:
         teacher = load_model(settings.teacher, settings.seed) if settings.teacher else None
         self.trainer = Trainer(settings.model, settings.trainer, teacher=teacher, seed=settings.seed)
         self.renderer = Renderer(self.trainer.model.tokenizer, settings.renderer)
-        for arena in self.arenas.values():
-            arena.sampling.check_trainable()
         if self.objective.composition.reads("reference"):
             self._reference()
         last, saved = self.ledger.last_step, self.checkpoints.latest() or 0
