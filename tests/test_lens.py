@@ -134,7 +134,8 @@ def test_histograms_count_every_token_once_by_staleness_side_and_outcome(world: 
     expected: Counter[tuple[int, str, str, int]] = Counter()
     for token in tokens_of(world / "a"):
         side = "positive" if token["advantage"] > 0 else "negative"
-        place = math.floor(math.asinh((token["logprobs"] - token["sampler_logprobs"]) / 0.1) * 10)
+        scaled = (token["logprobs"] - token["sampler_logprobs"]) / told["statistics"][0]["scale"]
+        place = math.floor(math.asinh(scaled) * told["bins"])
         expected[token["version"] - token["versions"], side, token["kept"].split()[-1], place] += 1
     counted: Counter[tuple[int, str, str, int]] = Counter()
     for line in told["series"]:

@@ -1,7 +1,7 @@
 """Which statistics a run's trust region is about, as duckdb computes them, and the bands of its objective on them.
 
-Read off the composition of the run's own settings. Every histogram has the same bins: asinh(value / scale) in tenths,
-which is linear near zero, relative far away, has no end, and puts a bound of 1e-4 and one of 5 on paper equally well.
+Read off the composition of the run's own settings. Every histogram has the same bins: equal steps of asinh(value /
+scale), linear inside of the band, relative far outside, without end: a bound of 1e-4 and one of 5 look equally well.
 What the recorded files cannot say (a ratio against the proximal policy inside of a step) is listed and not drawn.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from keel.config.composition import Composition, Gate
 
-BINS = 10
+BINS = 30
 """Bins to each unit of asinh(value / scale)."""
 
 _REST = "greatest(1 - exp({}), 1e-300)"
@@ -54,8 +54,8 @@ class Band:
 
 def _known() -> dict[str, Statistic]:
     known = (
-        Statistic("ratio", "ratio, policy / sampler", "token", "(l - b)", "ratio", 0.1),
-        Statistic("difference", "probability, policy - sampler", "token", "(exp(l) - exp(b))", "plain", 0.02),
+        Statistic("ratio", "ratio, policy / sampler", "token", "(l - b)", "ratio", 0.4),
+        Statistic("difference", "probability, policy - sampler", "token", "(exp(l) - exp(b))", "plain", 0.2),
         Statistic("binary_kl", "binary KL, sampler to policy", "token", _FORWARD, "plain", 0.01),
         Statistic("signed_binary_kl", "binary KL, signed", "token", f"({_FORWARD} * sign(l - b))", "plain", 0.01),
         Statistic(
@@ -81,8 +81,8 @@ def statistics_of(composition: Composition | None) -> tuple[list[Statistic], lis
     for one in shown:
         sizes = [abs(bound) for band in one.bands for bound in (band.low, band.high) if bound]
         if sizes:
-            # an eighth of the nearest bound is still linear: the inside of the band has its own room
-            one.scale = min(max(min(sizes) / 8, 1e-6), one.scale)
+            # half of the nearest bound: the inside of the band is nearly to scale
+            one.scale = max(min(sizes) / 2, 1e-6)
     return shown, notes
 
 

@@ -51,8 +51,8 @@ FROM {{files}} WHERE "group" = ? ORDER BY member, attempt, sample LIMIT ? OFFSET
 """
 
 SAMPLE = """
-SELECT version, environment, task_id, fate, reason, left(error, 2000) AS error, reward, advantage, turns, split,
-    temperature, coalesce(len(token_ids), 0) AS length,
+SELECT "group", member, attempt, sample, version, environment, task_id, fate, reason,
+    left(error, 2000) AS error, reward, advantage, turns, split, temperature, coalesce(len(token_ids), 0) AS length,
     list_slice(token_ids, $first, $last) AS token_ids,
     list_transform(list_slice(pieces, $first, $last), lambda p: left(p, $letters)) AS pieces,
     list_transform(list_slice(pieces, $first, $last), lambda p: length(p)) AS letters,
@@ -64,7 +64,7 @@ SELECT version, environment, task_id, fate, reason, left(error, 2000) AS error, 
     list_slice(entropy, $first, $last) AS entropy,
     list_slice(gradient, $first, $last) AS gradient,
     list_slice(kept, $first, $last) AS kept
-FROM {files} WHERE "group" = $group AND member = $member AND attempt = $attempt AND sample = $sample
+FROM {files} WHERE "group" = ? {which} ORDER BY member, attempt, sample
 """
 
 
@@ -85,18 +85,24 @@ def sample(
     database: Database, file: Path, name: tuple[str, int, int, int], offset: int = 0, limit: int = TOKENS
 ) -> dict[str, Any]:
     """One sample (group, member, attempt, sample) with a page of its tokens, column by column."""
-    group, member, attempt, number = name
-    numbers = {"first": offset + 1, "last": offset + min(limit, TOKENS), "letters": LETTERS}
-    query = SAMPLE
-    for key, value in numbers.items():
-        query = query.replace(f"${key}", str(int(value)))
-    for key in ("group", "member", "attempt", "sample"):
-        query = query.replace(f"${key}", "?")
-    rows = database.rows(query, [file], [group, member, attempt, number])
+    rows = _samples(database, file, "AND member = ? AND attempt = ? AND sample = ?", name, offset, limit)
     if not rows:
-        raise KeelError(f"{file.name} has no sample {group[:80]}/{member}/{attempt}/{number}")
-    row: dict[str, Any] = finite(rows[0])
-    return row | {"offset": offset, "group": group, "member": member, "attempt": attempt, "sample": number}
+        raise KeelError(f"{file.name} has no sample {name[0][:80]}/{'/'.join(map(str, name[1:]))}")
+    return rows[0]
+
+
+def samples(database: Database, file: Path, group: str) -> list[dict[str, Any]]:
+    """All samples of a group, each as `sample` has it, from one look at the file."""
+    return _samples(database, file, "", (group,), 0, TOKENS)
+
+
+def _samples(
+    database: Database, file: Path, which: str, name: tuple[object, ...], offset: int, limit: int
+) -> list[dict[str, Any]]:
+    query = SAMPLE.replace("{which}", which)
+    for key, value in {"first": offset + 1, "last": offset + min(limit, TOKENS), "letters": LETTERS}.items():
+        query = query.replace(f"${key}", str(int(value)))
+    return [finite(row) | {"offset": offset} for row in database.rows(query, [file], name)]
 
 
 def _page(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
