@@ -335,3 +335,16 @@ def test_references_leave_nothing_behind_in_the_trained_network(tmp_path: Path) 
             assert all(torch.isfinite(weight).all() for weight in policy.network.parameters())
 
     run(train())
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"engine": keel.config.EngineSettings(kind="process")}, "engine.kind = process"),
+        ({"engine": keel.config.EngineSettings(publish_every=2)}, "engine.publish_every = 2"),
+        ({"checkpoints": keel.CheckpointSettings(every=5)}, "checkpoints.every = 5"),
+    ],
+)
+def test_settings_that_mean_nothing_to_a_backend_are_refused(tmp_path: Path, given: dict[str, Any], name: str) -> None:
+    with pytest.raises(keel.ConfigError, match=f"{name} cannot act"):
+        keel.LocalBackend(path=tmp_path, **given)

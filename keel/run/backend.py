@@ -62,6 +62,8 @@ class LocalBackend:
         self.trainer = trainer or TrainerSettings()
         self.checkpoints = checkpoints or CheckpointSettings()
         self.engine = engine or EngineSettings()
+        _refuse_what_cannot_act(self.engine, ("kind", "dtype", "publish_every", "python"), "engine")
+        _refuse_what_cannot_act(self.checkpoints, ("every",), "checkpoints")
         self.seed = seed
         self._registered: dict[str, _Registered] = {}
 
@@ -262,3 +264,10 @@ class _Registered:
         engine, folder = self.server.engine, str(self.learner.checkpoint_path.resolve())
         load = engine.load_weights if self.learner.model.peft is None else engine.load_adapter
         await self.server.call(load(folder, self.learner.step_number))
+
+
+def _refuse_what_cannot_act(settings: EngineSettings | CheckpointSettings, names: tuple[str, ...], table: str) -> None:
+    """Settings of a run that mean nothing here: the engine is in this process, and every step has a checkpoint."""
+    for name in names:
+        if getattr(settings, name) != type(settings).model_fields[name].default:
+            raise ConfigError(f"{table}.{name} = {getattr(settings, name)} cannot act in a LocalBackend; leave it out")
