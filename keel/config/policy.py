@@ -96,8 +96,8 @@ class TrainerSettings(Settings):
     max_tokens: Count = 4096
     """Memory budget of a micro-batch, in tokens that the model computes (shared ones count once)."""
     updates: Count = 1
-    """Optimizer steps a training step is divided into, by groups; with more than one, the proximal policy is the one
-    before the first."""
+    """Optimizer steps a training step is divided into, by groups (a step of fewer groups has as many as groups); with
+    more than one, the proximal policy is the one before the first."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this norm."""
     share_prefixes: bool = True

@@ -152,8 +152,7 @@ def _divide(samples: Sequence[Sample], updates: int) -> list[list[int]]:
     groups: dict[int | tuple[int], list[int]] = {}
     for number, sample in enumerate(samples):
         groups.setdefault((number,) if sample.group is None else sample.group, []).append(number)
-    if samples and len(groups) < updates:
-        raise ConfigError(f"trainer.updates = {updates}, and the step has {len(groups)} groups to divide")
+    updates = min(updates, max(len(groups), 1))  # a step that lost most of its groups is still a step
     sizes = [sum(int(np.sum(samples[number].trainable)) for number in members) for members in groups.values()]
     middles = np.cumsum(sizes) - np.array(sizes) / 2
     share = np.minimum(middles / max(sum(sizes), 1) * updates, updates - 1).astype(int)

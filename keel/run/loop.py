@@ -104,7 +104,7 @@ class Run:
         """The stages of a step, in order."""
         began = time.monotonic()
         batch = await self._take(scheduler)
-        schedule = scheduler.snapshot()  # nothing may happen between the cut and this
+        schedule = scheduler.snapshot()  # of all that is not in the batch
         sampled = time.monotonic()
         rows = scoring.score(batch, self.settings.advantages, self._moving)
         report = await self._update(rows)
