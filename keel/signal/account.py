@@ -212,7 +212,7 @@ class _Sample:
         columns, log_ratio, difference = _columns(fields, torch.from_numpy(masked))
         self.names = list(columns)
         starts = self.starts[runs] - start
-        by_run = [np.add.reduceat(column.double().numpy(), starts) for column in columns.values()]
+        by_run = np.add.reduceat(torch.stack(list(columns.values())).double().numpy(), starts, axis=1)
         return (
             by_run[self.names.index("policy")] - by_run[self.names.index("sampler")],
             np.bincount(age * 12 + state, minlength=self.kinds * 12).reshape(-1, 4, 3),

@@ -25,7 +25,7 @@ from keel.signal.passes import above
 from keel.signal.segments import Table
 from keel.signal.terms import Term, by_sign, penalty_term, policy_term
 from keel.signal.totals import Gather, Totals, kept_here, totals_of
-from keel.signal.view import View, apply_bits_, ratio, saturated, staying_bits
+from keel.signal.view import View, apply_bits_, ratio, staying_bits
 
 
 def objective(name: str | Composition | ObjectiveSettings | Mapping[str, Any], /, **parameters: Any) -> "Objective":
@@ -215,15 +215,15 @@ def _token_policy(
     policy = totals.composition.policy
     log_ratio = None
     if policy.anchor != "none":
-        log_ratio = saturated(view.log_ratio(f"policy/{policy.anchor}"))
+        log_ratio = view.log_ratio(f"policy/{policy.anchor}")
     term = policy_term(policy, log_ratio, view.logprob("policy"), advantage)
     for weight in totals.composition.weights:
         term = term.times(_factor(weight, view, advantage, rows))
     decision.clear_(term.slope)
     if term.value is not term.slope:
         decision.clear_(term.value)
-    loss = _sum(term.value, scale)
-    term.slope.mul_(scale)
+    loss = _sum(term.value, scale) * term.sign
+    term.slope.mul_(scale if term.sign == 1 else scale * term.sign)
     return term, loss
 
 
@@ -234,10 +234,11 @@ def _sequence_policy(
     assert rows is not None
     policy = totals.composition.policy
     kept = rows["kept"].clamp(min=1)
-    log_ratio = saturated(rows["kept log-ratio"] / kept)
+    log_ratio = rows["kept log-ratio"] / kept
     term = policy_term(policy, log_ratio, view.logprob("policy"), rows["kept advantage"] / kept)
     for weight in totals.composition.weights:
         term = term.times(_row_factor(weight, rows))
+    scale = scale * term.sign
     loss = (term.value * scale * kept_here(view, decision)).sum()
     slope = decision.clear_(view.segments.spread(term.slope * scale))
     clipped = term.clipped

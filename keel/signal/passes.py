@@ -40,11 +40,13 @@ def find_runs(ids: Int[Tensor, "n"]) -> tuple[Int[Tensor, "runs"], Int[Tensor, "
     return torch.from_numpy(array[starts]), torch.from_numpy(lengths)
 
 
-def sum_runs(values: Float[Tensor, "n"], lengths: Int[Tensor, "runs"]) -> Float[Tensor, "runs"]:
+def sum_runs(
+    values: Float[Tensor, "n"], starts: Int[Tensor, "runs"], lengths: Int[Tensor, "runs"]
+) -> Float[Tensor, "runs"]:
     """The sum over each run."""
     if values.device.type != "cpu" or len(lengths) == 0:
         return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
-    return torch.from_numpy(np.add.reduceat(values.numpy(), (lengths.cumsum(0) - lengths).numpy()))
+    return torch.from_numpy(np.add.reduceat(values.numpy(), starts.numpy()))
 
 
 def repeat_runs(values: Tensor, lengths: Int[Tensor, "runs"], size: int) -> Tensor:

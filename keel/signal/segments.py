@@ -24,7 +24,7 @@ class Segments:
         self._lengths: Int[Tensor, "runs"] | None = None
         """Of the runs of equal ids; None when there are too few equal neighbours to gain anything by them."""
         if 4 * len(runs) <= self._size:
-            ids, self._lengths = runs, lengths
+            ids, self._lengths, self._starts = runs, lengths, lengths.cumsum(0) - lengths
         self.ids: Int[Tensor, "rows"] = ids.long()
         self._row: Int[Tensor, "runs or n"] | None = None
         """The row of each run, or of each entry; None when the runs are the rows."""
@@ -39,7 +39,7 @@ class Segments:
         if values.dtype == torch.bool:
             values = values.float()
         if self._lengths is not None:
-            values = sum_runs(values, self._lengths)
+            values = sum_runs(values, self._starts, self._lengths)
         return values if self._row is None else values.new_zeros(len(self)).index_add_(0, self._row, values)
 
     def count(self) -> Int[Tensor, "rows"]:
@@ -75,7 +75,7 @@ class Segments:
             return places
         lengths = self._lengths[places]
         size = int(lengths.sum())
-        shift = (self._lengths.cumsum(0) - self._lengths)[places] - (lengths.cumsum(0) - lengths)
+        shift = self._starts[places] - (lengths.cumsum(0) - lengths)
         return repeat_runs(shift, lengths, size) + torch.arange(size, device=shift.device)
 
 

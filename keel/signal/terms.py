@@ -17,16 +17,18 @@ from keel.signal.view import View, apply_bits_, ratio, staying_bits
 
 @dataclass(frozen=True)
 class Term:
-    """Value and slope; `clipped` marks where a clip has stopped the gradient. Value and slope may share storage."""
+    """Value and slope, which may share storage; `clipped` marks where a clip has stopped the gradient."""
 
     value: Tensor
     slope: Tensor
     clipped: Tensor | None = None
+    sign: float = 1.0
+    """Both are still to be multiplied by it: for whoever scales them anyway, which saves two passes."""
 
     def times(self, factor: Tensor) -> "Term":
         """Both times a factor without gradient."""
         slope = self.slope * factor
-        return Term(slope if self.value is self.slope else self.value * factor, slope, self.clipped)
+        return Term(slope if self.value is self.slope else self.value * factor, slope, self.clipped, self.sign)
 
 
 def by_sign(advantage: Tensor, positive: float, otherwise: float) -> Tensor:
@@ -35,14 +37,14 @@ def by_sign(advantage: Tensor, positive: float, otherwise: float) -> Tensor:
 
 
 def policy_term(policy: Policy, log_ratio: Tensor | None, logprob: Tensor, advantage: Tensor) -> Term:
-    """The term that carries the advantage. `log_ratio`, saturated, against its anchor, is taken over."""
+    """The term that carries the advantage. `log_ratio` is against its anchor."""
     if policy.surrogate == "cross_entropy":
         return Term(-logprob, torch.full_like(logprob, -1.0))
     if policy.surrogate == "log_prob":
         slope = -advantage
         return Term(slope * logprob, slope)
     assert log_ratio is not None
-    r = log_ratio.exp_()
+    r = ratio(log_ratio)
     if policy.surrogate == "soft":
         return _soft(policy, r, advantage)
     if policy.surrogate == "clip":
@@ -52,17 +54,17 @@ def policy_term(policy: Policy, log_ratio: Tensor | None, logprob: Tensor, advan
 
 
 def _clip(policy: Policy, r: Tensor, advantage: Tensor) -> Term:
-    """max(-r*A, -clip(r)*A), in place of r. Inside the band both are the same number, and nothing is clipped."""
+    """-min(r*A, clip(r)*A), in place of r. Inside the band both are the same number, and nothing is clipped."""
     eps = policy.eps or 0.0
-    bound = r.clamp(1 - eps, 1 + (eps if policy.eps_high is None else policy.eps_high)).mul_(advantage).neg_()
-    linear = r.mul_(advantage).neg_()
-    clipped = below(linear, bound)
-    value = torch.maximum(linear, bound, out=bound)
+    bound = r.clamp(1 - eps, 1 + (eps if policy.eps_high is None else policy.eps_high)).mul_(advantage)
+    linear = r.mul_(advantage)
+    clipped = below(bound, linear)
+    value = torch.minimum(linear, bound, out=bound)
     if policy.dual_clip is not None:
-        ceiling = (advantage * -policy.dual_clip).masked_fill_(advantage >= 0, torch.inf)
-        clipped |= value > ceiling
-        value = torch.minimum(value, ceiling, out=value)
-    return Term(value, apply_bits_(linear, staying_bits(clipped, linear.dtype)), clipped)
+        floor = (advantage * policy.dual_clip).masked_fill_(advantage >= 0, -torch.inf)
+        clipped |= value < floor
+        value = torch.maximum(value, floor, out=value)
+    return Term(value, apply_bits_(linear, staying_bits(clipped, linear.dtype)), clipped, sign=-1.0)
 
 
 def _soft(policy: Policy, r: Tensor, advantage: Tensor) -> Term:

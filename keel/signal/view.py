@@ -47,14 +47,12 @@ def apply_bits_(values: Float[Tensor, "n"], bits: Int[Tensor, "n"]) -> Float[Ten
     return values
 
 
-def saturated(log_ratio: Tensor) -> Tensor:
-    """A copy, held far outside anything a real pair of policies can show."""
-    return log_ratio.clamp(max=MAX_LOG_RATIO)
-
-
 def ratio(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio, saturating."""
-    return saturated(log_ratio).exp_()
+    """exp of a log-ratio, saturating far outside anything a real pair of policies can show."""
+    # to look for the largest costs a fraction of a copy
+    if len(log_ratio) and float(log_ratio.max()) <= MAX_LOG_RATIO:
+        return log_ratio.exp()
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp_()
 
 
 class View:
