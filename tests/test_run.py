@@ -188,6 +188,29 @@ class Ledger_open:
         self.ledger.close()
 
 
+def test_a_sample_whose_gradient_is_not_finite_is_refused_and_the_rest_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from keel.errors import StepRefused
+    from keel.policy import Trainer
+
+    whole = Trainer.step
+
+    def step(self: Trainer, samples: Any, *given: Any, **named: Any) -> Any:
+        bad = [number for number, sample in enumerate(samples) if sample.name.split("/")[1] == "2"]
+        if bad and self.steps == 1:
+            raise StepRefused("the gradient is not finite", bad)
+        return whole(self, samples, *given, **named)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    watcher = train(tmp_path / "run", steps=3, evaluation__when="never")
+    refused = {(row[1], row[5]) for row in fates(tmp_path / "run") if row[4] == "not_finite"}
+    assert {member for member, _ in refused} == {2} and len({step for _, step in refused}) == 1
+    assert len(watcher.notices) == 1 and "samples are refused: the gradient is not finite" in watcher.notices[0]
+    ((_, step_of),) = {(2, number) for _, number in refused}
+    assert any(row[3] == "trained" and row[5] == step_of for row in fates(tmp_path / "run"))
+
+
 class Flat:
     """Pays every answer the same."""
 
@@ -275,6 +298,7 @@ def test_changed_settings_are_shown_and_have_to_be_allowed(tmp_path: Path) -> No
     [
         ('engine.kind = "pool"', "engine.*pool"),
         ("engine.publish_every = 4", "publish_every = 4"),
+        ("trainer.max_tokens = 100", "tokens = 4096 .* max_tokens = 100"),
         ('references.a.source = "base"', "references"),
         ("objective.teacher_tau = 0.1", "teacher"),
         ('teacher.name = "tiny"', "teacher"),

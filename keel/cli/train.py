@@ -13,6 +13,9 @@ from typing import Any
 
 from keel.errors import ConfigError
 
+TWICE = 1.0
+"""Seconds within which a second signal is the same request: wrappers pass on what the terminal has sent already."""
+
 FLAGS = ("--run", "--resume", "--allow-changes", "--json")
 
 
@@ -76,17 +79,17 @@ def run(args: argparse.Namespace) -> int:
 
 async def _watched(going: Any) -> None:
     """Train, with Ctrl-C and SIGTERM as requests to stop: the first is patient, the second is not."""
-    asked = 0
+    loop = asyncio.get_running_loop()
+    asked: float | None = None
 
     def interrupted() -> None:
         nonlocal asked
-        asked += 1
-        if asked == 1:
+        if asked is None:
+            asked = loop.time()
             going.stop()
-        else:
+        elif loop.time() - asked > TWICE:
             os._exit(130)
 
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted)
     await going.train()

@@ -54,6 +54,27 @@ class EvaluationSettings(Settings):
     """How answers are drawn; not given: as in training."""
 
 
+class MetricsSettings(Settings):
+    """Where numbers go besides the run's folder; see docs/metrics.md."""
+
+    tensorboard: bool = False
+    """Event files in the run's folder."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases: in the run's folder, or also to its servers."""
+    trackio: bool = False
+    """In trackio's folder on this machine."""
+    project: Annotated[str, Field(min_length=1)] | None = None
+    """wandb, trackio: what the run is listed under; not given: keel."""
+    custom: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
+    """module:attribute of a sink of your own."""
+
+    @model_validator(mode="after")
+    def _can_act(self) -> Self:
+        if self.project is not None and self.wandb == "off" and not self.trackio:
+            raise refuse("{project} cannot act: it is for wandb and trackio, and both are off", project=self.project)
+        return self
+
+
 class RunSettings(Settings):
     """Everything a run is configured by."""
 
@@ -73,6 +94,8 @@ class RunSettings(Settings):
     """The servers, with engine.kind = "pool"."""
     evaluation: EvaluationSettings = EvaluationSettings()
     """How the policy does on tasks it never trains on."""
+    metrics: MetricsSettings = MetricsSettings()
+    """Where numbers go besides the run's folder."""
 
     objective: ObjectiveSettings = Field(default_factory=lambda: ObjectiveSettings(name="icepop"))
     """The training signal."""
@@ -117,6 +140,14 @@ class RunSettings(Settings):
                 publish_every=self.engine.publish_every,
                 max_off_policy_steps=self.scheduler.max_off_policy_steps,
             )
+        for environment in self.environments.values():
+            if environment.limits.tokens > self.trainer.max_tokens:
+                raise refuse(
+                    "{tokens} of an environment's limits must not be above {max_tokens}: a longer sample fits no"
+                    " micro-batch",
+                    tokens=environment.limits.tokens,
+                    max_tokens=self.trainer.max_tokens,
+                )
         if self.references and not reads("reference"):
             raise refuse("{references} cannot act: the objective compares with none", references=list(self.references))
         if self.teacher is not None and not reads("teacher"):

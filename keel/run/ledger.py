@@ -140,7 +140,7 @@ class Ledger:
         with self._transaction(durable=True):
             self._db.execute(
                 "INSERT INTO steps VALUES (?, ?, ?, ?, ?)",
-                (step, version, int(stepped), time.time(), json.dumps(dict(numbers))),
+                (step, version, int(stepped), time.time(), json.dumps(dict(numbers), allow_nan=False)),
             )
             self._emit(step, fates)
             self._set("state", json.dumps(dict(state)))

@@ -8,6 +8,7 @@ The loop decides nothing about groups, gates or tokens: those are the scheduler'
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -18,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from keel.config import ReferenceSettings
-from keel.errors import KeelError, StepRefused
+from keel.errors import KeelError, SignalRefused, StepRefused
 from keel.policy import Checkpoints, StepReport, Trainer, load_model
 from keel.policy.files import replace_file
 from keel.policy.references import prepare
@@ -133,16 +134,26 @@ class Run:
             raise
 
     async def _update(self, rows: list[Row]) -> StepReport | None:
-        """Train on what the batch has to train on; none when that is nothing."""
-        if not records.trained(rows):
-            return None
-        try:
-            return await self._telling("training", asyncio.to_thread(self._trained, rows))
-        except StepRefused as error:
-            self.observer.notice(f"step {self.step + 1} was refused: {error}")
-            for row in records.trained(rows):
-                row.fate, row.reason, row.error = "refused", "not_finite", str(error)
-            return None
+        """Train on what the batch has to train on; none when that is nothing.
+
+        Samples whose gradient is not finite are refused, and the rest of the batch trains without them.
+        """
+        while left := records.trained(rows):
+            try:
+                return await self._telling("training", asyncio.to_thread(self._trained, rows))
+            except SignalRefused as error:
+                reason, said, bad = "damaged", str(error), left
+            except StepRefused as error:
+                reason, said = "not_finite", str(error)
+                # of several updates some may have been taken: the others cannot be tried again on their own
+                alone = error.samples and self.settings.trainer.updates == 1
+                bad = [left[number] for number in error.samples] if alone else left
+            self.observer.notice(f"step {self.step + 1}: {len(bad)} of {len(left)} samples are refused: {said}")
+            names = {(row.group, row.member) for row in bad}
+            for row in left:
+                if (row.group, row.member) in names:
+                    row.fate, row.reason, row.error = "refused", reason, said
+        return None
 
     def _trained(self, rows: list[Row]) -> StepReport:
         report = self.trainer.step(records.samples_of(rows), self.objective, version=self.version)
@@ -164,6 +175,7 @@ class Run:
         numbers = report.numbers() if report is not None else {}
         numbers |= scoring.numbers(batch, rows, self.version) | dict(times) | {"seconds": time.monotonic() - began}
         numbers["tokens_per_second"] = numbers.get("tokens", 0.0) / numbers["seconds"]
+        numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}  # JSON has no word for NaN
         version = self.version + stepped
         self.ledger.write_step(
             step,
@@ -206,6 +218,7 @@ class Run:
                 seed=derive_seed(self.settings.seed, "evaluation"),
                 in_flight=self.settings.scheduler.max_in_flight,
                 progress=partial(self._evaluating, name),
+                name=name,
             )
             self.ledger.write_evaluation(self.step, name, found.numbers())
             self.observer.evaluated(self.step, found)
