@@ -385,6 +385,7 @@ def rooms_imported_by(room: str) -> set[str]:
         ("run", {"errors", "config", "signal", "policy", "wire", "engine", "rollout", "keel"}),
         ("compare", {"errors", "config", "signal", "policy", "keel"}),
         ("lens", {"errors", "config"}),
+        ("trials", {"errors", "config", "policy", "run", "compare"}),
     ],
 )
 def test_a_lower_room_never_imports_a_higher_one(room: str, allowed: set[str]) -> None:

@@ -10,10 +10,17 @@ import sys
 from collections.abc import Sequence
 
 import keel
-from keel.cli import audit, compare, config, eval, export, lens, objectives, pool, serve, train
+from keel.cli import audit, compare, config, eval, export, lens, objectives, pool, serve, sweep, train
 from keel.errors import KeelError
 
-FLAGS = {"objectives": objectives.FLAGS, "config": config.FLAGS, "audit": audit.FLAGS, "train": train.FLAGS}
+FLAGS = {
+    "objectives": objectives.FLAGS,
+    "config": config.FLAGS,
+    "audit": audit.FLAGS,
+    "train": train.FLAGS,
+    "compare": compare.FLAGS,
+    "sweep": sweep.FLAGS,
+}
 """The commands that take `--setting value` beside flags of their own, and those flags."""
 
 
@@ -54,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     config.add(subparsers)
     audit.add(subparsers)
     compare.add(subparsers)
+    sweep.add(subparsers)
     export.add(subparsers)
     eval.add(subparsers)
     serve.add(subparsers)

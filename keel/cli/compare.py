@@ -1,6 +1,7 @@
 """`keel compare`: several objectives on the tokens that a run recorded, side by side, without training.
 
-The numbers come from `keel.compare`; here they become tables in a terminal, JSON, a page or a parquet file.
+The numbers come from `keel.compare`; here they become tables in a terminal, JSON, a page or a parquet file. With --live
+each objective trains short runs of its own instead: see `keel/cli/trials.py`.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from keel.cli import trials
 from keel.cli.console import console, write
 from keel.errors import KeelError
 
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from keel.compare.report import Row
 
 MODEL_STEPS = 3
+TEXTS = 5
+OFFLINE = ("--texts", "--proximal", "--model", "--model-steps")
+"""Flags that only act on recorded tokens."""
+FLAGS = ("--live", "--objectives", "--steps", *OFFLINE, *trials.FLAGS)
 
 
 def add(subparsers: Any) -> None:
@@ -33,33 +39,42 @@ def add(subparsers: Any) -> None:
         help="evaluate several objectives on a run's recorded tokens",
         description="Evaluate every objective on the same recorded tokens: what each keeps and drops and why, its loss,"
         " its gradient,\nand how far they agree. RUN is a run folder, or a parquet or JSON-lines file of tokens"
-        " (docs/compare.md has the columns).\n\nExit code 0: compared; 2: refused.",
+        " (docs/compare.md has the columns).\n\nWith --live RECIPE every objective trains short runs from the same"
+        " start, on the same tasks, with the same seeds;\noverrides of the recipe are --a.b VALUE (docs/sweeps.md)."
+        "\n\nExit code 0: compared; 1: a live run failed or was stopped; 2: refused.",
         epilog="examples:\n  keel compare runs/first\n"
         '  keel compare runs/first --objectives "icepop,ipo_kl(kl_tau=0.01),mine.toml" --steps 1-20\n'
         "  keel compare tokens.jsonl --html report.html --parquet numbers.parquet\n"
-        "  keel compare runs/first --model runs/first/checkpoints/step_20 --steps 20",
+        "  keel compare runs/first --model runs/first/checkpoints/step_20 --steps 20\n"
+        "  keel compare --live recipes/larger_number.toml --objectives icepop,ipo_kl --seeds 3 --steps 20",
+        usage="keel compare [-h] [--objectives LIST] [--steps STEPS] [--texts N] [--proximal WHICH] [--model MODEL]\n"
+        "                    [--model-steps N] [--html FILE] [--parquet FILE] [--json] RUN\n"
+        "       keel compare --live RECIPE [--objectives LIST] [--seeds K] [--at-once N] [--run DIR] [--steps N]\n"
+        "                    [--html FILE] [--parquet FILE] [--json] [--a.b VALUE ...]\n"
+        "       keel compare --live --resume DIR",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run_or_file", metavar="RUN", type=Path)
+    parser.add_argument("run_or_file", metavar="RUN", type=Path, nargs="?")
+    parser.add_argument("--live", metavar="RECIPE", nargs="?", const="", help="train instead of reading a recording")
     parser.add_argument(
         "--objectives",
         metavar="LIST",
         help="names with commas between them, parameters in parentheses, or TOML files: icepop,ipo_kl(kl_tau=0.01),"
         "mine.toml (default: icepop,ipo_kl,dppo_tv,dppo_kl,opsm)",
     )
-    parser.add_argument("--steps", metavar="STEPS", help="1-20,30 or 40- (default: all)")
-    parser.add_argument("--texts", metavar="N", type=int, default=5, help="most dropped token texts shown (default 5)")
+    parser.add_argument("--steps", metavar="STEPS", help="1-20,30 or 40- (default: all); with --live: of each run")
+    parser.add_argument("--texts", metavar="N", type=int, help=f"most dropped token texts shown (default {TEXTS})")
     parser.add_argument(
         "--proximal",
         choices=["recorded", "policy"],
-        default="recorded",
         help="policy: where no proximal log-probs were recorded, take the policy's, as a step with one update does",
     )
     parser.add_argument("--model", metavar="MODEL", help="a checkpoint or a name: gradients by its weights too")
     parser.add_argument(
         "--model-steps", metavar="N", type=int, help=f"with --model: steps, evenly spaced (default {MODEL_STEPS})"
     )
+    trials.add_flags(parser, "runs/RECIPE-live")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that needs no network")
     parser.add_argument("--parquet", metavar="FILE", type=Path, help="write every number of every step")
@@ -68,6 +83,8 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print, and write what was asked for."""
+    if args.live is not None:
+        return _live(args)
     _check(args)
     report = _compared(args)
     if args.html is not None:
@@ -87,7 +104,41 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _live(args: argparse.Namespace) -> int:
+    """Train by every objective."""
+    given = [name for name in OFFLINE if getattr(args, name[2:].replace("-", "_")) is not None]
+    if given or args.run_or_file is not None:
+        raise KeelError(f"{given[0] if given else args.run_or_file} cannot act with --live, which reads no recording")
+    if args.resume is not None:
+        named = {"--live RECIPE": args.live, "--objectives": args.objectives, "--steps": args.steps}
+        trials.refuse_with_resume(args, **named)
+        return trials.run_trials(args, None, [], "live")
+    if not args.live:
+        raise KeelError("--live needs a RECIPE, or --resume DIR")
+    from keel.compare.candidates import DEFAULT
+    from keel.trials.variants import of_objectives
+
+    if args.steps is not None:
+        args.overrides = [*args.overrides, f"--steps={args.steps}"]
+    variants = of_objectives(args.objectives if args.objectives is not None else DEFAULT)
+    return trials.run_trials(args, args.live, variants, "live")
+
+
 def _check(args: argparse.Namespace) -> None:
+    if args.overrides:
+        raise KeelError(f"unrecognized arguments: {' '.join(args.overrides)}")
+    for name, value in (
+        ("seeds", args.seeds),
+        ("at-once", args.at_once),
+        ("run", args.folder),
+        ("resume", args.resume),
+    ):
+        if value is not None:
+            raise KeelError(f"--{name} {value} cannot act without --live RECIPE")
+    if args.run_or_file is None:
+        raise KeelError("give a RUN or a file of tokens, or --live RECIPE")
+    if args.texts is None:
+        args.texts = TEXTS
     if args.texts < 0:
         raise KeelError(f"--texts {args.texts} must not be negative")
     if args.model_steps is not None and args.model is None:

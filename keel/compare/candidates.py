@@ -6,7 +6,8 @@ table could not be told apart.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from keel.config import RECIPES, load
 from keel.config.load import parse_overrides
@@ -26,6 +27,8 @@ class Candidate:
 
     name: str
     objective: Objective
+    table: dict[str, Any] = field(default_factory=dict)
+    """The [objective] that makes it, for a run that is to train by it."""
 
 
 def parse_candidates(text: str) -> list[Candidate]:
@@ -40,7 +43,7 @@ def parse_candidates(text: str) -> list[Candidate]:
     return candidates
 
 
-def split(text: str) -> list[str]:
+def split(text: str, flag: str = "--objectives") -> list[str]:
     """Parts between commas, except those inside brackets or quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
@@ -59,7 +62,7 @@ def split(text: str) -> list[str]:
         if depth < 0:
             break
     if depth or quote:
-        raise ConfigError(f"--objectives {text}: brackets or quotes do not match")
+        raise ConfigError(f"{flag} {text}: brackets or quotes do not match")
     return [part.strip() for part in parts]
 
 
@@ -67,7 +70,9 @@ def _candidate(text: str) -> Candidate:
     name, parenthesis, rest = text.partition("(")
     name = name.strip()
     if not parenthesis and name.endswith(".toml"):
-        return Candidate(text, objective(load(name).settings.objective))
+        settings = load(name).settings.objective
+        table = {key: value for key, value in settings.table.items() if value is not None}
+        return Candidate(text, objective(settings), table)
     if name not in RECIPES:
         hint = nearest(name, RECIPES)
         raise ConfigError(f'--objectives: "{name}" is not an objective; {hint} A file must end in .toml')
@@ -75,7 +80,7 @@ def _candidate(text: str) -> Candidate:
         raise ConfigError(f"--objectives {text}: parameters end with a parenthesis")
     given = _parameters(split(rest[:-1]), text) if parenthesis else {}
     try:
-        return Candidate(text, objective(name, **given))
+        return Candidate(text, objective(name, **given), {"name": name, **given})
     except ConfigError as error:
         raise ConfigError("\n".join(f"{text}: {line}" for line in str(error).splitlines())) from None
 

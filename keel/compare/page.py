@@ -36,7 +36,7 @@ def page(report: Report) -> str:
         _head(report),
         legend(report.names),
         "<h2>What each keeps</h2>",
-        _table((*_COLUMNS, *_COLUMNS_LOSS), (_cells(row) for row in report.objectives)),
+        table((*_COLUMNS, *_COLUMNS_LOSS), (_cells(row) for row in report.objectives)),
         '<p class="note">Dropped: share of the trainable tokens that a gate refused, and of the size of all advantage.'
         " Sequences: those of which nothing trains. Touched: those with a dropped token. Sample size: effective, as a"
         " share of the tokens. Loss and gradient norm: mean over steps, by log-prob. Gradient on: share of the tokens"
@@ -50,8 +50,13 @@ def page(report: Report) -> str:
         _weights(report),
         *(_details(row) for row in report.objectives),
     ]
+    return document("keel compare", parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A page that needs nothing else, from parts that are HTML already."""
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>keel compare</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
         f"<body>{''.join(parts)}</body></html>\n"
@@ -90,7 +95,8 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, text_first: bool = False) -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, text_first: bool = False) -> str:
+    """Rows of cells, which are escaped here."""
     head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in columns)
     body = []
     for row in rows:
@@ -150,18 +156,18 @@ def _weights(report: Report) -> str:
     norms = [[name, number(norm)] for name, norm in zip(report.names, found.gradient_norm, strict=True)]
     return (
         f"<h2>Gradients by weight</h2><p>{html.escape(said)}</p>"
-        f"{_table(('objective', 'gradient norm'), norms)}<h3>Cosine</h3>{_matrix(report.names, found.cosine)}"
+        f"{table(('objective', 'gradient norm'), norms)}<h3>Cosine</h3>{_matrix(report.names, found.cosine)}"
     )
 
 
 def _details(row: Row) -> str:
     """Terms, gates and texts of one objective."""
-    terms = _table(("term", "loss"), [[name, number(value)] for name, value in row.terms.items()])
-    gates = _table(
+    terms = table(("term", "loss"), [[name, number(value)] for name, value in row.terms.items()])
+    gates = table(
         ("gate", "tokens", "sequences"),
         [[gate.reason, f"{gate.tokens:,}", f"{gate.sequences:,}"] for gate in row.gates],
     )
-    words = _table(
+    words = table(
         ("token", "occurs", "dropped", "with A > 0", "share"),
         [
             [

@@ -120,7 +120,7 @@ class Report:
             row["gates"] = [gate._asdict() for gate in found.gates]
             row["texts"] = [text._asdict() for text in found.texts]
             row["by"] = {kind: [share._asdict() for share in shares] for kind, shares in found.by.items()}
-        cleaned: dict[str, Any] = _finite(plain)
+        cleaned: dict[str, Any] = finite(plain)
         return cleaned
 
 
@@ -195,9 +195,10 @@ def _rows(matrix: Array) -> list[list[float]]:
     return found
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A value that JSON can say: what is not finite is null."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

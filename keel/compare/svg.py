@@ -16,6 +16,8 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#8
 """Told apart by the colour-blind too; a ninth line is the first colour, dashed."""
 
 Point = tuple[float, float]
+Band = tuple[float, float, float]
+"""A place, and the lowest and highest value there."""
 
 
 def number(value: float) -> str:
@@ -33,14 +35,16 @@ def legend(names: Sequence[str]) -> str:
     return f'<p class="legend">{"".join(items)}</p>'
 
 
-def lines(label: str, series: Mapping[str, Sequence[Point]]) -> str:
-    """Curves over steps. A value that is not finite leaves a gap."""
+def lines(label: str, series: Mapping[str, Sequence[Point]], bands: Mapping[str, Sequence[Band]] | None = None) -> str:
+    """Curves over steps. A value that is not finite leaves a gap. Under a curve of the same name lies its band."""
+    bands = bands or {}
     thinned = {name: _thin(points) for name, points in series.items()}
     every = [point for points in thinned.values() for point in points if math.isfinite(point[1])]
     if not every:
         return '<p class="none">nothing to draw</p>'
     left, right = min(x for x, _ in every), max(x for x, _ in every)
-    low, high = _bounds([y for _, y in every])
+    edges = [edge for band in bands.values() for _, *edges in band for edge in edges if math.isfinite(edge)]
+    low, high = _bounds([*(y for _, y in every), *edges])
 
     def place(point: Point) -> str:
         across = (point[0] - left) / (right - left) if right > left else 0.5
@@ -49,6 +53,10 @@ def lines(label: str, series: Mapping[str, Sequence[Point]]) -> str:
     parts = [_axis(low, high), _text(LEFT, HEIGHT - 8, number(left), "start")]
     if right > left:
         parts.append(_text(WIDTH - RIGHT, HEIGHT - 8, number(right), "end"))
+    for order, name in enumerate(thinned):
+        for lower, upper in _edges(bands.get(name, ())):
+            drawn = " ".join(place(point) for point in (*lower, *reversed(upper)))
+            parts.append(f'<polygon points="{drawn}" fill="{COLOURS[order % len(COLOURS)]}" fill-opacity="0.15"/>')
     for order, (name, points) in enumerate(thinned.items()):
         for run in _runs(points):
             drawn = " ".join(place(point) for point in run)
@@ -97,6 +105,13 @@ def _thin(points: Sequence[Point]) -> list[Point]:
         part = points[int(place * size) : int((place + 1) * size)]
         thinned.append((math.fsum(x for x, _ in part) / len(part), math.fsum(y for _, y in part) / len(part)))
     return thinned
+
+
+def _edges(band: Sequence[Band]) -> list[tuple[list[Point], list[Point]]]:
+    """The lower and the upper edge of a band, for each stretch without a gap."""
+    lower = _runs(_thin([(x, bottom) for x, bottom, _ in band]))
+    upper = _runs(_thin([(x, top) for x, _, top in band]))
+    return list(zip(lower, upper, strict=True))
 
 
 def _runs(points: Sequence[Point]) -> list[list[Point]]:
