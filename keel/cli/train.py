@@ -8,15 +8,22 @@ import argparse
 import asyncio
 import os
 import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from keel.run.folder import RunFolder
+    from keel.run.observer import Observer
 
 TWICE = 1.0
 """Seconds within which a second signal is the same request: wrappers pass on what the terminal has sent already."""
 
-FLAGS = ("--run", "--resume", "--allow-changes", "--json")
+FLAGS = ("--run", "--resume", "--allow-changes", "--json", "--metrics-port")
 
 
 def add(subparsers: Any) -> None:
@@ -29,16 +36,22 @@ def add(subparsers: Any) -> None:
         epilog="examples:\n  keel train recipes/larger_number.toml\n"
         "  keel train recipes/larger_number.toml --steps 5 --objective.name ipo_kl --run runs/ipo\n"
         "  keel train --resume runs/ipo",
-        usage="keel train [-h] [--run DIR | --resume RUN] [--allow-changes] [--json] [RECIPE] [--a.b VALUE ...]",
+        usage="keel train [-h] [--run DIR | --resume RUN] [--allow-changes] [--json]"
+        " [--metrics-port N]\n                  [RECIPE] [--a.b VALUE ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--run", dest="folder", metavar="DIR", type=Path, help="folder of the run (default: runs/RECIPE)")
+    where.add_argument(
+        "--run", dest="folder", metavar="DIR", type=Path, help="folder of the run (default: runs/RECIPE)"
+    )
     where.add_argument("--resume", metavar="RUN", type=Path, help="go on with this run, by its own settings")
     parser.add_argument("--allow-changes", action="store_true", help="with --resume: go on with other settings")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for machines")
+    parser.add_argument(
+        "--metrics-port", metavar="N", type=int, default=0, help="Prometheus metrics on 127.0.0.1 (default: 0, none)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -48,33 +61,84 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("give a RECIPE, or --resume RUN; recipes/larger_number.toml is one to begin with")
     if args.allow_changes and args.resume is None:
         raise ConfigError("--allow-changes cannot act without --resume")
-    from keel.cli.progress import display
+    # asked for and refused before there is a folder: a run that cannot begin leaves nothing
+    with _bound(args.metrics_port) as listener:
+        folder = _folder(args)
+        try:
+            return _train(folder, args.json, listener)
+        finally:
+            folder.close()
+
+
+def _folder(args: argparse.Namespace) -> "RunFolder":
+    """The folder of the run, new or to go on with."""
     from keel.config import load
     from keel.run.episodes import arenas
     from keel.run.folder import RunFolder, free_name
-    from keel.run.loop import Run
-    from keel.run.summary import summary
+    from keel.run.sinks import require
 
     if args.resume is not None:
-        folder = RunFolder.open(
-            args.resume, file=args.recipe, overrides=args.overrides, allow_changes=args.allow_changes
-        )
-    else:
-        loaded = load(args.recipe, args.overrides)
-        arenas(loaded.settings)  # whatever it refuses leaves no folder behind
-        folder = RunFolder.create(args.folder or free_name(Path("runs"), Path(args.recipe).stem), loaded)
-    observer = display(json=args.json)
+        return RunFolder.open(args.resume, file=args.recipe, overrides=args.overrides, allow_changes=args.allow_changes)
+    loaded = load(args.recipe, args.overrides)
+    arenas(loaded.settings)  # whatever it refuses leaves no folder behind
+    require(loaded.settings.metrics)
+    return RunFolder.create(args.folder or free_name(Path("runs"), Path(args.recipe).stem), loaded)
+
+
+def _train(folder: "RunFolder", json: bool, listener: socket.socket | None) -> int:
+    from keel.cli.progress import display
+    from keel.run.loop import Run
+    from keel.run.observer import Several
+    from keel.run.sinks import open_sinks
+    from keel.run.summary import summary
+
     text = ""
-    try:
-        going = Run(folder, observer)
-        asyncio.run(_watched(going))
-        text = summary(folder)
-        if folder.ledger.get("status") == "stopped":
-            text += f"\nstopped    after step {going.step}; go on with: keel train --resume {folder.path}"
-    finally:
-        observer.ended(text)
-        folder.close()
+    with _exported(listener) as exporter:
+        shown = display(json=json)
+        # sinks before the display: how they end is shown
+        observer = Several(open_sinks(folder, shown.notice), exporter, shown)
+        try:
+            going = Run(folder, observer)
+            asyncio.run(_watched(going))
+            text = summary(folder)
+            if folder.ledger.get("status") == "stopped":
+                text += f"\nstopped    after step {going.step}; go on with: keel train --resume {folder.path}"
+        finally:
+            observer.ended(text)
     return 0
+
+
+@contextmanager
+def _bound(port: int) -> Iterator[socket.socket | None]:
+    """A socket on this machine's own address; none for port 0."""
+    if port == 0:
+        yield None
+        return
+    try:
+        listener = socket.create_server(("127.0.0.1", port))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--metrics-port {port}: cannot listen on 127.0.0.1: {error}; choose another") from error
+    with listener:
+        yield listener
+
+
+@contextmanager
+def _exported(listener: socket.socket | None) -> Iterator["Observer"]:
+    """What the run's numbers are served from, while the block lasts."""
+    from keel.run.observer import Silent
+
+    if listener is None:
+        yield Silent()
+        return
+    from keel.run.exporter import Exporter, ExporterServer
+
+    exporter = Exporter()
+    server = ExporterServer(exporter, listener)
+    server.start()
+    try:
+        yield exporter
+    finally:
+        server.stop()
 
 
 async def _watched(going: Any) -> None:

@@ -25,7 +25,7 @@ from keel.config.rollout import (
     Sampling,
     SchedulerSettings,
 )
-from keel.config.run import AdvantageSettings, EvaluationSettings, RunSettings
+from keel.config.run import AdvantageSettings, EvaluationSettings, MetricsSettings, RunSettings
 
 __all__ = [
     "RECIPES",
@@ -39,6 +39,7 @@ __all__ = [
     "Gate",
     "Loaded",
     "LoraSettings",
+    "MetricsSettings",
     "ModelSettings",
     "ObjectiveSettings",
     "OptimizerSettings",

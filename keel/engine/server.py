@@ -25,6 +25,7 @@ from starlette.routing import Route
 from keel.engine.answers import OpenTalk, Shape, Talk, Tokenizer
 from keel.engine.guard import ClientGone, Guard, error_response, read_body, unless_gone
 from keel.engine.jobs import Events, Job, Room
+from keel.engine.prometheus import CONTENT_TYPE, Meter, Tally, family, metered, text
 from keel.engine.requests import (
     AdapterRequest,
     Asked,
@@ -80,16 +81,19 @@ def build_app(
         post("/v1/load_weights", service.load_weights),
         post("/v1/load_lora_adapter", service.load_adapter),
     ]
+    routes = [
+        post("/v1/completions", service.completions),
+        post("/v1/chat/completions", service.chat),
+        *([] if exact else loading),
+        Route("/v1/models", _told(service.models)),
+        Route("/health", _told(service.health)),
+        Route("/version", _told(service.version)),
+        Route("/metrics", _told(service.metrics)),
+    ]
+    paths = frozenset(route.path for route in routes)
     return Starlette(
-        routes=[
-            post("/v1/completions", service.completions),
-            post("/v1/chat/completions", service.chat),
-            *([] if exact else loading),
-            Route("/v1/models", _told(service.models)),
-            Route("/health", _told(service.health)),
-            Route("/version", _told(service.version)),
-        ],
-        middleware=[Middleware(Guard, api_key=api_key)],
+        routes=routes,
+        middleware=[Middleware(Tally, meter=service.meter, paths=paths), Middleware(Guard, api_key=api_key)],
         exception_handlers={HTTPException: http_error},
         lifespan=lifespan,
     )
@@ -131,6 +135,8 @@ class Service:
         self.exact = exact
         self.open_talk = talk
         self.room = Room(limits.requests)
+        self.meter = Meter()
+        self._counted = metered(engine, self.meter)
         self._loading = asyncio.Lock()
 
     # --- what is answered ---
@@ -178,6 +184,19 @@ class Service:
     async def version(self, _request: Request) -> Response:
         """GET /version: of the weights that are live."""
         return JSONResponse({"version": await self.engine.version(), "server": "keel"})
+
+    async def metrics(self, _request: Request) -> Response:
+        """GET /metrics: for Prometheus."""
+        health = await self.engine.health()
+        now = [
+            family("keel_info", "gauge", "What is served.", 1, model=self.names[0]),
+            family("keel_ready", "gauge", "Whether requests are answered.", health.ready),
+            family("keel_version", "gauge", "Policy version of the weights that are live.", health.version),
+            family("keel_answers_running", "gauge", "Answers being sampled.", health.running),
+            family("keel_answers_waiting", "gauge", "Answers that wait for their turn.", health.waiting),
+            family("keel_answers_under_way", "gauge", "Answers that clients wait for.", self.room.under_way),
+        ]
+        return Response(text([*now, *self.meter.families()]), media_type=CONTENT_TYPE)
 
     async def load_weights(self, request: Request) -> Response:
         """POST /v1/load_weights; answers when they are live."""
@@ -261,7 +280,7 @@ class Service:
             token_ids=asked.return_token_ids,
             exact=self.exact,
         )
-        job = Job(self.engine, self.tokenizer, self.room, asked, prompts, max_tokens, shape, talk)
+        job = Job(self._counted, self.tokenizer, self.room, asked, prompts, max_tokens, shape, talk)
         if asked.stream:
             return Events(job.chunks())
         return JSONResponse(await unless_gone(request.receive, job.whole()))
