@@ -124,7 +124,7 @@ class Session:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe(duplex=False)
         threads = max(1, torch.get_num_threads() // self._at_once)
-        child = context.Process(target=_child, args=(there, self.plan.folder, trial.name, threads), daemon=False)
+        child = context.Process(target=_child, name=trial.name, args=(there, self.plan.folder, trial.name, threads))
         child.start()
         there.close()
         self._children.add(child)
