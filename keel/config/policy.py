@@ -112,7 +112,8 @@ class CheckpointSettings(Settings):
     """What stays on disk."""
 
     every: Count = 10
-    """Steps between two checkpoints. When a run goes on, steps after the last one are trained again from their record."""
+    """Steps between two checkpoints. Steps after the last one are trained again from their record when a run goes on,
+    which costs no sampling."""
     keep_last: Count = 2
     """Newest checkpoints that are always kept."""
     keep_every: Count | None = None
