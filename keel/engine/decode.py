@@ -62,13 +62,18 @@ class Tails:
             for tensor in store.values():
                 tensor[slot].zero_()
 
-    def write(self, layer: int, slots: Tensor, places: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store one token of each slot, [n, key heads, D], and return what the layer has."""
+    def write(
+        self, layer: int, slots: Tensor, places: Tensor | int, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Store one token of each slot, [n, key heads, D], at its place or all at one; gives what the layer has."""
         for store, new in ((self.keys, key), (self.values, value)):
             if layer not in store:
                 # zeros: what no token has written is multiplied by a share of 0, which must not be NaN
                 store[layer] = new.new_zeros(self.slots, new.shape[1], self.length, new.shape[2])
-            store[layer][slots, :, places] = new
+            if isinstance(places, int):
+                store[layer][: len(new), :, places] = new  # a plain copy, many times faster than by index
+            else:
+                store[layer][slots, :, places] = new
         return self.keys[layer], self.values[layer]
 
 
@@ -127,6 +132,7 @@ class Step:
         tails.make_room(len(leaves), self.own)
         self.slots = torch.arange(len(leaves), device=device)
         self.places = torch.tensor(lengths, device=device)
+        self.target = lengths[0] if len(set(lengths)) == 1 else self.places
         self._ends = torch.tensor([leaf.end for leaf in leaves], device=device)
         self._paths = [leaf.path for leaf in leaves]
         self.runs: list[tuple[slice, Run]] = []
@@ -253,7 +259,7 @@ def _prefill(node: Node, layer: int, query: Tensor, rule: _Rule, out: Tensor) ->
 def _rows(decode: Step, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: _Rule, out: Tensor) -> None:
     """Answers under way, query [key heads, rest, n, D], each against its prompt and its own tokens."""
     groups, rest, count, width = query.shape
-    keys, values = decode.tails.write(layer, decode.slots, decode.places, key.transpose(0, 1), value.transpose(0, 1))
+    keys, values = decode.tails.write(layer, decode.slots, decode.target, key.transpose(0, 1), value.transpose(0, 1))
     keys = keys[:count].flatten(0, 1)[:, : decode.own]
     values = values[:count].flatten(0, 1)[:, : decode.own]
     query = query.permute(2, 0, 1, 3)
