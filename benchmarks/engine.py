@@ -143,8 +143,7 @@ def compare(case: Case, rounds: int, bar: float | None, clock: Clock) -> bool:
     model, plain = load_model(ModelSettings()), load_model(ModelSettings())
     prompts = case.ids(model)
     ours, theirs = Ours(model, prompts, case.group), Theirs(plain, prompts, case.group)
-    # all of the engine has run in its probe; of `generate` a round more would be a third of the benchmark
-    ours()
+    # neither side is warmed up: a round more of `generate` would be a third of the benchmark, and medians are compared
     times = timed({"generate": theirs, "engine": ours}, rounds, clock)
     each = per_token(times, {"generate": theirs.sampled, "engine": ours.sampled})
     off = off_full_forward(plain, ours.prompts, ours.found)
