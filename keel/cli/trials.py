@@ -23,6 +23,7 @@ from rich.text import Text
 
 from keel.cli.console import PLAIN_WIDTH, console, write
 from keel.cli.progress import QUIET, duration, plain
+from keel.cli.train import TWICE
 from keel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,14 +102,14 @@ def _write_files(args: argparse.Namespace, found: "Results") -> None:
 @contextmanager
 def _interruptible(session: Any) -> Iterator[None]:
     """Ctrl-C and SIGTERM as requests to stop: the first is patient, the second is not."""
-    asked = 0
+    asked: float | None = None
 
     def interrupted(*_: object) -> None:
         nonlocal asked
-        asked += 1
-        if asked == 1:
+        if asked is None:
+            asked = time.monotonic()
             session.stop()
-        else:
+        elif time.monotonic() - asked > TWICE:
             session.kill()
             os._exit(130)
 
@@ -160,6 +161,8 @@ class Display:
         steps = self._plan.steps[trial.name]
         self._left[trial.name] = steps - first
         self._starts[trial.name] = self._clock()
+        if not self._trained:
+            self._began = self._clock()  # what the first start took says nothing about the steps
         self._bars[trial.name] = self._progress.add_task(self._place(trial), total=steps, completed=first, told="")
         if first:
             self._say(f"{self._place(trial)}: goes on after step {first} of {steps}")
@@ -186,7 +189,8 @@ class Display:
             self._progress.remove_task(self._bars.pop(trial.name))
         self._draw()
         told = {"finished": f"finished in {took}", "stopped": "stopped", "failed": f"failed: {outcome.error}"}
-        self._say(f"{self._place(trial)}: {told[outcome.status]}{self._time_left()}")
+        left = self._time_left() if outcome.status != "stopped" else ""
+        self._say(f"{self._place(trial)}: {told[outcome.status]}{left}")
 
     def _draw(self) -> None:
         total = sum(self._plan.steps.values())

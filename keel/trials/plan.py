@@ -17,6 +17,7 @@ from keel.config import Loaded, RunSettings, load
 from keel.errors import ConfigError, KeelError
 from keel.policy.files import replace_file, write_json
 from keel.run.episodes import arenas
+from keel.run.sinks import require
 
 FORMAT = 1
 LONGEST = 80
@@ -144,6 +145,7 @@ def _can_run(settings: RunSettings, worlds: set[str]) -> None:
             'engine.kind = "pool" cannot be compared live: its servers hold the weights of the run before, so that no'
             ' two runs have the same start; use "local", "process" or "vllm"'
         )
+    require(settings.metrics)
     world = repr((settings.environments, settings.sampling))
     if world not in worlds:
         for arena in arenas(settings).values():

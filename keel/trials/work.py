@@ -23,7 +23,8 @@ from keel.errors import ConfigError, KeelError
 from keel.run.folder import RunFolder
 from keel.run.ledger import Ledger
 from keel.run.loop import Run
-from keel.run.observer import Silent
+from keel.run.observer import Several, Silent
+from keel.run.sinks import open_sinks
 from keel.trials.plan import Plan, Trial
 
 
@@ -143,6 +144,8 @@ class Session:
             self._active.pop(trial.name, None)
             self._children.discard(child)
             here.close()
+        if outcome is None and self.stopping and child.exitcode == -signal.SIGTERM:
+            return Outcome("stopped")  # asked before it could listen; nothing of it had begun
         return outcome or Outcome("failed", f"its process ended without a word, {_exit(child.exitcode)}")
 
 
@@ -164,9 +167,14 @@ def train(plan: Plan, trial: Trial, tell: Callable[..., None], hold: Callable[[R
         begun = (path / "run.db").is_file()
         folder = RunFolder.open(path) if begun else RunFolder.create(path, plan.load(trial))
         try:
-            run = Run(folder, _Teller(tell))
-            hold(run)
-            asyncio.run(run.train())
+            teller = _Teller(tell)
+            observer = Several(open_sinks(folder, teller.notice), teller)
+            try:
+                run = Run(folder, observer)
+                hold(run)
+                asyncio.run(run.train())
+            finally:
+                observer.ended("")
             return Outcome("finished" if folder.ledger.get("status") == "finished" else "stopped")
         finally:
             folder.close()
