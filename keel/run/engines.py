@@ -59,6 +59,11 @@ class Sampler:
                 with contextlib.suppress(OSError):
                     discard(old)
 
+    async def forget(self) -> None:
+        """Compute every prompt anew: what was computed beside others before differs in the last bit."""
+        if isinstance(self.engine, LocalEngine):
+            await self.engine.forget_prompts()
+
     def _write(self, target: Path) -> None:
         with new_folder(target) as folder:
             write_weights(folder, self._model)

@@ -104,6 +104,8 @@ class Run:
     async def _one_step(self, scheduler: Scheduler, engine: Sampler) -> None:
         """The stages of a step, in order."""
         began = time.monotonic()
+        if self.synchronous:
+            await engine.forget()
         batch = await self._take(scheduler)
         schedule = scheduler.snapshot()  # of all that is not in the batch
         sampled = time.monotonic()
