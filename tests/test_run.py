@@ -300,7 +300,6 @@ def test_changed_settings_are_shown_and_have_to_be_allowed(tmp_path: Path) -> No
         ("engine.publish_every = 4", "publish_every = 4"),
         ("trainer.max_tokens = 100", "tokens = 4096 .* max_tokens = 100"),
         ('references.a.source = "base"', "references"),
-        ("objective.teacher_tau = 0.1", "teacher"),
         ('teacher.name = "tiny"', "teacher"),
         ('engine.kind = "vllm"\nengine.int8 = true', "int8"),
     ],
@@ -319,6 +318,11 @@ def test_a_second_fate_cannot_be_written(tmp_path: Path) -> None:
         ledger.write_step(2, version=2, stepped=True, numbers={}, fates=[fate], state={"x": 1})
     assert ledger.last_step == 1 and ledger.state() == {}
     ledger.close()
+
+
+def test_an_objective_that_asks_a_teacher_needs_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="asks a teacher and there is none"):
+        train(tmp_path / "run", objective__teacher_tau=0.1)
 
 
 def test_a_run_without_an_environment_is_refused(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ def arenas(settings: RunSettings) -> dict[str, Arena]:
     """The environments of a run, by the names of their tables. What could not be trained on is refused here."""
     if not settings.environments:
         raise ConfigError("environments is empty: a run needs at least one, for example [environments.arithmetic]")
+    if settings.teacher is None and settings.objective.composition.reads("teacher"):
+        raise ConfigError("the objective asks a teacher and there is none: give a table [teacher] with its name")
     found = {
         name: Arena(load_environment(given), given.sampling or settings.sampling, given.limits, given.weight)
         for name, given in settings.environments.items()

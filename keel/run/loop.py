@@ -87,7 +87,8 @@ class Run:
 
     async def _train(self, engine: Sampler) -> None:
         self.observer.started(self.folder.path.name, self.folder.path, self.settings.steps, self.step)
-        if self.version:
+        if self.version or self.settings.engine.kind == "pool":
+            # servers that were there before may hold anything
             await engine.publish(self.version)
         async with self._scheduler(engine) as scheduler:
             await self._evaluate(engine)
