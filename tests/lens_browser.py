@@ -62,7 +62,7 @@ class Browser:
         """What a script returns; `arguments` in it are these."""
         return self.command("execute/sync", script=script, args=list(arguments))
 
-    def wait(self, script: str, *arguments: Any, seconds: float = 20) -> Any:
+    def wait(self, script: str, *arguments: Any, seconds: float = 60) -> Any:
         """Until a script returns something true."""
         end = time.monotonic() + seconds
         while not (found := self.run(script, *arguments)):
@@ -137,7 +137,7 @@ def browser(width: int = 1440, height: int = 900) -> Iterator[Browser]:
             driver.wait(10)
 
 
-def _answering(client: httpx.Client, seconds: float = 20) -> None:
+def _answering(client: httpx.Client, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while True:
         try:

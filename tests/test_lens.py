@@ -4,6 +4,8 @@ import json
 import math
 import shutil
 import sqlite3
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,24 @@ def test_runs_are_found_below_a_folder_and_a_run_is_found_by_itself(world: Path,
     alone.close()
 
 
+def test_a_folder_may_be_named_from_here_or_by_a_link(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(world)
+    monkeypatch.chdir(tmp_path)
+    for name in ("link", "link/a", "../" + tmp_path.name + "/link/a"):
+        lens = Lens(Path(name), patience=60)
+        assert ask(lens, "region", run="a")["read"] == 4
+        lens.close()
+
+
+def test_no_query_reads_outside_of_the_folder(world: Path) -> None:
+    lens = Lens(world / "a")
+    with pytest.raises(KeelError, match="cannot be read"):
+        lens.database.rows("SELECT * FROM {files}", [world / "deep/b[1]/rollouts/step_000001.parquet"])
+    lens.close()
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=r"holds no run: there is no run\.db in it"):
         Lens(tmp_path)
@@ -87,7 +107,8 @@ def test_series_are_the_ledgers_numbers_and_missing_ones_are_none(world: Path, l
     assert told["step"] == [1, 2, 3, 4]
     for name in ("reward", "mismatch_kl"):
         assert told["values"][name] == [row[name] for row in rows]
-    assert told["values"]["mismatch_kl_masked"] == told["values"]["nothing"] == [None] * 4  # NaN; never written
+    assert told["values"]["mismatch_kl_masked"] == [None, 0.5, None, None]
+    assert told["values"]["nothing"] == [None] * 4
 
 
 def test_a_long_series_is_averaged_to_a_bounded_number_of_points(lens: Lens, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,6 +315,26 @@ def test_text_that_is_not_utf8_is_shown_with_replacement_characters(tmp_path: Pa
     assert ask(lens, "texts", run="run")["read"] == 4
     assert ask(lens, "extremes", run="run", text="\ufffd")["matching"] > 0
     lens.close()
+
+
+def test_closing_breaks_off_a_long_question(world: Path) -> None:
+    lens = Lens(world)
+    endless = "SELECT count(*) AS n FROM {files}, range(10000000000) AS more(n), range(1000000) AS again(m)"
+    told: list[str] = []
+
+    def ask_long() -> None:
+        with pytest.raises(KeelError) as caught:
+            lens.database.rows(endless, [world / "a/rollouts/step_000001.parquet"])
+        told.append(str(caught.value))
+
+    asking = threading.Thread(target=ask_long, daemon=True)
+    asking.start()
+    end = time.monotonic() + 30
+    while not lens.database._busy and time.monotonic() < end:
+        time.sleep(0.01)
+    lens.close()
+    asking.join(30)
+    assert "nterrupt" in told[0]
 
 
 # over HTTP

@@ -32,7 +32,7 @@ class Lens:
 
     def __init__(self, root: Path, patience: float = PATIENCE) -> None:
         self.runs = Runs(root)
-        self.database = Database(root)
+        self.database = Database(self.runs.root)
         self.patience = patience
         self._surveys: OrderedDict[tuple[object, ...], Survey] = OrderedDict()
         self._lock = threading.Lock()
@@ -70,7 +70,7 @@ class Lens:
                 found.append(run.facts())
             except KeelError as error:
                 found.append({"run": run.name, "status": "unreadable", "why": str(error), "step": 0, "time": None})
-        return {"root": self.runs.root.resolve().name, "runs": found}
+        return {"root": self.runs.root.name, "runs": found}
 
     def _run(self, words: Words) -> dict[str, Any]:
         """What a run is made of, for the head of each view."""

@@ -7,6 +7,7 @@ UTF-8 is shown with replacement characters instead of failing the step. It never
 import logging
 import re
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,23 +25,36 @@ MEMORY = "1GB"
 THREADS = 4
 AT_ONCE = 2
 """Queries under way at a time; others wait, so that a page cannot take the whole machine from the run it watches."""
+CLOSING = 10.0
+"""Seconds that queries under way have to break off."""
 FILES = "{files}"
 """Stands for the files in a query."""
 
 
 class Database:
-    """Answers queries over files below one folder."""
+    """Answers queries over files below one folder, given as it really is: absolute, without links."""
 
     def __init__(self, folder: Path) -> None:
         settings = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
         self._root = duckdb.connect(config={**settings, "memory_limit": MEMORY, "threads": str(THREADS)})
-        self._root.execute("SET allowed_directories = ?", [[f"{folder.resolve()}/"]])
+        self._root.execute("SET allowed_directories = ?", [[f"{folder}/"]])
         self._root.execute("SET enable_external_access = false")
         self._root.execute("SET lock_configuration = true")
         self._turn = threading.BoundedSemaphore(AT_ONCE)
+        self._busy: set[duckdb.DuckDBPyConnection] = set()
+        self._closed = False
 
     def close(self) -> None:
-        self._root.close()
+        """Break off what is being asked, and end."""
+        self._closed = True
+        ended, end = 0, time.monotonic() + CLOSING
+        while ended < AT_ONCE and time.monotonic() < end:
+            # again and again: one that was about to start has not heard it
+            for cursor in list(self._busy):
+                cursor.interrupt()
+            ended += self._turn.acquire(timeout=0.05)
+        if ended == AT_ONCE:
+            self._root.close()
 
     def rows(self, query: str, files: Sequence[Path], parameters: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """The rows that a query has over some files. `{files}` in it is what it reads from; its first parameter.
@@ -61,12 +75,18 @@ class Database:
         return self._run(query.replace(FILES, "mended"), parameters, mended=_mend(files[0]))
 
     def _run(self, query: str, parameters: Sequence[Any], mended: pa.Table | None = None) -> list[dict[str, Any]]:
+        if self._closed:
+            raise KeelError("the lens is being closed")
         with self._turn, self._root.cursor() as cursor:
-            if mended is not None:
-                cursor.register("mended", mended)
-            found = cursor.execute(query, list(parameters))
-            names = [column[0] for column in found.description or []]
-            return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+            self._busy.add(cursor)
+            try:
+                if mended is not None:
+                    cursor.register("mended", mended)
+                found = cursor.execute(query, list(parameters))
+                names = [column[0] for column in found.description or []]
+                return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+            finally:
+                self._busy.discard(cursor)
 
 
 def _names(files: Sequence[Path]) -> str:

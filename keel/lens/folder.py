@@ -197,9 +197,9 @@ class Runs:
     """The runs below a folder, or the one that it is."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
         if not root.is_dir():
             raise KeelError(f"{root} is no folder; give a run, or a folder that holds runs")
+        self.root = root.resolve()
         self._known: dict[str, Run] = {}
         if not self.all():
             raise KeelError(
@@ -209,7 +209,7 @@ class Runs:
     def all(self) -> list[Run]:
         """All runs there are now, those that were started last first."""
         if (self.root / "run.db").is_file():
-            found = {self.root.resolve().name: self.root}
+            found = {self.root.name: self.root}
         else:
             found = {path.relative_to(self.root).as_posix(): path for path in _search(self.root, DEPTH)}
         self._known = {name: self._known.get(name) or Run(name, path) for name, path in found.items()}
@@ -248,7 +248,8 @@ def _made(path: Path) -> float:
 
 def _search(folder: Path, depth: int) -> Iterator[Path]:
     try:
-        inside = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+        with os.scandir(folder) as entries:
+            inside = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
     except OSError:
         return
     for path in map(Path, inside):

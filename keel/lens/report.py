@@ -192,7 +192,7 @@ def assemble(said: Words) -> str:
         " base-uri 'none'; form-action 'none'"
     )
     text = (ASSETS / "index.html").read_text()
-    text = re.sub(r"^<(?:link rel=\"stylesheet\"|script).*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^<(?:link rel=\"(?:stylesheet|modulepreload)\"|script).*\n", "", text, flags=re.MULTILINE)
     head = f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n<style>{style}</style>\n'
     # "<" inside of a string is written as an escape: no text of a model can end the element
     data = f'<script type="application/json" id="keel-answers">{_json(said)}</script>\n'

@@ -5,6 +5,7 @@ name this machine, and requests that a browser marks as another site's are refus
 nothing but this server (Content-Security-Policy, without inline script); and that no request changes anything.
 """
 
+import asyncio
 import ipaddress
 import logging
 from collections.abc import AsyncIterator
@@ -92,7 +93,10 @@ def build_app(root: Path) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        # the first page finds the runs already read
+        reading = asyncio.create_task(run_in_threadpool(respond, lens, "runs", {}))
         yield
+        await reading
         lens.close()
 
     async def page(_request: Request) -> Response:

@@ -37,14 +37,20 @@ OUTS = ("trained", "low", "high", "other")
 SIDE = "CASE WHEN advantage > 0 THEN 'positive' WHEN advantage < 0 THEN 'negative' ELSE 'zero' END"
 SIDES = ("positive", "negative", "zero")
 
-TOKEN_ROWS = f"""
-SELECT filename, "group", member, attempt, sample, advantage, {SIDE} AS side, version - unnest(versions) AS staleness,
-    unnest(logprobs) AS l, unnest(sampler_logprobs) AS b, unnest(kept) AS kept, unnest(token_ids) AS token_id,
-    unnest(pieces) AS piece, unnest(gradient) AS gradient, unnest(entropy) AS entropy,
-    generate_subscripts(token_ids, 1) - 1 AS position
-FROM {{files}} WHERE fate = 'trained' AND logprobs IS NOT NULL
-"""
-"""One row for each token of what trained; duckdb reads only the columns that a query around it uses."""
+_NAMES = """filename, "group", member, attempt, sample, advantage, generate_subscripts(token_ids, 1) - 1 AS position,
+    unnest(gradient) AS gradient, unnest(entropy) AS entropy,"""
+_TEXTS = "unnest(token_ids) AS token_id, unnest(pieces) AS piece,"
+
+
+def token_rows(*more: str) -> str:
+    """One row for each token of what trained. All lists that are named are read: duckdb leaves none of them out."""
+    return f"""
+    SELECT {" ".join(more)} {SIDE} AS side, version - unnest(versions) AS staleness, unnest(logprobs) AS l,
+        unnest(sampler_logprobs) AS b, unnest(kept) AS kept
+    FROM {{files}} WHERE fate = 'trained' AND logprobs IS NOT NULL
+    """
+
+
 USABLE = "kept IS NOT NULL AND isfinite(l) AND isfinite(b)"
 
 
@@ -123,7 +129,7 @@ class Region(Survey):
         self._distance: Counter[tuple[int, str]] = Counter()
         tokens = [one for one in statistics if one.scope == "token"]
         samples = [one for one in statistics if one.scope == "sample"]
-        self._queries = [(tokens, _histograms(tokens, TOKEN_ROWS))]
+        self._queries = [(tokens, _histograms(tokens, token_rows()))]
         if samples:
             self._queries.append((samples, _histograms(samples, _SAMPLE_ROWS)))
 
@@ -194,7 +200,7 @@ class Texts(Survey):
 
     QUERY = f"""
     SELECT token_id, any_value(left(piece, 80)) AS piece, side, {OUTCOME} AS outcome, count(*) AS count
-    FROM ({TOKEN_ROWS}) WHERE {USABLE} GROUP BY token_id, side, outcome
+    FROM ({token_rows(_TEXTS)}) WHERE {USABLE} GROUP BY token_id, side, outcome
     """
 
     def __init__(self, database: Database, run: Run, first: int, last: int | None) -> None:
@@ -276,11 +282,11 @@ class Extremes(Survey):
         value, way = ORDERS[order]
         self._sign = -1 if way == "DESC" else 1
         chosen = f"{USABLE} AND {OUTCOMES[outcome]} AND {ADVANTAGES[side]} AND (? = '' OR contains(piece, ?))"
-        self._count = f"SELECT count(*) AS matching FROM ({TOKEN_ROWS}) WHERE {chosen}"
+        self._count = f"SELECT count(*) AS matching FROM ({token_rows('advantage,', _TEXTS)}) WHERE {chosen}"
         self._query = f"""
         SELECT filename, "group", member, attempt, sample, position, left(piece, 80) AS piece, advantage, staleness,
             kept, l, b, gradient, entropy, {value} AS value
-        FROM ({TOKEN_ROWS}) WHERE {chosen} AND {value} IS NOT NULL ORDER BY {value} {way} LIMIT {SHOWN}
+        FROM ({token_rows(_NAMES, _TEXTS)}) WHERE {chosen} AND {value} IS NOT NULL ORDER BY {value} {way} LIMIT {SHOWN}
         """
 
     def absorb(self, files: Sequence[Path]) -> None:

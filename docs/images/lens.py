@@ -1,0 +1,70 @@
+"""Makes the pictures of the lens (lens-*.png) from a run folder, by the page itself in headless Chromium.
+
+    python docs/images/lens.py RUN_OR_FOLDER [RUN]    # without: from runs that it makes for the purpose
+
+RUN is the run that is looked at closely; not given, the one that was started last.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
+
+from lens_browser import Browser, browser
+from lens_world import make_run
+
+HERE = Path(__file__).parent
+PICTURES = {
+    "overview": ("light", "view=overview"),
+    "region": ("light", "view=region"),
+    "tokens": ("light", "view=tokens&colour=ratio&scope=run&outcome=dropped&side=positive"),
+    "tokens-dark": ("dark", "view=tokens&colour=reason&scope=run&outcome=dropped&side=positive"),
+}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(sys.argv[1]) if len(sys.argv) > 1 else invent(Path(made) / "runs")
+        run = sys.argv[2] if len(sys.argv) > 2 else ""
+        command = [sys.executable, "-m", "keel.cli", "lens", str(folder), "--port", "0"]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parent.parent)
+        assert server.stdout is not None
+        try:
+            address = server.stdout.readline().split()[-1]
+            with browser(1440, 860) as window:
+                for name, (scheme, words) in PICTURES.items():
+                    window.scheme(scheme)
+                    window.open("about:blank")
+                    window.open(f"{address}/#{words}{f'&run={run}' if run else ''}")
+                    settle(window, words)
+                    window.picture(HERE / f"lens-{name}.png")
+        finally:
+            server.terminate()
+            server.wait(20)
+
+
+def settle(window: Browser, words: str) -> None:
+    """Until the view is drawn; among tokens, with the first one found under the cursor."""
+    window.wait("return document.body.dataset.ready", seconds=60)
+    if "view=overview" in words:
+        window.wait("return document.querySelectorAll('.fates tr').length > 0", seconds=60)
+    if "view=tokens" in words:
+        window.wait("return document.querySelectorAll('.hits .hit').length > 0", seconds=60)
+        window.run("document.querySelectorAll('.hits .hit')[0].click()")
+        window.wait("return document.querySelector('.t.at') !== null")
+    window.wait("return new Promise((done) => requestAnimationFrame(() => setTimeout(() => done(true), 300)))")
+
+
+def invent(root: Path) -> Path:
+    """Three runs from chance."""
+    sizes = {"groups": 8, "members": 8, "noise": 0.2}
+    make_run(root / "opsm", seed=5, steps=48, objective="opsm", paragraphs=2, **sizes)
+    make_run(root / "dppo_tv", seed=3, steps=52, objective="dppo_tv", paragraphs=2, **sizes)
+    make_run(root / "icepop", steps=60, paragraphs=5, **sizes)
+    return root
+
+
+if __name__ == "__main__":
+    main()
