@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import keel
-from keel.cli import audit, compare, config, eval, export, lens, objectives, pool, serve, sweep, train
+from keel.cli import audit, compare, config, doctor, eval, export, lens, objectives, pool, serve, sweep, train
 from keel.errors import KeelError
 
 FLAGS = {
@@ -67,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add(subparsers)
     pool.add(subparsers)
     lens.add(subparsers)
+    doctor.add(subparsers)
     return parser
 
 
