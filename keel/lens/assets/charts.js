@@ -108,7 +108,7 @@ export function curves(figure, lines, { height = 170, zero = false } = {}) {
 }
 
 function spread(low, high, zero) {
-  if (low === null || high === null) return [0, 1];
+  if (low === null || high === null || (low === 0 && high === 0)) return [0, 1];
   if (zero) low = Math.min(low, 0);
   const room = (high - low || Math.abs(high) || 1) * 0.06;
   return [zero && low === 0 ? 0 : low - room, high + room];

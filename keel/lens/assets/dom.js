@@ -72,7 +72,7 @@ export function share(part, whole) {
   if (!whole) return "–";
   const percent = (100 * part) / whole;
   if (part === 0) return "0 %";
-  return `${percent < 0.01 ? "<0.01" : percent >= 10 ? percent.toFixed(0) : percent.toPrecision(2)} %`;
+  return `${percent < 0.01 ? "<0.01" : percent > 99 && percent < 100 ? Math.min(percent, 99.99).toPrecision(4) : percent >= 10 ? percent.toFixed(0) : percent.toPrecision(2)} %`;
 }
 
 export function ago(seconds) {

@@ -159,9 +159,9 @@ export function overview(page, main) {
 
   function table(evaluations) {
     const rows = evaluations.map(({ step, environment, numbers }) => make("tr", {},
-      make("td", { class: "n" }, number(step)), make("td", {}, visible(environment)),
+      make("td", { class: "n" }, number(step)), make("td", { class: "cut", title: plain(environment) }, visible(environment)),
       make("td", { class: "n" }, number(numbers.reward)),
-      make("td", { class: "n quiet" }, `${number(numbers.low ?? null)} – ${number(numbers.high ?? null)}`)));
+      make("td", { class: "n quiet" }, `${number(numbers.low ?? null, 2)} – ${number(numbers.high ?? null, 2)}`)));
     const head = make("tr", {}, ["step", "evaluation", "reward", "95 %"].map((text, n) => make("th", { class: n === 1 ? "" : "n" }, text)));
     return make("table", {}, make("thead", {}, head), make("tbody", {}, rows));
   }
