@@ -16,6 +16,7 @@ from keel.config import load
 from keel.errors import ConfigError, KeelError
 from keel.run.folder import RunFolder, difference, free_name
 from keel.run.ledger import Fate, Ledger
+from keel.run.live import Live
 from keel.run.summary import summary
 
 
@@ -105,6 +106,22 @@ def test_the_folder_says_what_was_run(run: tuple[Path, Watcher]) -> None:
     assert opened.ledger.get("status") == "finished"
     opened.close()
     assert "evaluation larger_number on 4 unseen tasks" in text and f"folder     {folder}" in text
+
+
+def test_the_folder_says_what_the_run_is_doing_while_it_does_it(tmp_path: Path) -> None:
+    live, seen = tmp_path / "run" / "live.json", []
+    written = Live.say
+
+    async def say(self: Live, doing: str, engine: Any) -> None:
+        await written(self, doing, engine)
+        if live.exists():
+            seen.append(json.loads(live.read_text()))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Live, "say", say)
+        train(tmp_path / "run", steps=2, evaluation__when="never")
+    assert any(one["doing"].startswith("sampling: ") and one["engines"].startswith("version 0") for one in seen)
+    assert not live.exists()
 
 
 def test_a_finished_run_has_nothing_to_go_on_with(run: tuple[Path, Watcher]) -> None:

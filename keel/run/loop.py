@@ -32,10 +32,12 @@ from keel.run.engines import Sampler, sampler
 from keel.run.episodes import Episodes, arenas
 from keel.run.evaluate import Evaluation, evaluate
 from keel.run.folder import RunFolder
+from keel.run.live import Live
 from keel.run.observer import Observer, Silent
 from keel.run.records import Row
 from keel.signal import MovingBaseline
 from keel.signal import objective as make_objective
+from keel.wire import Engine
 
 Done = TypeVar("Done")
 
@@ -55,6 +57,8 @@ class Run:
         self.checkpoints = Checkpoints(folder.checkpoints, settings.checkpoints)
         self.step = self.version = self._saved = 0
         self._stopping = False
+        self._live = Live(folder.path)
+        self._engine: Engine | None = None
         self._pieces: dict[int, str] = {}
         self._moving = MovingBaseline() if settings.advantages.name == "moving_baseline" else None
 
@@ -73,11 +77,14 @@ class Run:
         try:
             await asyncio.to_thread(self._prepare)
             async with sampler(self.settings, self.trainer.model, self.folder.weights) as engine:
+                self._engine = engine.engine
                 await self._train(engine)
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
             self.ledger.set_status("stopped" if stopped else "failed", f"{type(error).__name__}: {error}")
             raise
+        finally:
+            self._live.end()
         self.ledger.set_status("finished" if self._over else "stopped")
 
     @property
@@ -313,7 +320,9 @@ class Run:
         task: asyncio.Future[Done] = asyncio.ensure_future(work)
         try:
             while not task.done():
-                self.observer.waiting(what() if callable(what) else what)
+                doing = what() if callable(what) else what
+                self.observer.waiting(doing)
+                await self._live.say(doing, self._engine)
                 await asyncio.wait({task}, timeout=LOOK)
             return task.result()
         finally:
