@@ -148,6 +148,7 @@ class Run:
 
         Samples whose gradient is not finite are refused, and the rest of the batch trains without them.
         """
+        before = self.trainer.steps
         while left := records.trained(rows):
             try:
                 return await self._telling("training", asyncio.to_thread(self._trained, rows))
@@ -155,9 +156,9 @@ class Run:
                 reason, said, bad = "damaged", str(error), left
             except StepRefused as error:
                 reason, said = "not_finite", str(error)
-                # of several updates some may have been taken: the others cannot be tried again on their own
-                alone = error.samples and self.settings.trainer.updates == 1
-                bad = [left[number] for number in error.samples] if alone else left
+                if self.trainer.steps != before:
+                    raise  # some of several updates were taken: the committed state is the one to go on from
+                bad = [left[number] for number in error.samples] or left
             self.observer.notice(f"step {self.step + 1}: {len(bad)} of {len(left)} samples are refused: {said}")
             names = {(row.group, row.member) for row in bad}
             for row in left:
