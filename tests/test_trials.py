@@ -224,7 +224,10 @@ def test_the_numbers_of_a_run_are_those_in_its_ledger_and_its_records(world: Wor
     assert found.measures["seconds"] == pytest.approx(sum(one["seconds"] for one in steps))
 
 
-def test_the_table_shows_mean_and_deviation_over_seeds(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_mean_and_deviation_over_seeds(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     assert main(["sweep", "--resume", str(world.folder)]) == 0
     said = capsys.readouterr().out
     for variant, told in zip(world.results.variants, world.told["variants"], strict=True):
