@@ -21,6 +21,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import torch
+
 from keel.config import EngineSettings, Sampling
 from keel.engine.answers import Piece
 from keel.engine.batch import Batch, Request
@@ -45,11 +47,13 @@ class LocalEngine:
         version: int = 0,
         load: Load | None = None,
         lockstep: bool = False,
+        threads: int | None = None,
     ) -> None:
         """`load` reads a folder of weights into a state dict; not given: a Hugging Face folder of this model.
 
         `lockstep`: after each decode step the event loop has its turn before the next one begins, so that which answers
-        are decoded together does not depend on time, in conversations of several turns too.
+        are decoded together does not depend on time, in conversations of several turns too. `threads`: how many
+        compute; not given: torch's own number.
         """
         settings = settings or EngineSettings()
         config = network.config.get_text_config()
@@ -69,7 +73,7 @@ class LocalEngine:
         self._inbox: list[Request] = []
         self._orders: deque[tuple[Callable[[], Any], int, Future[None]]] = deque()
         self._closed, self._error = False, ""
-        self._lockstep = lockstep
+        self._lockstep, self._threads = lockstep, threads
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loading = asyncio.Lock()
         self._worker = threading.Thread(target=self._work, name="keel-engine", daemon=True)
@@ -197,6 +201,9 @@ class LocalEngine:
     # the worker
 
     def _work(self) -> None:
+        if self._threads is not None:
+            # of this thread, and of every thread that begins later and does not say otherwise
+            torch.set_num_threads(self._threads)
         try:
             while self._next():
                 self._obey()

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from keel.config import ReferenceSettings
 from keel.errors import KeelError, SignalRefused, StepRefused
@@ -57,6 +58,7 @@ class Run:
         self.checkpoints = Checkpoints(folder.checkpoints, settings.checkpoints)
         self.step = self.version = self._saved = 0
         self._stopping = False
+        self._threads = torch.get_num_threads()
         self._live = Live(folder.path)
         self._engine: Engine | None = None
         self._pieces: dict[int, str] = {}
@@ -85,6 +87,7 @@ class Run:
             raise
         finally:
             self._live.end()
+            torch.set_num_threads(self._threads)
         self.ledger.set_status("finished" if self._over else "stopped")
 
     @property
@@ -167,6 +170,7 @@ class Run:
         return None
 
     def _trained(self, rows: list[Row]) -> StepReport:
+        torch.set_num_threads(self._threads)  # an engine in this process may have changed it for new threads
         report = self.trainer.step(records.samples_of(rows), self.objective, version=self.version)
         records.account_for(rows, report)
         return report
