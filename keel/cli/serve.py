@@ -15,9 +15,6 @@ from typing import Any
 from keel.cli.console import console
 from keel.errors import ConfigError
 
-KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open: longer than in clients, so that none is closed under a request."""
-
 
 def add(subparsers: Any) -> None:
     """Register the command."""
@@ -135,26 +132,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(app: Any, listener: socket.socket, patience: int) -> None:
     """Answer until SIGINT or SIGTERM, then finish what is under way."""
-    import uvicorn
+    from keel.engine.listening import server_of
 
-    config = uvicorn.Config(
-        app,
-        loop="asyncio",
-        http="h11",
-        ws="none",
-        lifespan="on",
-        log_level="warning",
-        access_log=False,
-        # a client is who connects, not who a header says it is
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=patience,
-    )
+    server = server_of(app, patience=patience)
     # uvicorn raises the signal again when it is done: it has been dealt with, and ends nothing but the server
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

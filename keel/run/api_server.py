@@ -11,9 +11,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-import uvicorn
-
 from keel.config import EngineSettings, RendererSettings
+from keel.engine.listening import server_of
 from keel.engine.local import LocalEngine
 from keel.engine.requests import Limits
 from keel.engine.server import build_app
@@ -26,8 +25,6 @@ PATIENCE = 10
 """Seconds in which what is under way may end when the server stops."""
 START = 60.0
 """Seconds that starting may take; the model is loaded before."""
-KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open: longer than in clients, so that none is closed under a request."""
 
 Value = TypeVar("Value")
 
@@ -52,19 +49,7 @@ class Server:
             exact=True,
             talk=Conversations(Renderer(model.tokenizer, RendererSettings())).open,
         )
-        config = uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            lifespan="on",
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=PATIENCE,
-        )
-        self._server = uvicorn.Server(config)
+        self._server = server_of(app, patience=PATIENCE)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
         self._failed: BaseException | None = None

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -18,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from keel.engine.guard import Guard
+from keel.engine.listening import server_of
 from keel.engine.prometheus import CONTENT_TYPE, Family, family, text
 from keel.errors import KeelError
 from keel.run.evaluate import Evaluation
@@ -89,20 +89,8 @@ class ExporterServer:
             return Response(exporter.page(), media_type=CONTENT_TYPE)
 
         app = Starlette(routes=[Route("/metrics", metrics)], middleware=[Middleware(Guard, api_key=None)])
-        config = uvicorn.Config(
-            app,
-            loop="asyncio",
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_level="critical",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_graceful_shutdown=1,
-        )
         self._listener = listener
-        self._server = uvicorn.Server(config)
+        self._server = server_of(app, patience=1, lifespan="off", log_level="critical")
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, name="keel-metrics", daemon=True
         )
