@@ -57,6 +57,11 @@ def write_weights(folder: Path, model: Model, **more: Any) -> None:
         model.tokenizer.save_pretrained(folder)
 
 
+def full_state(model: Model) -> dict[str, torch.Tensor]:
+    """A copy of all weights by the names of the network's state, whole and on the CPU: training may go on at once."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.network.state_dict().items()}
+
+
 def write_network(
     folder: Path, network: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase, base: Path
 ) -> None:
