@@ -2,16 +2,12 @@
 
 A folder is filled under a temporary name beside its place, synced to the disk and renamed. Whoever is killed on the
 way leaves the place as it was, and a temporary folder that nobody takes for a result; the next writer removes it. A
-full disk leaves nothing. A sealed folder carries a manifest of its files with sizes and hashes, so that damage is found
-before use.
-
-The hashes find accidents and careless edits; they are no signature against someone who rewrites the manifest too. Needs
-a POSIX file system.
+full disk leaves nothing. A folder can be sealed with a manifest of its files (`keel.manifest`, whose names are here
+too). Needs a POSIX file system.
 """
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import secrets
@@ -23,14 +19,26 @@ from typing import Any
 from safetensors import SafetensorError
 
 from keel.errors import ModelError
+from keel.manifest import MANIFEST, Unreadable, check, hash_file, manifest, seal
 
-MANIFEST = "manifest.json"
+__all__ = [
+    "MANIFEST",
+    "TEMPORARY",
+    "Unreadable",
+    "check",
+    "clear_leftovers",
+    "discard",
+    "hash_file",
+    "manifest",
+    "new_folder",
+    "read_json",
+    "replace_file",
+    "seal",
+    "write_json",
+]
+
 TEMPORARY = ".keel-tmp-"
 """How the names of unfinished and discarded folders begin."""
-
-
-class Unreadable(ModelError):
-    """Files that are there and cannot be read, now or by this user: no sign of damage, no reason to discard them."""
 
 
 @contextlib.contextmanager
@@ -90,60 +98,6 @@ def clear_leftovers(parent: Path) -> None:
             shutil.rmtree(path)
 
 
-def seal(folder: Path) -> None:
-    """Write the manifest of everything in the folder. Nothing may be added or changed afterwards."""
-    files = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "blake2b": hash_file(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    # no newline at the end: the manifest without its last byte must not pass for whole
-    (folder / MANIFEST).write_text(json.dumps({"files": files, "blake2b": _hash_entries(files)}, indent=2))
-
-
-def manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """The files of a sealed folder by name, each with `size` and `blake2b`, as its manifest has them."""
-    path = folder / MANIFEST
-    try:
-        content = json.loads(path.read_text())
-        files: dict[str, dict[str, Any]] = content["files"]
-        intact = _hash_entries(files) == content["blake2b"]
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing") from None
-    except OSError as error:
-        raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} was changed: {error}") from error
-    if not intact:
-        raise ModelError(f"{path} was changed: its entries do not have the hash it carries")
-    return files
-
-
-def check(folder: Path, *, hashes: bool = True) -> None:
-    """Refuse a sealed folder with a file that is missing, truncated or changed, by its name.
-
-    Without `hashes` only presence and sizes are looked at, which is quick.
-    """
-    for name, entry in manifest(folder).items():
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            if size != entry["size"]:
-                raise ModelError(f"{path} has {size:,} bytes instead of {entry['size']:,}")
-            if hashes and hash_file(path) != entry["blake2b"]:
-                raise ModelError(f"{path} was changed: it does not have the hash in {MANIFEST}")
-        except FileNotFoundError:
-            raise ModelError(f"{path} is missing") from None
-        except OSError as error:
-            raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
-
-
-def hash_file(path: Path) -> str:
-    """blake2b of a file's content, 32 bytes in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
-
-
 def write_json(path: Path, content: object) -> None:
     """JSON for people and machines."""
     path.write_text(json.dumps(content, indent=2) + "\n")
@@ -199,10 +153,6 @@ def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
 
 def _temporary(target: Path) -> Path:
     return target.with_name(f"{TEMPORARY}{target.name}-{secrets.token_hex(4)}")
-
-
-def _hash_entries(files: dict[str, dict[str, Any]]) -> str:
-    return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=32).hexdigest()
 
 
 def _not_written(target: Path, error: Exception) -> ModelError:

@@ -1,0 +1,81 @@
+"""Manifests: a file that names every file of a folder with its size and hash, so that damage is found before use.
+
+Whoever writes a folder seals it (`keel.policy.files`), and whoever reads one checks it here: checkpoints, and the
+weights that travel to engines. The hashes find accidents and careless edits; they are no signature against someone who
+rewrites the manifest too. Imports no torch.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from keel.errors import ModelError
+
+MANIFEST = "manifest.json"
+
+
+class Unreadable(ModelError):
+    """Files that are there and cannot be read, now or by this user: no sign of damage, no reason to discard them."""
+
+
+def seal(folder: Path) -> None:
+    """Write the manifest of everything in the folder. Nothing may be added or changed afterwards."""
+    files = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "blake2b": hash_file(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    # no newline at the end: the manifest without its last byte must not pass for whole
+    (folder / MANIFEST).write_text(json.dumps({"files": files, "blake2b": _hash_entries(files)}, indent=2))
+
+
+def manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """The files of a sealed folder by name, each with `size` and `blake2b`, as its manifest has them."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text())
+        files: dict[str, dict[str, Any]] = content["files"]
+        intact = _hash_entries(files) == content["blake2b"]
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing") from None
+    except OSError as error:
+        raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} was changed: {error}") from error
+    if not intact:
+        raise ModelError(f"{path} was changed: its entries do not have the hash it carries")
+    return files
+
+
+def check(folder: Path, *, hashes: bool = True, only: Callable[[str], bool] = lambda _name: True) -> None:
+    """Refuse a sealed folder with a file that is missing, truncated or changed, by its name.
+
+    Without `hashes` only presence and sizes are looked at, which is quick. `only`: names of the files that count, for
+    who reads no others.
+    """
+    for name, entry in manifest(folder).items():
+        path = folder / name
+        if not only(name):
+            continue
+        try:
+            size = path.stat().st_size
+            if size != entry["size"]:
+                raise ModelError(f"{path} has {size:,} bytes instead of {entry['size']:,}")
+            if hashes and hash_file(path) != entry["blake2b"]:
+                raise ModelError(f"{path} was changed: it does not have the hash in {MANIFEST}")
+        except FileNotFoundError:
+            raise ModelError(f"{path} is missing") from None
+        except OSError as error:
+            raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
+
+
+def hash_file(path: Path) -> str:
+    """blake2b of a file's content, 32 bytes in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+
+
+def _hash_entries(files: dict[str, dict[str, Any]]) -> str:
+    return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=32).hexdigest()
