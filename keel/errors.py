@@ -19,6 +19,10 @@ class BatchError(KeelError):
     """A token batch with a wrong shape, type, device or value."""
 
 
+class StorageError(KeelError):
+    """A disk that is full, or a file of the run that is damaged: no rollout is to blame, and no retry helps."""
+
+
 class SignalRefused(KeelError):
     """A step whose data is too damaged to train on."""
 

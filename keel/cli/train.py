@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,7 +99,7 @@ def _train(folder: "RunFolder", json: bool, listener: socket.socket | None) -> i
         # sinks before the display: how they end is shown
         observer = Several(open_sinks(folder, shown.notice), exporter, shown)
         try:
-            going = Run(folder, observer)
+            going = Run(folder, observer, abandon=_abandon)
             asyncio.run(_watched(going))
             text = summary(folder)
             if folder.ledger.get("status") == "stopped":
@@ -106,6 +107,13 @@ def _train(folder: "RunFolder", json: bool, listener: socket.socket | None) -> i
         finally:
             observer.ended(text)
     return 0
+
+
+def _abandon(why: str) -> None:
+    """The end of a run that hangs where nothing can reach it: no clean-up would return either."""
+    sys.stderr.write(f"keel: {why}\n")
+    sys.stderr.flush()
+    os._exit(2)
 
 
 @contextmanager

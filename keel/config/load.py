@@ -47,11 +47,16 @@ class Loaded:
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Loaded:
     """Read, merge and check. `overrides` are the command line's remaining words."""
-    tree: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    if path is not None:
-        tree = _read(Path(path))
-        origins = {leaf: str(path) for leaf, _ in _leaves(tree)}
+    return _checked({} if path is None else _read(Path(path)), str(path), overrides)
+
+
+def loads(text: str, origin: str) -> Loaded:
+    """The same from TOML that is no file; `origin`: what its values are said to be from."""
+    return _checked(_parsed(text, origin), origin, ())
+
+
+def _checked(tree: dict[str, Any], origin: str, overrides: Sequence[str]) -> Loaded:
+    origins = {leaf: origin for leaf, _ in _leaves(tree)}
     for name, value in parse_overrides(overrides):
         put(tree, name, value)
         origins = {leaf: origin for leaf, origin in origins.items() if not leaf.startswith(f"{name}.")}
@@ -97,13 +102,19 @@ def _value(text: str) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
+    return _parsed(text, str(path))
+
+
+def _parsed(text: str, origin: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        raise ConfigError(f"{origin} is not valid TOML: {error}") from None
 
 
 def put(tree: dict[str, Any], name: str, value: Any) -> None:

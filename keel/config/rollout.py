@@ -119,7 +119,8 @@ class SchedulerSettings(Settings):
     halt_after: Count | None = 10
     """Stop after so many batches in a row with nothing to train on."""
     watchdog: Seconds | None = None
-    """Give up a rollout that has not come back after so many seconds, whatever runs it; not given: never."""
+    """Give up a rollout that has not come back after so many seconds, whatever runs it; not given: a minute after
+    the longest limits.seconds of the run."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

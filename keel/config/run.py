@@ -80,6 +80,9 @@ class RunSettings(Settings):
 
     steps: Annotated[int, Field(ge=1)] = 100
     """Batches to train on."""
+    stall_after: Annotated[float, Field(gt=0)] | None = None
+    """Seconds without any progress after which the run stops and says what it waits for; not given: an hour, or three
+    times the longest limits.seconds of an environment."""
     environments: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EnvironmentSettings] = {}
     """What is learned, by name; a table without `name` is of the environment that it is called."""
     sampling: Sampling = Sampling()

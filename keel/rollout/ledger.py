@@ -50,9 +50,12 @@ class Ledger:
         self.reasons: Counter[Reason] = Counter()
         self.barren = 0
         """Batches in a row with nothing to train on."""
+        self.last_error: str | None = None
+        """Of the last rollout that failed since a batch was cut."""
 
     def refuse(self, refusal: Refusal) -> None:
         self.refused.append(refusal)
+        self.last_error = refusal.error or self.last_error
         self.counts[f"refused_{refusal.reason}"] += 1
         self.reasons[refusal.reason] += 1
 
@@ -62,7 +65,7 @@ class Ledger:
 
     def batch(self, version: int, groups: list[Group], *, places: int) -> Batch:
         """Close the account of a batch that had so many places, of which these were filled."""
-        counts, self.counts = self.counts, Counter()
+        counts, self.counts, self.last_error = self.counts, Counter(), None
         counts["groups_trained"] = len(groups)
         if groups:
             self.barren, self.reasons = 0, Counter()

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Self
 
 from keel.config import SchedulerSettings
-from keel.errors import KeelError
+from keel.errors import KeelError, StorageError
 from keel.rollout.flights import Flights, read
 from keel.rollout.groups import Dispatch, OpenGroup, Reason, Refusal, Result, Seat
 from keel.rollout.ledger import Batch, Closed, Exhausted, Ledger
@@ -74,6 +74,8 @@ class Scheduler:
         self._waiter: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
         self._ledger = Ledger()
+        self.landed = 0
+        """Rollouts that ended well: grows as long as there is progress."""
 
     # -- what callers use ---------------------------------------------------------------------------------------------
 
@@ -104,7 +106,14 @@ class Scheduler:
     def status(self) -> Status:
         """What is under way and what is waited for; takes time proportional to both."""
         settings = self.settings
-        return Status.of(self._line, self._flights, called=self._called, groups=settings.groups, dry=self._sources.dry)
+        return Status.of(
+            self._line,
+            self._flights,
+            called=self._called,
+            groups=settings.groups,
+            dry=self._sources.dry,
+            last_error=self._ledger.last_error,
+        )
 
     async def close(self, grace: float = 10.0) -> list[Refusal]:
         """Cancel everything, and emit all that was not: each rollout that is in flight or in line as "closed".
@@ -277,10 +286,13 @@ class Scheduler:
     def _landed(self, seat: Seat, task: asyncio.Future[Any]) -> None:
         """A task has ended. If its group is gone, it was emitted when it was cancelled, and only its place is freed."""
         rollout, kind, error, version = read(task)
+        if not task.cancelled() and isinstance(broken := task.exception(), StorageError):
+            self._failure = broken  # no rollout's error: trying again would sample for ever and keep nothing
         if seat.group.state == "open":
             seat.task = None
             if kind is None:
                 self._ledger.counts["succeeded"] += 1
+                self.landed += 1
                 seat.group.saw(version)
                 seat.finish(rollout)
                 self._resolved_if_done(seat.group)

@@ -31,9 +31,13 @@ class Status:
     """group/member/attempt of what was dispatched first and is in flight."""
     oldest_age: float
     """Its seconds in flight."""
+    last_error: str | None = None
+    """Of the last rollout that failed since a batch was cut."""
 
     @classmethod
-    def of(cls, line: Line, flights: Flights, *, called: bool, groups: int, dry: bool) -> Self:
+    def of(
+        cls, line: Line, flights: Flights, *, called: bool, groups: int, dry: bool, last_error: str | None = None
+    ) -> Self:
         unresolved = [group for group in line if group.state == "open"]
         ready = len(line) - len(unresolved)
         seat, age = flights.oldest or (None, 0.0)
@@ -49,11 +53,14 @@ class Status:
             first=unresolved[0].id if unresolved else None,
             oldest=f"{seat.group.id}/{seat.member}/{seat.attempt}" if seat else None,
             oldest_age=age,
+            last_error=last_error,
         )
 
     def __str__(self) -> str:
         oldest = f", the oldest {self.oldest} for {self.oldest_age:.0f} s" if self.oldest else ""
+        error = f"; the last error: {self.last_error}" if self.last_error else ""
         return (
             f"{self.ready_groups} groups ready, {self.missing_groups} more needed, first of them {self.first};"
             f" {self.in_flight} rollouts in flight ({self.cancelling} being cancelled){oldest}; {self.queued} queued"
+            f"{error}"
         )

@@ -2,9 +2,11 @@
 
 One process writes to a run at a time; the kernel drops the lock of one that is killed. `config.toml` holds the settings
 as resolved, `run.json` what the run was started with: versions of all parts, the state of the git checkout. A folder
-without `run.db` is not yet a run, so that a run is there as a whole or not at all.
+without `run.db` is not yet a run, so that a run is there as a whole or not at all. The ledger holds a copy of the
+settings: a `config.toml` that was edited is another run's until that is allowed, and one that is lost is written again.
 """
 
+import contextlib
 import difflib
 import fcntl
 import importlib.metadata
@@ -13,14 +15,16 @@ import platform
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
 from keel.config import Loaded, RunSettings, load
+from keel.config.load import loads
 from keel.config.write import toml_lines
-from keel.errors import ConfigError, KeelError
-from keel.policy.files import replace_file, write_json
+from keel.errors import ConfigError, KeelError, StorageError
+from keel.policy.files import TEMPORARY, replace_file, write_json
 from keel.run.ledger import Ledger
 
 PARTS = ("keel-rl", "torch", "transformers", "peft", "safetensors", "tokenizers", "renderers", "numpy", "pyarrow")
@@ -29,10 +33,9 @@ PARTS = ("keel-rl", "torch", "transformers", "peft", "safetensors", "tokenizers"
 class RunFolder:
     """An open run, locked for this process."""
 
-    def __init__(self, path: Path, settings: RunSettings, lock: IO[str]) -> None:
-        self.path, self.settings = path, settings
+    def __init__(self, path: Path, settings: RunSettings, lock: IO[str], ledger: Ledger) -> None:
+        self.path, self.settings, self.ledger = path, settings, ledger
         self._lock = lock
-        self.ledger = Ledger(path / "run.db")
 
     @property
     def rollouts(self) -> Path:
@@ -61,14 +64,24 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"--run {path} cannot be made: {error.strerror}") from error
         lock = _lock(path)
-        _write_config(path, loaded)
-        write_json(path / "run.json", _origin(path.name))
-        temporary = path / "run.db.new"
-        for left in path.glob("run.db.new*"):
-            left.unlink()
-        Ledger(temporary, create=True).close()
-        temporary.rename(path / "run.db")
-        return cls(path, loaded.settings, lock)
+        try:
+            text = _write_config(path, loaded)
+            write_json(path / "run.json", _origin(path.name))
+            temporary = path / "run.db.new"
+            for left in path.glob("run.db.new*"):
+                left.unlink()
+            ledger = Ledger(temporary, create=True)
+            ledger.set("config", text)
+            ledger.close()
+            temporary.rename(path / "run.db")
+            return cls(path, loaded.settings, lock, Ledger(path / "run.db"))
+        except BaseException as error:
+            lock.close()
+            if isinstance(error, OSError):
+                raise StorageError(
+                    f"{path} could not be written: {error.strerror}; make room, or choose --run"
+                ) from error
+            raise
 
     @classmethod
     def open(
@@ -82,19 +95,31 @@ class RunFolder:
         """A run to go on with, by its own settings. Others, by file or overrides, have to be allowed."""
         if not (path / "run.db").is_file():
             raise ConfigError(f"{path} holds no run: there is no run.db in it")
-        before = load(path / "config.toml")
-        after = load(file or path / "config.toml", overrides)
-        changes = difference(before, after)
-        if changes and not allow_changes:
-            raise ConfigError(
-                f"the settings are not those that {path} was started with:\n"
-                + "\n".join(f"  {line}" for line in changes)
-                + "\ngo on with them by --allow-changes, or without by leaving them out"
-            )
         lock = _lock(path)
-        if changes:
-            _write_config(path, after)
-        return cls(path, after.settings, lock)
+        try:
+            ledger = Ledger(path / "run.db")
+            try:
+                ledger.check()
+                before = _settings(path, ledger)
+                after = load(file or path / "config.toml", overrides)
+                changes = difference(before, after)
+                if changes and not allow_changes:
+                    raise ConfigError(
+                        f"the settings are not those that {path} was started with:\n"
+                        + "\n".join(f"  {line}" for line in changes)
+                        + "\ngo on with them by --allow-changes, or without by leaving them out"
+                        + ("" if file or overrides else f" of {path / 'config.toml'}")
+                    )
+                if changes:
+                    ledger.set("config", _write_config(path, after))
+                _clear(path)
+                return cls(path, after.settings, lock, ledger)
+            except BaseException:
+                ledger.close()
+                raise
+        except BaseException:
+            lock.close()
+            raise
 
     def close(self) -> None:
         self.ledger.close()
@@ -119,7 +144,10 @@ def free_name(parent: Path, name: str) -> Path:
 
 
 def _lock(path: Path) -> IO[str]:
-    lock = (path / "lock").open("a+")
+    try:
+        lock = (path / "lock").open("a+")
+    except OSError as error:
+        raise StorageError(f"{path / 'lock'} cannot be opened: {error.strerror}; check who owns the folder") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -127,16 +155,40 @@ def _lock(path: Path) -> IO[str]:
         owner = lock.read().strip() or "unknown"
         lock.close()
         raise KeelError(f"{path} is being written by process {owner}; wait for it, or stop it first") from None
-    lock.seek(0)
-    lock.truncate()
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
+    # for people only: a disk that is full must not keep them from going on once there is room
+    with contextlib.suppress(OSError):
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"{os.getpid()}\n".encode())
     return lock
 
 
-def _write_config(path: Path, loaded: Loaded) -> None:
+def _settings(path: Path, ledger: Ledger) -> Loaded:
+    """What the run went on with last. A `config.toml` that is lost or no TOML is written again from the ledger."""
+    kept, file = ledger.get("config"), path / "config.toml"
+    if kept is None:  # of an older version
+        return load(file)
+    before = loads(kept, f"{ledger.path}: its copy of config.toml")
+    try:
+        load(file)
+    except ConfigError as error:
+        warnings.warn(f"{error}; it is written again as the ledger has it", stacklevel=3)
+        with replace_file(file) as temporary:
+            temporary.write_text(kept)
+    return before
+
+
+def _clear(path: Path) -> None:
+    """Remove the unfinished files of a writer that was killed: whoever holds the lock is the only one."""
+    for left in (*path.glob(f"{TEMPORARY}*"), *path.glob(f"rollouts/{TEMPORARY}*")):
+        if left.is_file():
+            left.unlink()
+
+
+def _write_config(path: Path, loaded: Loaded) -> str:
+    text = "".join(f"{line}{comment}\n" for line, comment in toml_lines(loaded))
     with replace_file(path / "config.toml") as temporary:
-        temporary.write_text("".join(f"{line}{comment}\n" for line, comment in toml_lines(loaded)))
+        temporary.write_text(text)
+    return text
 
 
 def _origin(name: str) -> dict[str, Any]:

@@ -3,21 +3,23 @@
 Guarantees. A step is written in one transaction: its numbers, the fate of every rollout that it emitted, and the state
 from which the run goes on. The name of a rollout (group, member, attempt) is a primary key, so that a second fate for
 it cannot be written. Rollouts that have ended and wait for their batch are kept in `finished` until their fate is
-known. One process writes; any number may read while it does.
+known. What a step wrote is sealed with a hash, and `check` finds any later change of it: pages of SQLite carry none.
+Whatever the disk refuses or has lost is a `StorageError`. One process writes; any number may read while it does.
 """
 
+import hashlib
 import json
 import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from keel.errors import KeelError
+from keel.errors import KeelError, StorageError
 from keel.rollout.rollout import Rollout
 from keel.rollout.trajectory import TrainingSample
 
@@ -46,6 +48,9 @@ CREATE TABLE evaluations (
     PRIMARY KEY (step, environment)
 ) STRICT;
 """
+
+SEALS = "CREATE TABLE IF NOT EXISTS seals (step INTEGER PRIMARY KEY, content TEXT NOT NULL, record TEXT) STRICT"
+"""Hashes of what a step wrote here, and of its parquet file. A ledger of an older version gets it when it goes on."""
 
 Status = Literal["running", "stopped", "finished", "failed"]
 
@@ -81,6 +86,7 @@ class Ledger:
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         self._lock = threading.RLock()
+        self.path = path
         if not create and not path.is_file():
             raise KeelError(f"{path} does not exist: that folder holds no run")
         try:
@@ -92,21 +98,42 @@ class Ledger:
                 with self._transaction():
                     for statement in TABLES.split(";"):
                         self._db.execute(statement)
+                    self._db.execute(SEALS)
                     self._set("format", str(FORMAT))
-            found = self.get("format")
-        except sqlite3.DatabaseError as error:
-            raise KeelError(f"{path} is damaged or no ledger: {error}; restore it from a copy") from error
+        except sqlite3.Error as error:
+            raise self._broken(error) from error
+        found = self.get("format")
         if found != str(FORMAT):
             raise KeelError(f"{path} has format {found}, and this version of keel reads {FORMAT}")
 
     def close(self) -> None:
         self._db.close()
 
+    def check(self) -> None:
+        """Refuse a ledger that is not as it was written: one that a run goes on from is read whole first."""
+        wrong = [row[0] for row in self._rows("PRAGMA quick_check(3)")]
+        if wrong != ["ok"]:
+            raise self._broken("; ".join(" ".join(str(line).split()) for line in wrong))
+        with self._transaction():
+            self._db.execute(SEALS)
+        sealed = self._rows("SELECT step, content FROM seals ORDER BY step")
+        for step, content in sealed:
+            if self._content(step) != content:
+                raise self._broken(f"what step {step} wrote in it was changed since")
+        last = max((step for step, _ in sealed), default=0)
+        if self.last_step > last > 0:
+            raise self._broken(f"step {self.last_step} is in it without its seal")
+        self.state()
+
     # -- small facts --------------------------------------------------------------------------------------------------
 
     def get(self, key: str) -> str | None:
-        found = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return None if found is None else str(found[0])
+        found = self._rows("SELECT value FROM meta WHERE key = ?", (key,))
+        return str(found[0][0]) if found else None
+
+    def set(self, key: str, value: str) -> None:
+        with self._transaction():
+            self._set(key, value)
 
     def set_status(self, status: Status, why: str = "") -> None:
         """For whoever looks at the folder: is it running, and if not, why."""
@@ -117,13 +144,17 @@ class Ledger:
     def state(self) -> dict[str, Any] | None:
         """From where the run goes on; none before the first step."""
         found = self.get("state")
-        return None if found is None else json.loads(found)
+        if found is None:
+            return None
+        if self.get("state_hash") not in (None, _hash(found)):
+            raise self._broken("the state that the run goes on from was changed")
+        return self._json(found)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     @property
     def last_step(self) -> int:
-        return int(self._db.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0])
+        return int(self._rows("SELECT coalesce(max(step), 0) FROM steps")[0][0])
 
     def write_step(
         self,
@@ -134,8 +165,9 @@ class Ledger:
         numbers: Mapping[str, float],
         fates: Iterable[Fate],
         state: Mapping[str, Any],
+        record: str | None = None,
     ) -> None:
-        """All of a step, or nothing of it; on the disk when this returns."""
+        """All of a step, or nothing of it; on the disk when this returns. `record`: the hash of its parquet file."""
         fates = list(fates)
         with self._transaction(durable=True):
             self._db.execute(
@@ -143,42 +175,52 @@ class Ledger:
                 (step, version, int(stepped), time.time(), json.dumps(dict(numbers), allow_nan=False)),
             )
             self._emit(step, fates)
-            self._set("state", json.dumps(dict(state)))
+            self._set_state(state)
+            self._seal(step, record)
 
     def write_refused(self, step: int, fates: Iterable[Fate], state: Mapping[str, Any]) -> None:
         """Fates outside of a batch: what is left when a run ends."""
         with self._transaction(durable=True):
             self._emit(step, list(fates))
-            self._set("state", json.dumps(dict(state)))
+            self._set_state(state)
+            self._seal(step, self.record_of(step))
+
+    def record_of(self, step: int) -> str | None:
+        """The hash of the parquet file of a step; none where it was not written down."""
+        found = self._rows("SELECT record FROM seals WHERE step = ?", (step,))
+        return found[0][0] if found else None
 
     def steps(self, after: int = 0) -> list[StepRow]:
-        rows = self._db.execute("SELECT * FROM steps WHERE step > ? ORDER BY step", (after,))
-        return [StepRow(step, version, bool(done), at, json.loads(text)) for step, version, done, at, text in rows]
+        rows = self._rows("SELECT * FROM steps WHERE step > ? ORDER BY step", (after,))
+        return [StepRow(step, version, bool(done), at, self._json(text)) for step, version, done, at, text in rows]
 
     def fates(self) -> dict[str, int]:
         """How many rollouts came to what: "trained", or the reason why not."""
-        rows = self._db.execute("SELECT coalesce(reason, fate), count(*) FROM rollouts GROUP BY 1 ORDER BY 2 DESC")
-        return dict(rows.fetchall())
+        return dict(self._rows("SELECT coalesce(reason, fate), count(*) FROM rollouts GROUP BY 1 ORDER BY 2 DESC"))
 
     # -- rollouts that wait -------------------------------------------------------------------------------------------
 
     def keep(self, group: str, member: int, attempt: int, rollout: Rollout) -> None:
-        """A rollout that has ended, until its fate is written."""
+        """A rollout that has ended, until its fate is written; one that was given up before it ended has one."""
         data = zlib.compress(json.dumps(asdict(rollout)).encode(), 1)
+        name = (group, member, attempt)
         with self._transaction():
-            self._db.execute("INSERT OR REPLACE INTO finished VALUES (?, ?, ?, ?)", (group, member, attempt, data))
+            self._db.execute(
+                "INSERT OR REPLACE INTO finished SELECT ?, ?, ?, ? WHERE NOT EXISTS"
+                ' (SELECT 1 FROM rollouts WHERE "group" = ? AND member = ? AND attempt = ?)',
+                (*name, data, *name),
+            )
 
     def recall(self, group: str, member: int, attempt: int) -> Rollout | None:
         """A rollout that had ended before the process did."""
-        found = self._db.execute(
-            'SELECT data FROM finished WHERE "group" = ? AND member = ? AND attempt = ?', (group, member, attempt)
-        ).fetchone()
-        return None if found is None else _rollout(found[0])
+        name = (group, member, attempt)
+        found = self._rows('SELECT data FROM finished WHERE "group" = ? AND member = ? AND attempt = ?', name)
+        return self._rollout(*name, found[0][0]) if found else None
 
     def left_over(self) -> list[tuple[str, int, int, Rollout]]:
         """Those whose fate was never written."""
-        rows = self._db.execute('SELECT * FROM finished ORDER BY "group", member, attempt').fetchall()
-        return [(group, member, attempt, _rollout(data)) for group, member, attempt, data in rows]
+        rows = self._rows('SELECT * FROM finished ORDER BY "group", member, attempt')
+        return [(*name, self._rollout(*name, data)) for *name, data in rows]
 
     # -- evaluations --------------------------------------------------------------------------------------------------
 
@@ -188,8 +230,8 @@ class Ledger:
             self._db.execute("INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?)", values)
 
     def evaluations(self) -> list[tuple[int, str, dict[str, Any]]]:
-        rows = self._db.execute("SELECT step, environment, numbers FROM evaluations ORDER BY step, environment")
-        return [(step, environment, json.loads(text)) for step, environment, text in rows]
+        rows = self._rows("SELECT step, environment, numbers FROM evaluations ORDER BY step, environment")
+        return [(step, environment, self._json(text)) for step, environment, text in rows]
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -209,26 +251,82 @@ class Ledger:
     def _set(self, key: str, value: str) -> None:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
+    def _set_state(self, state: Mapping[str, Any]) -> None:
+        text = json.dumps(dict(state))
+        self._set("state", text)
+        self._set("state_hash", _hash(text))
+
+    def _seal(self, step: int, record: str | None) -> None:
+        self._db.execute("INSERT OR REPLACE INTO seals VALUES (?, ?, ?)", (step, self._content(step), record))
+
+    def _content(self, step: int) -> str:
+        """A hash of all that a step wrote."""
+        rows = self._rows("SELECT * FROM steps WHERE step = ?", (step,))
+        rows += self._rows('SELECT * FROM rollouts WHERE step = ? ORDER BY "group", member, attempt', (step,))
+        return _hash(json.dumps(rows))
+
+    def _json(self, text: str) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads(text)
+        except ValueError as error:
+            raise self._broken(error) from error
+        return found
+
+    def _rollout(self, group: str, member: int, attempt: int, data: bytes) -> Rollout:
+        try:
+            found: dict[str, Any] = json.loads(zlib.decompress(data))
+            listed: list[dict[str, Any]] = found.pop("samples")
+            samples = tuple(TrainingSample(**{name: _tuple(value) for name, value in one.items()}) for one in listed)
+            return Rollout(**found, samples=samples)
+        except (zlib.error, ValueError, LookupError, TypeError) as error:
+            raise self._broken(f"rollout {group}/{member}/{attempt}, which waits in it: {error}") from error
+
+    def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        try:
+            with self._lock:
+                return self._db.execute(query, values).fetchall()
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise self._broken(error) from error
+
     @contextmanager
     def _transaction(self, *, durable: bool = False) -> Iterator[None]:
         with self._lock:
-            # outside of a transaction: it has no effect inside
-            self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-            self._db.execute("BEGIN IMMEDIATE")
             try:
-                yield
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
+                # outside of a transaction: it has no effect inside
+                self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+                self._db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield
+                    self._db.execute("COMMIT")
+                except BaseException:
+                    # a failed write may have ended the transaction by itself
+                    if self._db.in_transaction:
+                        self._db.execute("ROLLBACK")
+                    raise
+            except sqlite3.Error as error:
+                raise self._broken(error) from error
+
+    def _broken(self, error: object) -> StorageError:
+        """What the disk refused or lost, and what to do."""
+        code = getattr(error, "sqlite_errorcode", None)
+        if code is not None and code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+            return StorageError(
+                f"{self.path} could not be written: {error}; nothing that was committed is lost: make room or mend the"
+                " disk, then go on with --resume"
+            )
+        if code is not None and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return StorageError(f"{self.path} is held by another process ({error}); end it, then go on with --resume")
+        if code is not None and code & 0xFF in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+            return StorageError(f"{self.path} cannot be opened for writing: {error}; check who owns it")
+        return StorageError(
+            f"{self.path} is damaged or no ledger: {error}; restore it from a copy, or begin a new run with"
+            f" model.name = {self.path.parent / 'checkpoints'}/step_N"
+        )
 
 
 def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _rollout(data: bytes) -> Rollout:
-    found: dict[str, Any] = json.loads(zlib.decompress(data))
-    listed: list[dict[str, Any]] = found.pop("samples")
-    samples = tuple(TrainingSample(**{name: _tuple(value) for name, value in one.items()}) for one in listed)
-    return Rollout(**found, samples=samples)
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -8,6 +8,7 @@ The loop decides nothing about groups, gates or tokens: those are the scheduler'
 """
 
 import asyncio
+import errno
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -15,14 +16,12 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from keel.config import ReferenceSettings
-from keel.errors import KeelError, SignalRefused, StepRefused
+from keel.errors import KeelError, SignalRefused, StepRefused, StorageError
 from keel.policy import Checkpoints, StepReport, Trainer, load_model
-from keel.policy.files import replace_file
+from keel.policy.files import hash_file
 from keel.policy.references import prepare
 from keel.rollout.client import derive_seed
 from keel.rollout.ledger import Batch, Exhausted, NothingToTrain
@@ -36,6 +35,7 @@ from keel.run.folder import RunFolder
 from keel.run.live import Live
 from keel.run.observer import Observer, Silent
 from keel.run.records import Row
+from keel.run.watchdog import STALL, Watchdog
 from keel.signal import MovingBaseline
 from keel.signal import objective as make_objective
 from keel.wire import Engine
@@ -44,12 +44,19 @@ Done = TypeVar("Done")
 
 LOOK = 0.5
 """Seconds between two looks at what is being waited for."""
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+"""What an operating system says of a disk that is full or broken."""
+LATE = 60.0
+"""Seconds after its time limit at which an episode that ignores it is given up."""
 
 
 class Run:
     """One run in its folder. `train` goes from wherever it is to its last step."""
 
-    def __init__(self, folder: RunFolder, observer: Observer | None = None) -> None:
+    def __init__(
+        self, folder: RunFolder, observer: Observer | None = None, abandon: Callable[[str], None] | None = None
+    ) -> None:
+        """`abandon`: called from a thread, with the reason, when the run hangs and cannot be ended; see `Watchdog`."""
         self.folder, self.settings, self.ledger = folder, folder.settings, folder.ledger
         self.observer: Observer = observer or Silent()
         settings = self.settings
@@ -60,6 +67,9 @@ class Run:
         self._stopping = False
         self._threads = torch.get_num_threads()
         self._live = Live(folder.path)
+        self._longest = max((arena.limits.seconds for arena in self.arenas.values()), default=0.0)
+        limit = settings.stall_after or max(STALL, 3 * self._longest)
+        self._watchdog = Watchdog(limit, self.observer.notice, abandon)
         self._engine: Engine | None = None
         self._pieces: dict[int, str] = {}
         self._moving = MovingBaseline() if settings.advantages.name == "moving_baseline" else None
@@ -77,13 +87,18 @@ class Run:
         """From where the run is to its end, or to where it was told to stop."""
         self.ledger.set_status("running")
         try:
-            await asyncio.to_thread(self._prepare)
-            async with sampler(self.settings, self.trainer.model, self.folder.weights) as engine:
-                self._engine = engine.engine
-                await self._train(engine)
+            with self._watchdog:
+                await asyncio.to_thread(self._prepare)
+                self._watchdog.say("starting the engine")
+                async with sampler(self.settings, self.trainer.model, self.folder.weights) as engine:
+                    self._engine = engine.engine
+                    await self._train(engine)
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-            self.ledger.set_status("stopped" if stopped else "failed", f"{type(error).__name__}: {error}")
+            with suppress(StorageError):  # a disk that is full has no room for this either, and is the error already
+                self.ledger.set_status("stopped" if stopped else "failed", f"{type(error).__name__}: {error}")
+            if isinstance(error, OSError) and error.errno in DISK:
+                raise StorageError(f"{error}; make room or mend the disk, then go on with --resume") from error
             raise
         finally:
             self._live.end()
@@ -140,7 +155,11 @@ class Run:
     async def _take(self, scheduler: Scheduler) -> Batch:
         """The next batch, with its state right after it was cut."""
         try:
-            return await self._telling(lambda: f"sampling: {scheduler.status()}", scheduler.next_batch(self.version))
+            return await self._telling(
+                lambda: f"sampling: {scheduler.status()}",
+                scheduler.next_batch(self.version),
+                mark=lambda: ("landed", scheduler.landed),
+            )
         except NothingToTrain as halt:
             rows = scoring.refused(halt.batch.refused)
             self.ledger.write_refused(self.step, scoring.fates(rows), self._state(scheduler.snapshot()))
@@ -186,7 +205,7 @@ class Run:
     ) -> dict[str, float]:
         """Commit the step; its numbers."""
         step, stepped = self.step + 1, report is not None and report.stepped
-        records.write(self.folder.rollouts, step, self.version, rows, self._texts(rows))
+        record = records.write(self.folder.rollouts, step, self.version, rows, self._texts(rows))
         numbers = report.numbers() if report is not None else {}
         numbers |= scoring.numbers(batch, rows, self.version) | dict(times) | {"seconds": time.monotonic() - began}
         numbers["tokens_per_second"] = numbers.get("tokens", 0.0) / numbers["seconds"]
@@ -199,6 +218,7 @@ class Run:
             numbers=numbers,
             fates=scoring.fates(rows),
             state=self._state(schedule),
+            record=hash_file(record),
         )
         self.step, self.version = step, version
         return numbers
@@ -208,10 +228,7 @@ class Run:
         if self.step != self._saved:
             self.trainer.save(self.checkpoints, self.step, {"version": self.version})
             self._saved = self.step
-        rows = [{"step": row.step, **row.numbers} for row in self.ledger.steps()]
-        if rows:
-            with replace_file(self.folder.metrics) as temporary:
-                pq.write_table(pa.Table.from_pylist(_table(rows)), temporary)
+        records.write_metrics(self.folder.metrics, [{"step": row.step, **row.numbers} for row in self.ledger.steps()])
 
     async def _evaluate(self, engine: Sampler, *, last: bool = False) -> None:
         """The policy as it is on held-out tasks, once a step."""
@@ -239,7 +256,10 @@ class Run:
             self.observer.evaluated(self.step, found)
 
     def _evaluating(self, name: str, ended: int, of: int) -> None:
-        self.observer.waiting(f"evaluating {name}: {ended}/{of}")
+        doing = f"evaluating {name}: {ended}/{of}"
+        self.observer.waiting(doing)
+        self._watchdog.say(doing)
+        self._watchdog.progress(doing)
 
     # -- going on -----------------------------------------------------------------------------------------------------
 
@@ -247,6 +267,7 @@ class Run:
         """Load the model, its references and the last checkpoint, and train again what was recorded after it."""
         settings = self.settings
         self.observer.waiting(f"loading {settings.model.name}")
+        self._watchdog.say(f"loading {settings.model.name}")
         teacher = load_model(settings.teacher, settings.seed) if settings.teacher else None
         self.trainer = Trainer(settings.model, settings.trainer, teacher=teacher, seed=settings.seed)
         self.renderer = Renderer(self.trainer.model.tokenizer, settings.renderer)
@@ -277,7 +298,9 @@ class Run:
         """Train the committed steps after a checkpoint again, on the tokens that they were trained on."""
         for row in self.ledger.steps(after=saved):
             self.observer.notice(f"step {row.step} is trained again from its record")
-            rows = records.read(records.path_of(self.folder.rollouts, row.step))
+            self._watchdog.say(f"training step {row.step} again")
+            self._watchdog.progress()
+            rows = records.read(records.path_of(self.folder.rollouts, row.step), self.ledger.record_of(row.step))
             if row.stepped:
                 report = self.trainer.step(records.samples_of(rows), self.objective, version=self.version)
                 if not report.stepped:
@@ -291,13 +314,13 @@ class Run:
         kept = None if self.synchronous else self.ledger
         episodes = Episodes(self.arenas, engine.engine, self.renderer, self.settings.seed, kept)
         sources = [arena.source(name) for name, arena in self.arenas.items()]
-        state = self.ledger.state()
+        settings, state = self.settings.scheduler, self.ledger.state()
+        if settings.watchdog is None:
+            settings = settings.model_copy(update={"watchdog": self._longest + LATE})
         if state is None:
-            scheduler = Scheduler(episodes, sources, self.settings.scheduler)
+            scheduler = Scheduler(episodes, sources, settings)
         else:
-            scheduler = Scheduler.restore(
-                state["scheduler"], episodes, sources, self.settings.scheduler, recall=episodes.recall
-            )
+            scheduler = Scheduler.restore(state["scheduler"], episodes, sources, settings, recall=episodes.recall)
             if self._moving is not None:
                 self._moving.state = {int(agent): value for agent, value in state["moving"].items()}
         try:
@@ -320,13 +343,18 @@ class Run:
 
     # -- small things -------------------------------------------------------------------------------------------------
 
-    async def _telling(self, what: str | Callable[[], str], work: Awaitable[Done]) -> Done:
-        """Await something, and say now and then what is being waited for."""
+    async def _telling(
+        self, what: str | Callable[[], str], work: Awaitable[Done], mark: Callable[[], object] = lambda: "none"
+    ) -> Done:
+        """Await something, and say now and then what is being waited for. `mark` changes as it makes progress."""
         task: asyncio.Future[Done] = asyncio.ensure_future(work)
+        self._watchdog.progress()
         try:
             while not task.done():
                 doing = what() if callable(what) else what
                 self.observer.waiting(doing)
+                self._watchdog.say(doing)
+                self._watchdog.progress(mark())
                 await self._live.say(doing, self._engine)
                 await asyncio.wait({task}, timeout=LOOK)
             return task.result()
@@ -358,9 +386,3 @@ class Run:
 def _reasons(numbers: Mapping[str, float]) -> str:
     found = [f"{name.removeprefix('refused/')} {v:.0f}" for name, v in numbers.items() if name.startswith("refused/")]
     return ", ".join(found) or "nothing"
-
-
-def _table(rows: list[dict[str, float]]) -> list[dict[str, float | None]]:
-    """Rows that all have the same columns."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return [{name: row.get(name) for name in names} for row in rows]

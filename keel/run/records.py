@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from keel.errors import KeelError
+from keel.errors import StorageError
 from keel.policy import Sample, StepReport
-from keel.policy.files import replace_file
+from keel.policy.files import hash_file, replace_file
 from keel.rollout.trajectory import TrainingSample
 
 _TOKENS = pa.list_(pa.float64())
@@ -37,6 +37,8 @@ SCHEMA = pa.schema(
         ("reward", pa.float64()),
         ("advantage", pa.float64()),
         ("turns", pa.int32()),
+        ("seconds", pa.float64()),  # of the rollout, from its dispatch to its end
+        ("ended", pa.float64()),  # when, in Unix time; with the seconds, what was under way at any moment
         ("split", pa.string()),  # why the sample begins: start, or what kept it from going on in an earlier one
         ("temperature", pa.float64()),
         ("token_ids", pa.list_(pa.int32())),
@@ -71,6 +73,8 @@ class Row:
     reward: float | None = None
     advantage: float | None = None
     turns: int = 0
+    seconds: float | None = None
+    ended: float | None = None
     account: Mapping[str, Any] = field(default_factory=dict)
     """Columns of the trainer's account, over all tokens of the sample."""
 
@@ -138,7 +142,8 @@ def write(folder: Path, step: int, version: int, rows: Iterable[Row], pieces: Ma
             "step": step,
             "version": version,
             **{name: getattr(row, name) for name in ("group", "environment", "task_id", "member", "attempt", "sample")},
-            **{name: getattr(row, name) for name in ("fate", "reason", "error", "reward", "advantage", "turns")},
+            **{name: getattr(row, name) for name in ("fate", "reason", "error", "reward")},
+            **{name: getattr(row, name) for name in ("advantage", "turns", "seconds", "ended")},
         }
         if data is not None:
             values |= {
@@ -160,13 +165,19 @@ def write(folder: Path, step: int, version: int, rows: Iterable[Row], pieces: Ma
     return target
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a step, without the trainer's account."""
-    wanted = [name for name in SCHEMA.names if name not in ("pieces", "logprobs", "gradient", "entropy", "kept")]
+def read(path: Path, expected: str | None = None) -> list[Row]:
+    """The rows of a step, without the trainer's account. `expected`: the hash that the file was written down with."""
+    left_out = ("seconds", "ended", "pieces", "logprobs", "gradient", "entropy", "kept")
+    wanted = [name for name in SCHEMA.names if name not in left_out]
     try:
+        if expected is not None and hash_file(path) != expected:
+            raise ValueError("it does not have the hash in the ledger: it was changed or cut off")
         table = pq.read_table(path, columns=wanted)
     except (OSError, pa.ArrowException, ValueError) as error:
-        raise KeelError(f"{path} cannot be read: {error}; the steps that it records cannot be trained again") from error
+        raise StorageError(
+            f"{path} cannot be read: {error}; the step that it records cannot be trained again: restore it from a copy,"
+            f" or begin a new run with model.name = {path.parent.parent / 'checkpoints'}/step_N, the last one there"
+        ) from error
     rows = []
     for found in table.to_pylist():
         data = None
@@ -182,3 +193,11 @@ def read(path: Path) -> list[Row]:
         names = ("group", "environment", "task_id", "member", "attempt", "sample", "fate", "reason", "error", "reward")
         rows.append(Row(**{name: found[name] for name in (*names, "advantage", "turns")}, data=data))
     return rows
+
+
+def write_metrics(path: Path, steps: Sequence[Mapping[str, float]]) -> None:
+    """The numbers of all steps as one table; a number that a step does not have is null."""
+    names = dict.fromkeys(name for row in steps for name in row)
+    if names:
+        with replace_file(path) as temporary:
+            pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in names} for row in steps]), temporary)
