@@ -38,3 +38,7 @@ class StepRefused(KeelError):
         super().__init__(message)
         self.samples = list(samples)
         """The numbers of the samples to leave out before trying again."""
+
+
+class RankError(KeelError):
+    """A rank of the trainer that was lost, hangs, or failed alone. The others cannot go on without it."""
