@@ -152,6 +152,7 @@ async def run_episode(
         error_kind=error[0] if error else None,
         turns=len(client.trajectory.turns),
         seconds=time.monotonic() - began,
+        ended=time.time(),
     )
 
 

@@ -35,6 +35,8 @@ class Rollout:
     turns: int = 0
     """Answers of the policy."""
     seconds: float = 0.0
+    ended: float | None = None
+    """When, in Unix time: for whoever looks at the run later, and for nobody to decide by."""
 
     @property
     def oldest_version(self) -> int | None:
