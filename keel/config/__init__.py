@@ -4,6 +4,7 @@ Nothing in this room imports torch, so that settings can be read, checked and pr
 """
 
 from keel.config.composition import Composition, Gate, Penalty, Policy, Reduction, Weight
+from keel.config.launch import LaunchSettings
 from keel.config.load import Loaded, load
 from keel.config.objective import ObjectiveSettings, resolve_objective
 from keel.config.policy import (
@@ -37,6 +38,7 @@ __all__ = [
     "EpisodeLimits",
     "EvaluationSettings",
     "Gate",
+    "LaunchSettings",
     "Loaded",
     "LoraSettings",
     "MetricsSettings",

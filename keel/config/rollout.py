@@ -190,6 +190,8 @@ class PoolSettings(Settings):
     """How many times a request is handed out when the members that had it fail."""
     api_key: str | None = None
     """What the members ask for."""
+    api_key_file: str | None = None
+    """A file that holds it, so that it is in no settings."""
     server: Literal["keel", "vllm"] = "keel"
     """What the members are: they load weights in different ways."""
 
@@ -202,4 +204,6 @@ class PoolSettings(Settings):
                 " given",
                 urls=self.urls,
             )
+        if self.api_key is not None and self.api_key_file is not None:
+            raise refuse("{api_key_file} and api_key are both given; leave one out", api_key_file=self.api_key_file)
         return self

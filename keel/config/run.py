@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from keel.config.launch import LaunchSettings
 from keel.config.objective import ObjectiveSettings
 from keel.config.policy import CheckpointSettings, ModelSettings, ReferenceSettings, TrainerSettings
 from keel.config.rollout import (
@@ -114,6 +115,8 @@ class RunSettings(Settings):
     """Frozen policies by name, for objectives that compare with a reference."""
     teacher: ModelSettings | None = None
     """Scores what the policy sampled, for objectives with a teacher."""
+    launch: LaunchSettings | None = None
+    """Where `keel launch` places the parts on a cluster; `keel train` runs on this machine and leaves it aside."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Of everything that is random."""
 
