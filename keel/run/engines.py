@@ -21,6 +21,7 @@ from torch import Tensor
 
 from keel.config import ModelSettings, RunSettings
 from keel.engine.client import HttpEngine
+from keel.engine.key import read_key
 from keel.engine.local import LocalEngine
 from keel.engine.vllm import VllmEngine, start_vllm
 from keel.errors import KeelError
@@ -111,7 +112,8 @@ def _pool(settings: RunSettings) -> Pool:
     given = settings.pool
     assert given is not None
     server = VllmEngine if given.server == "vllm" else HttpEngine
-    return Pool(given, lambda url: server(url, api_key=given.api_key))
+    key = given.api_key if given.api_key_file is None else read_key("pool.api_key_file", given.api_key_file)
+    return Pool(given, lambda url: server(url, api_key=key))
 
 
 @asynccontextmanager
