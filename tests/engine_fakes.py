@@ -5,17 +5,21 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from keel.config import Sampling
 from keel.engine.answers import Piece
+from keel.engine.roots import Roots
 from keel.policy import tiny
 from keel.wire import EngineError, Generation, Health
 
 TOKENIZER = tiny.tokenizer()
 END = tiny.SPECIALS[tiny.END]
+ANYWHERE = Roots([Path("/")])
+"""For tests of something else than where weights may come from."""
 
 
 class FakeEngine:

@@ -383,9 +383,9 @@ def rooms_imported_by(room: str) -> set[str]:
         ("web", {"errors"}),
         ("engine", {"errors", "config", "wire", "hook", "web", "keel"}),
         ("rollout", {"errors", "config", "wire", "keel"}),
-        ("run", {"errors", "config", "signal", "policy", "wire", "engine", "rollout", "keel"}),
+        ("run", {"errors", "config", "signal", "policy", "wire", "web", "engine", "rollout", "keel"}),
         ("compare", {"errors", "config", "signal", "policy", "keel"}),
-        ("lens", {"errors", "config"}),
+        ("lens", {"errors", "config", "web"}),
         ("trials", {"errors", "config", "policy", "run", "compare"}),
     ],
 )

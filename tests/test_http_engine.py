@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from engine_fakes import END, TOKENIZER, FakeEngine, serving, until
+from engine_fakes import ANYWHERE, END, TOKENIZER, FakeEngine, serving, until
 
 from keel.config import EngineSettings, LoraSettings, ModelSettings, Sampling
 from keel.engine.client import HttpEngine
@@ -28,7 +28,7 @@ def on_app(work: Callable[[HttpEngine], Any], engine: FakeEngine, *, key: str | 
     """What `work` gives on an engine that talks to Keel's server, without a network."""
 
     async def run() -> Any:
-        app = build_app(engine, TOKENIZER, model="tiny", **options)
+        app = build_app(engine, TOKENIZER, model="tiny", roots=ANYWHERE, **options)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
             return await work(HttpEngine("http://127.0.0.1/v1", api_key=key, client=client))
 
@@ -377,7 +377,7 @@ def test_the_local_engine_over_http_takes_weights_and_adapters_while_it_answers(
         assert not error.value.retryable
         await engine.close()
 
-    with serving(build_app(local, model.tokenizer, model="tiny")) as url:
+    with serving(build_app(local, model.tokenizer, model="tiny", roots=ANYWHERE)) as url:
         asyncio.run(run(url))
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
-from engine_fakes import TOKENIZER, FakeEngine, serving
+from engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
 
 from keel.config import PoolSettings, Sampling
 from keel.engine.client import HttpEngine
@@ -34,7 +34,7 @@ class Box:
         self.engine = FakeEngine()
         self.engine.live = 0
         self._running = ExitStack()
-        app = build_app(self.engine, TOKENIZER, model="tiny", api_key="key")
+        app = build_app(self.engine, TOKENIZER, model="tiny", api_key="key", roots=ANYWHERE)
         self._running.enter_context(serving(app, port=self.port, timeout_graceful_shutdown=0))
 
     def kill(self) -> None:

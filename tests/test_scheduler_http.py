@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_fakes import TOKENIZER, FakeEngine, serving
+from engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
 from scheduler_world import Ledger, name_of
 
 from keel.config import EnvironmentSettings, EpisodeLimits, Sampling, SchedulerSettings
@@ -63,7 +63,7 @@ class Machine:
     def start(self, seed: int, version: int) -> None:
         self.engine = FaultyEngine(seed)
         self.engine.live = version
-        app = build_app(self.engine, TOKENIZER, model="tiny")
+        app = build_app(self.engine, TOKENIZER, model="tiny", roots=ANYWHERE)
         self._running.enter_context(serving(app, port=self.port, timeout_graceful_shutdown=0))
 
     def kill(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from engine_fakes import END, TOKENIZER, FakeEngine, FakeStreamingEngine, serving, until
+from engine_fakes import ANYWHERE, END, TOKENIZER, FakeEngine, FakeStreamingEngine, serving, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,12 +24,12 @@ from keel.cli import main
 from keel.cli.serve import read_key
 from keel.config import EngineSettings, ModelSettings, Sampling
 from keel.engine.answers import Text
-from keel.engine.guard import is_loopback
 from keel.engine.local import LocalEngine
 from keel.engine.requests import NEUTRAL, ChatRequest, CompletionRequest, Limits
 from keel.engine.server import build_app
 from keel.errors import ConfigError
 from keel.policy import load_model
+from keel.web.access import is_loopback
 from keel.wire import EngineError, Generation
 
 
@@ -407,16 +407,16 @@ def test_what_counts_as_this_machine(host: str, own: bool) -> None:
 
 def test_weights_and_adapters_are_announced_after_they_are_live(tmp_path: Path) -> None:
     engine = FakeEngine()
-    folder = str(tmp_path)
-    said = ask(engine, "/v1/load_weights", {"folder": folder, "version": 7})
+    folder, roots = str(tmp_path), {"roots": ANYWHERE}
+    said = ask(engine, "/v1/load_weights", {"folder": folder, "version": 7}, **roots)
     assert said.json() == {"version": 7}
-    assert ask(engine, "/v1/load_lora_adapter", {"lora_path": folder}).json() == {"version": 8}
+    assert ask(engine, "/v1/load_lora_adapter", {"lora_path": folder}, **roots).json() == {"version": 8}
     assert engine.loaded == [("weights", folder, 7), ("adapter", folder, 8)]
-    missing = ask(engine, "/v1/load_weights", {"folder": folder + "/none", "version": 9})
+    missing = ask(engine, "/v1/load_weights", {"folder": folder + "/none", "version": 9}, **roots)
     assert missing.status_code == 400
     assert "none is not a folder" in missing.json()["error"]["message"]
     engine.fail = lambda: EngineError("these weights do not fit", retryable=False)
-    assert ask(engine, "/v1/load_weights", {"folder": folder, "version": 9}).status_code == 400
+    assert ask(engine, "/v1/load_weights", {"folder": folder, "version": 9}, **roots).status_code == 400
     assert ask(engine, "/version", None).json()["version"] == 8
 
 

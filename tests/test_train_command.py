@@ -19,6 +19,7 @@ from run_world import RECIPE, train
 from keel.cli import main
 from keel.config import EngineSettings, ModelSettings
 from keel.engine.local import LocalEngine
+from keel.engine.roots import Roots
 from keel.engine.server import build_app
 from keel.policy import load_model
 
@@ -107,7 +108,8 @@ def test_the_same_loop_with_a_pool_of_servers(tmp_path: Path) -> None:
     apps = []
     for _ in range(2):
         other = load_model(ModelSettings(name="tiny", warm_up_steps=300))
-        apps.append(build_app(LocalEngine(other.network, other.tokenizer, EngineSettings()), own.tokenizer, model="m"))
+        engine = LocalEngine(other.network, other.tokenizer, EngineSettings())
+        apps.append(build_app(engine, own.tokenizer, model="m", roots=Roots([tmp_path])))
     with serving(apps[0]) as first, serving(apps[1]) as second:
         watcher = train(
             tmp_path / "run", steps=3, engine__kind="pool", pool__urls=[first, second], evaluation__when="ends"

@@ -43,6 +43,16 @@ def add(subparsers: Any) -> None:
         "--max-requests", default=1024, help="answers under way, 429 beyond it (default: 1024)", **number
     )
     parser.add_argument("--max-tokens", default=32768, help="tokens of one answer (default: 32768)", **number)
+    parser.add_argument(
+        "--max-rate", default=1000, help="requests a second of one client, 429 beyond it (default: 1000)", **number
+    )
+    parser.add_argument(
+        "--weights-from",
+        metavar="DIR",
+        type=Path,
+        action="append",
+        help="a folder below which requests may load weights and adapters; may be given again (default: runs)",
+    )
     parser.add_argument("--int8", action="store_true", help="linear layers in int8: faster, not quite the same model")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float64 (default: auto)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: what torch finds)")
@@ -53,13 +63,10 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the model and serve it until told to stop."""
-    from keel.engine.guard import is_loopback
+    from keel.web.access import check_binding
 
     key = read_key(args.api_key, args.api_key_file)
-    if key is None and not is_loopback(args.host):
-        raise ConfigError(
-            f"--host {args.host} would let other machines in without a key; give --api-key-file, or listen on 127.0.0.1"
-        )
+    check_binding("--host", args.host, key)
     listener = listen(args.host, args.port)
     with listener:
         if args.with_parent:
@@ -87,10 +94,12 @@ def build(args: argparse.Namespace, key: str | None) -> Any:
     from keel.config.settings import explain
     from keel.engine.local import LocalEngine
     from keel.engine.requests import Limits
+    from keel.engine.roots import Roots
     from keel.engine.server import build_app
     from keel.policy import load_model
+    from keel.web.access import Rate
 
-    for name in ("max_requests", "max_tokens"):
+    for name in ("max_requests", "max_tokens", "max_rate"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     try:
@@ -104,7 +113,12 @@ def build(args: argparse.Namespace, key: str | None) -> Any:
         model.tokenizer,
         model=args.name or args.model,
         api_key=key,
-        limits=Limits(requests=args.max_requests, max_tokens=args.max_tokens),
+        limits=Limits(
+            requests=args.max_requests,
+            max_tokens=args.max_tokens,
+            rate=Rate(per_second=args.max_rate, burst=2 * args.max_rate),
+        ),
+        roots=Roots(args.weights_from or [Path("runs")]),
         vocabulary=model.head.out_features,
     )
 

@@ -1,25 +1,22 @@
-"""Who may talk to the server, and how refusals look.
+"""The way into the server, and how refusals look.
 
-Guarantees that every error is JSON in the OpenAI shape, that with a key nothing but /health answers without it, that
-without one only this machine is answered (and no web page through a browser on it), that a body is never read beyond
-its limit, and that work nobody waits for any more is cancelled. It knows nothing of models.
+Guarantees that every error is JSON in the OpenAI shape, that a body is never read beyond its limits of size and time,
+and that work nobody waits for any more is cancelled. Who may ask, and how often, is said in `keel.web.access`; it knows
+nothing of models.
 """
 
 import asyncio
-import hashlib
-import hmac
-import ipaddress
 import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from keel.engine.requests import RequestError
+from keel.engine.requests import Limits, RequestError
 from keel.errors import KeelError
+from keel.web.access import Access
 from keel.wire import EngineError
 
 log = logging.getLogger("keel.engine")
@@ -54,74 +51,52 @@ def error_body(error: RequestError) -> dict[str, Any]:
 def error_response(error: Exception) -> JSONResponse:
     """The response to an exception."""
     told = as_request_error(error)
-    headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}
-    return JSONResponse(error_body(told), told.status, headers.get(told.status))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's own."""
-    host = host.strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    headers = {}
+    if told.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if told.status in (429, 503):
+        headers["retry-after"] = str(told.retry_after or 1)
+    return JSONResponse(error_body(told), told.status, headers)
 
 
 class Guard:
-    """Middleware that lets through who may ask: holders of the key, or without one this machine."""
+    """Middleware that lets through who may ask, and answers everybody else in the protocol's shape."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self.app = app
-        self.digest = None if api_key is None else _digest(api_key)
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self.app, self.access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 or 403 here, or pass the request on."""
-        if scope["type"] == "http" and scope["path"] != "/health":
-            refusal = self._refusal(scope)
-            if refusal is not None:
-                await error_response(refusal)(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> RequestError | None:
-        headers = Headers(scope=scope)
-        if self.digest is not None:
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            # digests are of one length and compared in constant time: neither tells how much of a guess was right
-            if scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip()), self.digest):
-                return None
-            message = "the API key is wrong" if key else "this server needs an API key: Authorization: Bearer KEY"
-            return RequestError(401, message, code="invalid_api_key")
-        client = scope.get("client")
-        forwarded = any(name in headers for name in ("forwarded", "x-forwarded-for", "x-real-ip"))
-        if client is None or not is_loopback(client[0]) or forwarded:
-            return RequestError(403, "without an API key this server answers its own machine only; start it with one")
-        # a page whose domain was pointed at this machine would otherwise speak with the user's rights
-        host = headers.get("host", "")
-        host = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
-        if not is_loopback(host):
-            return RequestError(403, f"host {host} is not this machine; ask for 127.0.0.1 or localhost")
-        return None
+        """Answer 401, 403 or 429 here, or pass the request on."""
+        refusal = self.access.refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self.app(scope, receive, send)
+            return
+        code = "invalid_api_key" if refusal.status == 401 else None
+        error = RequestError(refusal.status, refusal.message, code=code, retry_after=refusal.retry_after)
+        await error_response(error)(scope, receive, send)
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, as long as it is JSON by its header and within the limit."""
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The whole body, as long as it is JSON by its header and within the limits."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # browsers ask first before they send JSON to another site, and send anything else unasked
         raise RequestError(415, f"content-type is {kind or 'missing'}; it must be application/json")
+    limit, body = limits.body_bytes, bytearray()
     too_large = RequestError(413, f"the body is larger than this server's limit of {limit} bytes")
-    if int(request.headers.get("content-length") or 0) > limit:
+    length = request.headers.get("content-length", "0")
+    if not (length.isascii() and length.isdecimal()) or len(length) > 18 or int(length) > limit:
         raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise too_large
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise RequestError(408, f"the body did not arrive in {limits.body_seconds:g} s") from None
+    except ClientDisconnect:
+        raise ClientGone from None
     return bytes(body)
 
 

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 
 from keel.config import Sampling
 from keel.config.settings import Settings, explain
+from keel.web.access import Rate
 
 Count = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -50,11 +51,24 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 class RequestError(Exception):
     """A request that is answered by an error, in the OpenAI shape."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.retry_after = retry_after
+
+
+RATE = Rate(per_second=1000, burst=2000)
+"""More than one process answers here: it keeps a client in an endless loop from holding everybody else up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +85,10 @@ class Limits:
     """Tokens of one answer."""
     requests: int = 1024
     """Answers under way at once, running and waiting; beyond it clients are told to come back (429)."""
+    rate: Rate | None = RATE
+    """Requests of one client, whatever they ask for; beyond it 429. None: no limit."""
+    body_seconds: float = 60.0
+    """In which a body must have arrived."""
 
 
 class StreamOptions(Settings):

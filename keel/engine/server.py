@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -38,6 +37,8 @@ from keel.engine.requests import (
     check_limit,
     read,
 )
+from keel.engine.roots import Roots
+from keel.web.access import Access
 from keel.wire import Engine
 
 log = logging.getLogger("keel.engine")
@@ -54,14 +55,18 @@ def build_app(
     exact: bool = False,
     talk: OpenTalk | None = None,
 ) -> Starlette:
+    roots: Roots | None = None,
     """The server's application. It closes the engine when it shuts down.
 
     `vocabulary` is the model's number of token ids where it is more than the tokenizer's. `exact`: every choice carries
     all that training needs (token ids, log-probs, versions, prompt, sampling), asked for or not, and weights are not
     loaded over HTTP: whoever trains on the answers is the one who changes them. `talk`: renders conversations and reads
-    answers, in place of the tokenizer's chat template.
+    answers, in place of the tokenizer's chat template. `roots`: the folders that weights may be loaded from by
+    request; not given: none.
     """
-    service = Service(engine, tokenizer, model, limits or Limits(), vocabulary or len(tokenizer), exact, talk)
+    limits = limits or Limits()
+    service = Service(engine, tokenizer, model, limits, vocabulary or len(tokenizer), exact, talk, roots or Roots())
+    access = Access(api_key, limits.rate, open_paths=frozenset({"/health"}))
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -93,7 +98,7 @@ def build_app(
     paths = frozenset(route.path for route in routes)
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Tally, meter=service.meter, paths=paths), Middleware(Guard, api_key=api_key)],
+        middleware=[Middleware(Tally, meter=service.meter, paths=paths), Middleware(Guard, access=access)],
         exception_handlers={HTTPException: http_error},
         lifespan=lifespan,
     )
@@ -128,6 +133,7 @@ class Service:
         talk: OpenTalk | None = None,
     ) -> None:
         self.engine = engine
+        roots: Roots | None = None,
         self.tokenizer = tokenizer
         self.names = [model]
         self.limits = limits
@@ -136,6 +142,7 @@ class Service:
         self.open_talk = talk
         self.room = Room(limits.requests)
         self.meter = Meter()
+        self.roots = roots or Roots()
         self._counted = metered(engine, self.meter)
         self._loading = asyncio.Lock()
 
@@ -143,14 +150,14 @@ class Service:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        asked = read(CompletionRequest, await read_body(request, self.limits.body_bytes))
+        asked = read(CompletionRequest, await read_body(request, self.limits))
         check_limit("max_tokens", asked.max_tokens, self.limits.max_tokens)
         return await self._answer(request, asked, self._prompts(asked), asked.max_tokens, asked.logprobs is not None)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         schema = ChatRequest if self.open_talk is None else ToolChatRequest
-        asked = read(schema, await read_body(request, self.limits.body_bytes))
+        asked = read(schema, await read_body(request, self.limits))
         name, max_tokens = asked.limit
         check_limit(name, max_tokens, self.limits.max_tokens)
         if not isinstance(asked, ToolChatRequest):
@@ -200,8 +207,8 @@ class Service:
 
     async def load_weights(self, request: Request) -> Response:
         """POST /v1/load_weights; answers when they are live."""
-        asked = read(WeightsRequest, await read_body(request, self.limits.body_bytes))
-        folder = _folder("folder", asked.folder)
+        asked = read(WeightsRequest, await read_body(request, self.limits))
+        folder = str(await asyncio.to_thread(self.roots.folder, "folder", asked.folder))
         async with self._loading:
             await self.engine.load_weights(folder, asked.version)
             del self.names[1:]
@@ -209,8 +216,8 @@ class Service:
 
     async def load_adapter(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter; answers when it is live."""
-        asked = read(AdapterRequest, await read_body(request, self.limits.body_bytes))
-        folder = _folder("lora_path", asked.lora_path)
+        asked = read(AdapterRequest, await read_body(request, self.limits))
+        folder = str(await asyncio.to_thread(self.roots.folder, "lora_path", asked.lora_path))
         async with self._loading:
             version = await self.engine.version() + 1 if asked.version is None else asked.version
             await self.engine.load_adapter(folder, version)
@@ -284,12 +291,6 @@ class Service:
         if asked.stream:
             return Events(job.chunks())
         return JSONResponse(await unless_gone(request.receive, job.whole()))
-
-
-def _folder(name: str, folder: str) -> str:
-    if not Path(folder).is_dir():
-        raise RequestError(400, f"{name} = {folder} is not a folder on the server's machine", param=name)
-    return folder
 
 
 def _messages(asked: ChatRequest) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ class Server:
             model=name,
             api_key=self.api_key,
             # whoever holds the key is in this process: there is nobody to send away
-            limits=Limits(requests=2**20, max_tokens=2**20),
+            limits=Limits(requests=2**20, max_tokens=2**20, rate=None),
             vocabulary=model.head.out_features,
             exact=True,
             talk=Conversations(Renderer(model.tokenizer, RendererSettings())).open,

@@ -79,7 +79,7 @@ async def sampler(settings: RunSettings, model: Model, folder: Path) -> AsyncIte
         if kind == "local":
             engine = _local(settings, model)
         elif kind == "process":
-            engine = await stack.enter_async_context(_server(settings, model))
+            engine = await stack.enter_async_context(_server(settings, model, folder))
         elif kind == "vllm":
             rank = settings.model.lora.rank if settings.model.lora else None
             dtype = settings.engine.dtype if settings.engine.dtype != "auto" else name_of(model.dtype)
@@ -117,7 +117,7 @@ def _pool(settings: RunSettings) -> Pool:
 
 
 @asynccontextmanager
-async def _server(settings: RunSettings, model: Model) -> AsyncIterator[HttpEngine]:
+async def _server(settings: RunSettings, model: Model, folder: Path) -> AsyncIterator[HttpEngine]:
     """`keel serve` in a process of its own, on loopback behind a key; it ends with this process, however that ends."""
     key = secrets.token_urlsafe(24)
     with tempfile.NamedTemporaryFile("w", prefix="keel-key-") as file:
@@ -126,6 +126,7 @@ async def _server(settings: RunSettings, model: Model) -> AsyncIterator[HttpEngi
         words = [sys.executable, "-m", "keel.cli", "serve", str(model.source.folder), "--name", "policy", "--port", "0"]
         words += ["--api-key-file", file.name, "--with-parent", "--max-batch", str(settings.engine.max_batch)]
         words += ["--dtype", settings.engine.dtype if settings.engine.dtype != "auto" else name_of(model.dtype)]
+        words += ["--weights-from", str(folder)]
         words += ["--int8"] if settings.engine.int8 else []
         process = await asyncio.create_subprocess_exec(
             *words, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL, start_new_session=True

@@ -1,4 +1,4 @@
-"""A run's last numbers for Prometheus, on this machine only: an observer, and a small server in a thread of its own.
+"""A run's last numbers for Prometheus, on this machine unless there is a key: an observer, and a server in a thread.
 
 It serves what it was told last and asks nothing of the run. It ends with the run: that a process is gone is seen by its
 port not answering, and how a run ended is in its folder.
@@ -22,11 +22,14 @@ from keel.engine.prometheus import CONTENT_TYPE, Family, family, text
 from keel.errors import KeelError
 from keel.run.evaluate import Evaluation
 from keel.run.observer import Silent
+from keel.web.access import Access, Rate
 
 STAGES = ("loading", "sampling", "training", "publishing", "saving", "evaluating")
 """The first word of what an observer hears about waiting; what is none of these is "other"."""
 START = 10.0
 """Seconds for the server to answer."""
+RATE = Rate(per_second=20, burst=100)
+"""Prometheus asks every few seconds."""
 
 
 class Exporter(Silent):
@@ -82,13 +85,15 @@ class Exporter(Silent):
 
 
 class ExporterServer:
-    """Answers GET /metrics with an exporter's page, to this machine only, between `start` and `stop`."""
+    """Answers GET /metrics with an exporter's page from `start` to `stop`, to holders of the key or this machine."""
 
-    def __init__(self, exporter: Exporter, listener: socket.socket) -> None:
+    def __init__(self, exporter: Exporter, listener: socket.socket, api_key: str | None = None) -> None:
         async def metrics(_request: Request) -> Response:
             return Response(exporter.page(), media_type=CONTENT_TYPE)
 
-        app = Starlette(routes=[Route("/metrics", metrics)], middleware=[Middleware(Guard, api_key=None)])
+        app = Starlette(
+            routes=[Route("/metrics", metrics)], middleware=[Middleware(Guard, access=Access(api_key, RATE))]
+        )
         self._listener = listener
         self._server = server_of(app, patience=1, lifespan="off", log_level="critical")
         self._thread = threading.Thread(
