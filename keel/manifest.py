@@ -14,6 +14,9 @@ from typing import Any
 from keel.errors import ModelError
 
 MANIFEST = "manifest.json"
+IDENTITY = "keel.json"
+"""In every folder of weights that Keel writes: whose they are."""
+_LOADED = (".safetensors", ".json")
 
 
 class Unreadable(ModelError):
@@ -69,6 +72,22 @@ def check(folder: Path, *, hashes: bool = True, only: Callable[[str], bool] = la
             raise ModelError(f"{path} is missing") from None
         except OSError as error:
             raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a folder of weights that is not as it was written, by the file: before anything of it is loaded.
+
+    Every folder that Keel writes has a manifest, and one that lost it is refused too. Folders of others have none and
+    are taken as they are. Subfolders are not looked at: no engine reads them.
+    """
+    if not (folder / MANIFEST).is_file() and not (folder / IDENTITY).is_file():
+        return
+    check(folder, only=lambda name: "/" not in name)
+    named = manifest(folder).keys() | {MANIFEST}
+    for path in sorted(folder.iterdir()):
+        # what loads weights takes every file of these kinds that it finds
+        if path.suffix in _LOADED and path.name not in named:
+            raise ModelError(f"{path} is not in {MANIFEST}: it was put there by somebody else")
 
 
 def hash_file(path: Path) -> str:

@@ -60,6 +60,16 @@ class Health:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A receiver's place in a broadcast of weights; the address is that of whoever hands the seat out."""
+
+    port: int
+    """Where the sender can be met."""
+    rank: int
+    """From 1; the sender is 0."""
+
+
 class Engine(Protocol):
     """Whatever samples. All methods may be called at any time from one event loop."""
 
@@ -69,10 +79,14 @@ class Engine(Protocol):
         Cancelling the call frees what it holds at once.
         """
 
-    async def load_weights(self, folder: str, version: int) -> None:
-        """Take all weights from a Hugging Face folder. Returns when they are live; requests in flight go on."""
+    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
+        """Take all weights from a Hugging Face folder. Returns when they are live.
 
-    async def load_adapter(self, folder: str, version: int) -> None:
+        Requests in flight go on, and their later tokens are of the new version; with `drain` they end first, later
+        ones wait, and every answer is of one version.
+        """
+
+    async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
         """Take a PEFT adapter for the base model. Returns when it is live."""
 
     async def version(self) -> int:

@@ -58,10 +58,10 @@ class FakeEngine:
         ids = ids[: sampling.max_tokens]
         return Generation(ids, (-0.5,) * len(ids), (self.live,) * len(ids), finish, sampling.temperature)
 
-    async def load_weights(self, folder: str, version: int) -> None:
+    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
         await self._load("weights", folder, version)
 
-    async def load_adapter(self, folder: str, version: int) -> None:
+    async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
         await self._load("adapter", folder, version)
 
     async def _load(self, kind: str, folder: str, version: int) -> None:

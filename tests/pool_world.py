@@ -183,10 +183,10 @@ class FakeEngine:
         self.server.version = load.version
         self.world.live.add(self.server.loads)
 
-    async def load_weights(self, folder: str, version: int) -> None:
+    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
         await self._load(Load("weights", folder, version))
 
-    async def load_adapter(self, folder: str, version: int) -> None:
+    async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
         await self._load(Load("adapter", folder, version))
 
     async def version(self) -> int:

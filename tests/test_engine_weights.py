@@ -19,6 +19,8 @@ from keel.engine.decoders import Together, choose
 from keel.engine.local import LocalEngine
 from keel.engine.weights import quantised
 from keel.policy import Model
+from keel.policy.files import new_folder, seal
+from keel.policy.weights import write_weights
 from keel.wire import EngineError, Generation
 
 
@@ -85,6 +87,56 @@ def test_a_request_in_flight_goes_on_and_its_versions_switch_once(tmp_path: Path
         running.token_ids[:switch], running.logprobs[:switch], running.versions[:switch], "length", temperature=0.7
     )
     assert off_trainer(tiny(), [PROMPTS[0]], [before]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["weights", "adapter"])
+def test_drained_requests_end_on_the_version_they_began_with_and_waiting_ones_are_of_the_new(
+    kind: str, tmp_path: Path
+) -> None:
+    adapter = kind == "adapter"
+    folder = adapter_of(tiny(lora=LORA), tmp_path / "a") if adapter else folder_of(tiny(seed=5), tmp_path / "w")
+
+    async def use(engine: LocalEngine) -> list[Generation]:
+        begun = [asyncio.create_task(answer(engine, 400 + 100 * number)) for number in range(2)]
+        queued = [asyncio.create_task(answer(engine, 5)) for _ in range(3)]
+        while (await engine.health()).running < 2:
+            await asyncio.sleep(0.001)
+        load = engine.load_adapter if adapter else engine.load_weights
+        loading = asyncio.create_task(load(folder, 1, drain=True))
+        await asyncio.sleep(0.02)
+        late = asyncio.create_task(answer(engine, 5))
+        dropped = asyncio.create_task(answer(engine, 5))
+        await asyncio.sleep(0.02)
+        dropped.cancel()
+        assert await engine.version() == 0
+        await loading
+        assert all(one.done() for one in begun)
+        assert await engine.version() == 1
+        return list(await asyncio.gather(*begun, *queued, late))
+
+    answers = ask(tiny(), use, max_batch=2)
+    assert [set(one.versions) for one in answers] == [{0}, {0}, {1}, {1}, {1}, {1}]
+    assert answers[2] == answers[5]  # in line before and after: both computed by the new weights alone
+
+
+def test_a_drain_that_nobody_waits_for_any_more_holds_nobody_up(tmp_path: Path) -> None:
+    folder = folder_of(tiny(seed=5), tmp_path / "w")
+
+    async def use(engine: LocalEngine) -> list[Generation]:
+        begun = asyncio.create_task(answer(engine, 100_000))
+        while not (await engine.health()).running:
+            await asyncio.sleep(0.001)
+        loading = asyncio.create_task(engine.load_weights(folder, 1, drain=True))
+        await asyncio.sleep(0.1)
+        late = asyncio.create_task(answer(engine, 5))
+        await asyncio.sleep(0.05)
+        assert not late.done()
+        loading.cancel()
+        found = await late
+        begun.cancel()
+        return [found]
+
+    assert set(ask(tiny(), use)[0].versions) == {0}
 
 
 def test_a_token_after_the_switch_sees_old_keys_by_new_weights(tmp_path: Path) -> None:
@@ -188,6 +240,59 @@ def _other_rank(path: Path) -> str:
     config = json.loads((path / "adapter_config.json").read_text())
     (path / "adapter_config.json").write_text(json.dumps(config | {"r": 3}))
     return folder
+
+
+def _sealed(model: Model, path: Path) -> Path:
+    with new_folder(path) as folder:
+        write_weights(folder, model)
+        seal(folder)
+    return path
+
+
+def _flipped(folder: Path, file: str) -> None:
+    content = bytearray((folder / file).read_bytes())
+    content[-1] ^= 1
+    (folder / file).write_bytes(content)
+
+
+def _shortened(folder: Path, file: str) -> None:
+    (folder / file).write_bytes((folder / file).read_bytes()[:-1])
+
+
+def _removed(folder: Path, file: str) -> None:
+    (folder / file).unlink()
+
+
+def _added(folder: Path, file: str) -> None:
+    (folder / f"more-{file}").write_bytes((folder / file).read_bytes())
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter_model"])
+@pytest.mark.parametrize("damage", [_flipped, _shortened, _removed, _added])
+def test_a_folder_whose_manifest_does_not_fit_is_refused_by_the_file(
+    damage: Callable[[Path, str], None], kind: str, tmp_path: Path
+) -> None:
+    adapter = kind != "model"
+    bad = _sealed(tiny(seed=5, lora=LORA if adapter else None), tmp_path / "bad")
+    good = _sealed(tiny(seed=6, lora=LORA if adapter else None), tmp_path / "good")
+    damage(bad, f"{kind}.safetensors")
+    unsealed = _sealed(tiny(seed=7, lora=LORA if adapter else None), tmp_path / "unsealed")
+    (unsealed / "manifest.json").unlink()
+
+    async def use(engine: LocalEngine) -> None:
+        load = engine.load_adapter if adapter else engine.load_weights
+        before = await answer(engine)
+        with pytest.raises(EngineError, match=rf"refused: .*{kind}\.safetensors (is|has|was) ") as caught:
+            await load(str(bad), 1)
+        assert not caught.value.retryable
+        with pytest.raises(EngineError, match=r"manifest\.json is missing"):
+            await load(str(unsealed), 1)
+        assert await engine.version() == 0
+        assert await answer(engine) == before
+        await load(str(good), 1)
+        assert await engine.version() == 1
+
+    ask(tiny(), use)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ Weights can be loaded on Keel's own server; for vLLM see `keel.engine.vllm`.
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 import httpx
 
 from keel.config import Sampling
 from keel.errors import ConfigError
-from keel.wire import EngineError, Finish, Generation, Health
+from keel.wire import EngineError, Finish, Generation, Health, Seat
 
 RETRYABLE = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """Statuses after which the same request may succeed, here or elsewhere."""
@@ -60,6 +61,10 @@ class HttpEngine:
         self._finding = asyncio.Lock()
         self._under_way: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """What a particular kind of server needs beside this."""
 
     # --- the engine ---
 
@@ -79,13 +84,17 @@ class HttpEngine:
         finally:
             self._under_way.discard(task)
 
-    async def load_weights(self, folder: str, version: int) -> None:
+    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
         """Take all weights from a folder on the server's machine. Returns when they are live."""
-        await self._load("/v1/load_weights", {"folder": folder, "version": version}, version)
+        await self._load("/v1/load_weights", {"folder": folder}, version, drain)
 
-    async def load_adapter(self, folder: str, version: int) -> None:
+    async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
         """Take a PEFT adapter from a folder on the server's machine. Returns when it is live."""
-        await self._load("/v1/load_lora_adapter", {"lora_path": folder, "version": version}, version)
+        await self._load("/v1/load_lora_adapter", {"lora_path": folder}, version, drain)
+
+    async def receive_weights(self, seat: Seat, version: int, *, drain: bool = False) -> None:
+        """Take all weights from a broadcast that this machine sends meanwhile. Returns when they are live."""
+        await self._load("/v1/receive_weights", asdict(seat), version, drain)
 
     async def version(self) -> int:
         """Of the weights that are live: what the server says, or for one that does not say what was loaded last."""
@@ -265,13 +274,14 @@ class HttpEngine:
 
     # --- the wire ---
 
-    async def _load(self, path: str, body: dict[str, Any], version: int) -> None:
+    async def _load(self, path: str, body: dict[str, Any], version: int, drain: bool) -> None:
         if await self._found() != "keel":
             raise EngineError(
                 f"engine {self.url} is no keel server, so it takes no weights from here; use kind vllm for vLLM",
                 retryable=False,
             )
-        response = await self._send("POST", path, json=body)
+        how = {"drain": True} if drain else {}
+        response = await self._send("POST", path, json=body | {"version": version} | how)
         if response.status_code != 200:
             raise self._refused(response)
         self._version = version

@@ -9,7 +9,7 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,7 +18,7 @@ from keel.config import Sampling
 from keel.engine.answers import Piece, Shape, Talk, Text, Tokenizer, usage
 from keel.engine.guard import ClientGone, as_request_error, error_body, error_response, unless_gone
 from keel.engine.requests import Asked, RequestError
-from keel.wire import Engine, Generation
+from keel.wire import Engine, Generation, Seat
 
 Item = TypeVar("Item")
 
@@ -28,6 +28,14 @@ class StreamingEngine(Engine, Protocol):
 
     def stream(self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None) -> AsyncIterator[Piece]:
         """As `generate`, token by token; closing the iterator frees what it holds."""
+
+
+@runtime_checkable
+class Receiver(Protocol):
+    """An engine that also takes weights from a broadcast."""
+
+    async def receive_weights(self, seat: Seat, sender: str, own: str, version: int, *, drain: bool) -> None:
+        """Take all weights that the machine at address `sender` broadcasts; `own` is this machine's address."""
 
 
 class Room:

@@ -6,8 +6,9 @@ come to is kept for a while, so that the next turn of a conversation computes on
 token's log-prob is that of a full forward pass in float32 to rounding; what a seed gives depends on no other request
 (to rounding; with int8 activations are scaled over the whole step, and neither holds); each token carries the version
 whose weights computed its logits; a version is advanced after its weights are live. New weights reach requests in
-flight at their next token, while the keys and values of their earlier tokens stay as the old weights made them. New
-requests never reuse a prompt that old weights computed.
+flight at their next token, while the keys and values of their earlier tokens stay as the old weights made them; or with
+`drain` what runs ends first and what waits begins afterwards, so that each answer is of one version. New requests
+never reuse a prompt that old weights computed.
 
 The engine owns the network that it is given: nobody else may run or change it until `close`.
 """
@@ -16,23 +17,38 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from keel.config import EngineSettings, Sampling
 from keel.engine.answers import Piece
 from keel.engine.batch import Batch, Request
+from keel.engine.broadcast import receive
 from keel.engine.decoders import choose
 from keel.engine.sampler import StopText
 from keel.engine.weights import Load, Weights
-from keel.wire import EngineError, Generation, Health
+from keel.wire import EngineError, Generation, Health, Seat
 
 HOPS = 16
 """Turns of the event loop between two steps in lockstep."""
+
+
+@dataclass(eq=False, slots=True)
+class Order:
+    """Something to do between two decode steps, after which the weights are of this version."""
+
+    action: Callable[[], Any]
+    """Returns the network to run."""
+    version: int
+    drain: bool
+    """Only when no answer is under way."""
+    done: Future[None] = field(default_factory=Future)
 
 
 class LocalEngine:
@@ -71,7 +87,7 @@ class LocalEngine:
         self._asked: list[Request] = []
         """In this turn of the event loop."""
         self._inbox: list[Request] = []
-        self._orders: deque[tuple[Callable[[], Any], int, Future[None]]] = deque()
+        self._orders: deque[Order] = deque()
         self._closed, self._error = False, ""
         self._lockstep, self._threads = lockstep, threads
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -115,18 +131,28 @@ class LocalEngine:
 
     async def forget_prompts(self) -> None:
         """Compute prompts anew from here on, as after new weights."""
-        await self._between_steps(lambda: self._weights.live, self._version)
+        await self._between_steps(lambda: self._weights.live, self._version, drain=False)
 
-    async def load_weights(self, folder: str, version: int) -> None:
+    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
+        await self._replace(lambda: self._weights.read(folder), version, drain)
+
+    async def receive_weights(self, seat: Seat, sender: str, own: str, version: int, *, drain: bool = False) -> None:
+        """Take all weights that the machine at address `sender` broadcasts; `own` is this machine's address."""
+        fits = partial(self._weights.fit, f"the broadcast of version {version}")
+        await self._replace(lambda: receive(seat, sender, own, self._network.device, fits), version, drain)
+
+    async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
         self._need_open()
         async with self._loading:
-            state = await asyncio.to_thread(self._weights.read, folder)
-            await self._between_steps(lambda: self._weights.replace(state), version)
+            await asyncio.to_thread(self._weights.read_adapter, folder)
+            await self._between_steps(lambda: self._weights.adapt(folder), version, drain)
 
-    async def load_adapter(self, folder: str, version: int) -> None:
+    async def _replace(self, read: Callable[[], Mapping[str, Tensor]], version: int, drain: bool) -> None:
+        """Take all weights as `read` gives them, which runs beside decoding."""
         self._need_open()
         async with self._loading:
-            await self._between_steps(lambda: self._weights.adapt(folder), version)
+            state = await asyncio.to_thread(read)
+            await self._between_steps(lambda: self._weights.replace(state), version, drain)
 
     async def version(self) -> int:
         return self._version
@@ -190,13 +216,13 @@ class LocalEngine:
         for request in asked:
             request.fail(EngineError("the engine is closed"))
 
-    async def _between_steps(self, action: Callable[[], Any], version: int) -> None:
-        done: Future[None] = Future()
+    async def _between_steps(self, action: Callable[[], Any], version: int, drain: bool) -> None:
+        order = Order(action, version, drain)
         with self._wake:
             self._need_open()
-            self._orders.append((action, version, done))
+            self._orders.append(order)
             self._wake.notify()
-        await asyncio.wrap_future(done)
+        await asyncio.wrap_future(order.done)
 
     # the worker
 
@@ -239,27 +265,42 @@ class LocalEngine:
             return not self._closed
 
     def _take(self) -> None:
-        self._batch.waiting.extend(self._inbox)
+        waiting = self._batch.waiting
+        if self._draining and not self._closed:
+            # what has not begun goes back in line, without what the old weights computed for it
+            for request in reversed(waiting):
+                request.leaf = None
+                self._inbox.insert(0, request)
+            waiting.clear()
+            return
+        waiting.extend(self._inbox)
         self._inbox.clear()
+
+    @property
+    def _draining(self) -> bool:
+        """Whether the next order waits for what is under way to end; one that nobody waits for any more does not."""
+        first = self._orders[0] if self._orders else None
+        return first is not None and first.drain and not first.done.cancelled()
 
     def _obey(self) -> None:
         """New weights, between two steps."""
-        while self._orders:
-            action, version, done = self._orders.popleft()
-            if not done.set_running_or_notify_cancel():
+        while self._orders and not (self._draining and self._batch.rows):
+            order = self._orders.popleft()
+            if not order.done.set_running_or_notify_cancel():
                 continue
             try:
-                self._batch.decoder.network = action()
+                self._batch.decoder.network = order.action()
             except EngineError as error:
-                done.set_exception(error)
+                order.done.set_exception(error)
                 continue
             except BaseException as error:
                 # nobody knows what the weights are now: the worker ends, and the engine with it
-                done.set_exception(EngineError(f"new weights were taken in part: {type(error).__name__}: {error}"))
+                why = f"new weights were taken in part: {type(error).__name__}: {error}"
+                order.done.set_exception(EngineError(why))
                 raise
             self._batch.forget()
-            self._version = version
-            done.set_result(None)
+            self._version = order.version
+            order.done.set_result(None)
 
     def _step(self) -> None:
         try:
@@ -276,7 +317,7 @@ class LocalEngine:
             self._take()
         self._batch.fail(lambda: EngineError("the engine is closed"), waiting=True)
         while self._orders:
-            done = self._orders.popleft()[2]
+            done = self._orders.popleft().done
             if done.set_running_or_notify_cancel():
                 done.set_exception(EngineError("the engine is closed"))
         if self._batch.decoder.fused is not None:

@@ -2,9 +2,10 @@
 
 Guarantees that a version is stamped only after its weights are live, that every weight change resets the prefix cache,
 and that each token carries the version that sampled it: requests under way when all weights change are ended by vLLM
-where they are and go on from their own tokens with the new weights; requests on an adapter stay on it until they end.
-A stop text that begins before such a change and ends after it is not seen. Weights must be in a folder that the server
-can read.
+where they are and go on from their own tokens with the new weights, or with `drain` end before the change; requests on
+an adapter stay on it until they end. A stop text that begins before such a change and ends after it is not seen.
+Weights must be in a folder that the server can read; where it can be seen from here too, its manifest is checked first,
+because vLLM knows none.
 """
 
 import asyncio
@@ -13,43 +14,38 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
-
-import httpx
 
 from keel.config import Sampling
 from keel.engine.client import HttpEngine, Kind
 from keel.engine.process import ServerProcess
+from keel.errors import ModelError
+from keel.manifest import check_weights
 from keel.wire import EngineError, Generation, Health
 
 
 class VllmEngine(HttpEngine):
     """A vLLM server, with the endpoints that `VLLM_SERVER_DEV_MODE=1` and runtime adapters give it."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        model: str | None = None,
-        api_key: str | None = None,
-        timeout: float = 600.0,
-        client: httpx.AsyncClient | None = None,
-        version: int = 0,
-        process: ServerProcess | None = None,
-    ) -> None:
-        """`process` is the server if it was started here; it ends with the engine."""
-        super().__init__(url, model=model, api_key=api_key, timeout=timeout, client=client, version=version)
-        self._process = process
+    def _set_up(self) -> None:
+        self._process: ServerProcess | None = None
         self._adapter: str | None = None
         self._in_use: Counter[str] = Counter()
         self._retired: set[str] = set()
         self._loading = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._changes = 0
         self._broken = ""
         self._identity: str | None = None
         self._doubted = False
+
+    def own(self, process: ServerProcess) -> None:
+        """The server was started here, and ends with the engine."""
+        self._process = process
 
     # --- generating ---
 
@@ -72,10 +68,13 @@ class VllmEngine(HttpEngine):
         await self._check_temperature(kind, sampling.temperature, prompt)
         changes, live, name = self._changes, self._version, self._model_name()
         self._in_use[name] += 1
+        self._idle.clear()
         try:
             choice = await self._complete(self._body(prompt, sampling, group))
         finally:
             self._in_use[name] -= 1
+            if not self._in_use.total():
+                self._idle.set()
             await self._unload_retired()
         part = self._read(choice, sampling, live)
         return part, part.finish == "cancelled" and changes != self._changes
@@ -90,11 +89,12 @@ class VllmEngine(HttpEngine):
 
     # --- weights ---
 
-    async def load_weights(self, folder: str, version: int) -> None:
-        """Take all weights from a folder. Requests in flight go on with the new ones."""
+    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
+        """Take all weights from a folder. Requests in flight go on with the new ones, or end before the change."""
         async with self._loading:
             await self._found()
-            async with self._paused(f"loading {folder} as version {version}"):
+            await asyncio.to_thread(_check, folder)
+            async with self._paused(f"loading {folder} as version {version}", drain):
                 body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
                 await self._post("/collective_rpc", body, "start it with VLLM_SERVER_DEV_MODE=1")
                 await self._reset_cache()
@@ -103,10 +103,12 @@ class VllmEngine(HttpEngine):
                 self._version = version
             await self._unload_retired()
 
-    async def load_adapter(self, folder: str, version: int) -> None:
+    async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
         """Take a PEFT adapter, under a name of its own. Requests in flight end on the one that they began with."""
+        del drain  # every answer is of one version anyway
         async with self._loading:
             await self._found()
+            await asyncio.to_thread(_check, folder)
             # never the name of an earlier adapter: vLLM would answer from that one's cached prefixes
             name = f"keel-{version}-{uuid.uuid4().hex[:8]}"
             missing = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
@@ -118,13 +120,17 @@ class VllmEngine(HttpEngine):
             await self._unload_retired()
 
     @asynccontextmanager
-    async def _paused(self, doing: str) -> AsyncIterator[None]:
+    async def _paused(self, doing: str, drain: bool) -> AsyncIterator[None]:
         """Nothing is sampled meanwhile. When it fails the weights are in doubt, and so is everything sampled later."""
         self._open.clear()
-        self._changes += 1
         try:
-            # a server without /pause samples on; its requests then count as of the older version to their end
-            paused = (await self._send("POST", "/pause", params={"mode": "abort"})).status_code == 200
+            if drain:
+                await self._idle.wait()
+            self._changes += 1
+            # a server without /pause samples on; its requests then count as of the older version to their end.
+            # "wait": requests of others are drained too
+            mode = {"mode": "wait" if drain else "abort"}
+            paused = (await self._send("POST", "/pause", params=mode)).status_code == 200
             try:
                 yield
             finally:
@@ -240,6 +246,13 @@ class VllmEngine(HttpEngine):
             await asyncio.to_thread(self._process.stop)
 
 
+def _check(folder: str) -> None:
+    try:
+        check_weights(Path(folder))
+    except ModelError as error:
+        raise EngineError(f"weights in {folder} are refused: {error}", retryable=False) from error
+
+
 def _rest(sampling: Sampling, sampled: int) -> Sampling:
     """What is left to sample. The seed moves on, so that the same noise is not drawn twice."""
     if not sampled:
@@ -280,13 +293,9 @@ async def start_vllm(
     """
     process = ServerProcess.start(python, model_folder, port, dtype, max_lora_rank, max_model_len, options)
     engine = VllmEngine(
-        process.url,
-        model=ServerProcess.MODEL,
-        api_key=process.api_key,
-        timeout=timeout,
-        version=version,
-        process=process,
+        process.url, model=ServerProcess.MODEL, api_key=process.api_key, timeout=timeout, version=version
     )
+    engine.own(process)
     try:
         deadline = asyncio.get_running_loop().time() + start_timeout
         while not (await engine.health()).ready:

@@ -1,6 +1,7 @@
 """The weights an engine samples with: all of them from a folder, an adapter on top, and int8 copies of linear layers.
 
-Everything is read and checked before the first weight changes: a folder that does not fit leaves the engine as it was.
+Everything is read and checked before the first weight changes, by its manifest where there is one: a folder that is
+damaged or does not fit leaves the engine as it was.
 An adapter is merged into the linear layers by peft; the weights it changes are kept, so that the next adapter replaces
 it and does not add to it. With int8 the linear layers of a copy are quantised by torch (weights by output channel,
 activations for each call), again after every load; all else in the copy is shared with the network itself.
@@ -25,6 +26,8 @@ from torch.ao.nn.quantized import dynamic
 from transformers.utils import logging as hf_logging
 
 from keel.engine.fuse import Fused, Part, Shared
+from keel.errors import ModelError
+from keel.manifest import check_weights
 from keel.wire import EngineError
 
 Load = Callable[[str], Mapping[str, Tensor]]
@@ -53,9 +56,11 @@ class Weights:
         """All weights in a folder, checked against the network. Changes nothing; may run beside decoding."""
         try:
             state = self._load(folder)
+        except ModelError as error:
+            raise EngineError(f"weights in {folder} are refused: {error}", retryable=False) from error
         except _LOADING as error:
             raise EngineError(f"weights in {folder} could not be read: {error}", retryable=False) from error
-        self._check(folder, state)
+        self.fit(f"weights in {folder}", state)
         return state
 
     @torch.no_grad()
@@ -67,10 +72,17 @@ class Weights:
         self._kept.clear()
         return self._renew()
 
+    def read_adapter(self, folder: str) -> None:
+        """Refuse an adapter that cannot be merged. Changes nothing; may run beside decoding."""
+        try:
+            check_weights(Path(folder))
+        except ModelError as error:
+            raise EngineError(f"adapter {folder} is refused: {error}", retryable=False) from error
+        _check_adapter(folder)
+
     @torch.no_grad()
     def adapt(self, folder: str) -> Any:
-        """Merge a PEFT adapter into the weights that were loaded last, in place of any adapter before."""
-        _check_adapter(folder)
+        """Merge an adapter that `read_adapter` took into the weights loaded last, in place of any adapter before."""
         try:
             wrapper = self._wrapped(folder)
             layers = [layer for layer in self.network.modules() if isinstance(layer, BaseTunerLayer)]
@@ -110,6 +122,7 @@ class Weights:
         return self.live
 
     def _from_folder(self, folder: str) -> Mapping[str, Tensor]:
+        check_weights(Path(folder))
         files = sorted(Path(folder).glob("*.safetensors"))
         state: dict[str, Tensor] = {}
         for file in files:
@@ -135,19 +148,20 @@ class Weights:
         found: Mapping[str, Tensor] = network.state_dict()
         return found
 
-    def _check(self, folder: str, state: Mapping[str, Tensor]) -> None:
+    def fit(self, what: str, state: Mapping[str, Tensor]) -> None:
+        """Refuse weights that are not of this network, by name."""
         own = self.network.state_dict()
         stored = {own[name].data_ptr() for name in state if name in own}
         # a tied weight is stored under one of its names
         missing = [name for name, value in own.items() if name not in state and value.data_ptr() not in stored]
         unknown = [name for name in state if name not in own]
         if missing or unknown:
-            what = f"lack {missing[0]}" if missing else f"hold {unknown[0]}, which the model does not have"
-            raise EngineError(f"weights in {folder} {what}: they are of another model", retryable=False)
+            how = f"lack {missing[0]}" if missing else f"hold {unknown[0]}, which the model does not have"
+            raise EngineError(f"{what} {how}: they are of another model", retryable=False)
         for name, value in state.items():
             if value.shape != own[name].shape:
                 raise EngineError(
-                    f"weights in {folder}: {name} has shape {tuple(value.shape)}, the model {tuple(own[name].shape)}",
+                    f"{what}: {name} has shape {tuple(value.shape)}, the model {tuple(own[name].shape)}",
                     retryable=False,
                 )
 

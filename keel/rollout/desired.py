@@ -4,7 +4,7 @@ Two members that took the same loads hold the same weights; a version alone does
 one base and all weights of another may carry the same number.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from keel.wire import Engine, EngineError
@@ -17,13 +17,13 @@ class Load:
     kind: Literal["weights", "adapter"]
     folder: str
     version: int
+    drain: bool = field(default=False, compare=False)
+    """Whether requests in flight end first: how it is loaded, not what."""
 
     async def into(self, engine: Engine) -> None:
         """Returns when it is live: the engine has said so and names this version."""
-        if self.kind == "weights":
-            await engine.load_weights(self.folder, self.version)
-        else:
-            await engine.load_adapter(self.folder, self.version)
+        load = engine.load_weights if self.kind == "weights" else engine.load_adapter
+        await load(self.folder, self.version, drain=self.drain)
         version = await engine.version()
         if version != self.version:
             raise EngineError(f"was given version {self.version} and afterwards holds {version}")

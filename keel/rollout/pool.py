@@ -15,7 +15,6 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal
 
 from keel.config.rollout import PoolSettings, Sampling
 from keel.rollout.desired import Load, Weights
@@ -76,11 +75,11 @@ class Pool:
             + "".join(f"\n{url}: {error}" for url, error in failed.items())
         )
 
-    async def load_weights(self, folder: str, version: int) -> None:
-        await self._load("weights", folder, version)
+    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
+        await self._load(Load("weights", folder, version, drain))
 
-    async def load_adapter(self, folder: str, version: int) -> None:
-        await self._load("adapter", folder, version)
+    async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
+        await self._load(Load("adapter", folder, version, drain))
 
     async def version(self) -> int:
         """Of the weights that every member handed out holds."""
@@ -210,16 +209,16 @@ class Pool:
 
     # weights
 
-    async def _load(self, kind: Literal["weights", "adapter"], folder: str, version: int) -> None:
+    async def _load(self, load: Load) -> None:
         """Update all members at once. Those that fail are left out; if none succeeds, all is as before."""
-        if version < 0:
-            raise EngineError(f"version = {version} must not be negative", retryable=False)
+        if load.version < 0:
+            raise EngineError(f"version = {load.version} must not be negative", retryable=False)
         self._start()
         async with self._loading:
             if self._closed:
                 raise self._closed_error()
             before = self._desired
-            wanted = before.then(Load(kind, folder, version))
+            wanted = before.then(load)
             if wanted == self._live:
                 return
             try:
@@ -229,7 +228,8 @@ class Pool:
                     self._want(before)
         if self._live != wanted:
             raise EngineError(
-                f"no member loaded version {version} from {folder}; the pool stays at {before.version}:{failures}"
+                f"no member loaded version {load.version} from {load.folder}; the pool stays at {before.version}:"
+                f"{failures}"
             )
 
     async def _update(self, wanted: Weights) -> str:
