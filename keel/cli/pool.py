@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     from keel.rollout.pool import Pool
 
     settings = settings_of(args)
-    pool = Pool(settings, lambda url: HttpEngine(url, api_key=settings.api_key), version=None)
+    key = read_key(args.api_key, args.api_key_file)
+    pool = Pool(settings, lambda url: HttpEngine(url, api_key=key), version=None)
     # what goes wrong is in the table; without a handler it would also be on standard error
     silent, logger = logging.NullHandler(), logging.getLogger("keel")
     logger.addHandler(silent)
@@ -96,7 +97,6 @@ def settings_of(args: argparse.Namespace) -> "PoolSettings":
             list_url=args.list_url,
             interval=args.interval,
             health_timeout=args.timeout,
-            api_key=read_key(args.api_key, args.api_key_file),
         )
     except ValidationError as error:
         raise explain(error, ("pool",)) from None

@@ -125,11 +125,10 @@ def build(args: argparse.Namespace, key: str | None) -> Any:
 
 def read_key(given: str | None, file: Path | None) -> str | None:
     """The key, from the command line or a file."""
+    from keel.engine import key
+
     if file is not None:
-        try:
-            given = file.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--api-key-file {file} cannot be read: {error}") from error
+        return key.read_key("--api-key-file", file)
     if given is not None and (not given or not given.isascii() or given.split() != [given]):
         raise ConfigError("the API key is empty, not ASCII or holds a space; make it one word of letters and digits")
     return given

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from keel.config.secrets import secret_in_address, secret_names
 from keel.config.settings import Settings, refuse
 from keel.errors import ConfigError
 
@@ -95,6 +96,16 @@ class EnvironmentSettings(Settings):
     sampling: Sampling | None = None
     """How answers are drawn here; not given: as in the run's own table."""
     limits: EpisodeLimits = EpisodeLimits()
+
+    @model_validator(mode="after")
+    def _holds_no_secret(self) -> Self:
+        for name in secret_names(self.options):
+            shown = name.replace("{", "(").replace("}", ")")  # braces would stand for fields
+            raise refuse(
+                f"option {shown} of an environment looks like a secret, and settings are written into the run's folder;"
+                " let the environment read it from a file or a variable that an option names"
+            )
+        return self
 
 
 class SchedulerSettings(Settings):
@@ -188,10 +199,8 @@ class PoolSettings(Settings):
     """How long a request waits for a member that is ready before it is an error."""
     attempts: Count = 3
     """How many times a request is handed out when the members that had it fail."""
-    api_key: str | None = None
-    """What the members ask for."""
     api_key_file: str | None = None
-    """A file that holds it, so that it is in no settings."""
+    """A file that holds the key that members ask for; the key itself may stand in no settings."""
     server: Literal["keel", "vllm"] = "keel"
     """What the members are: they load weights in different ways."""
 
@@ -204,6 +213,7 @@ class PoolSettings(Settings):
                 " given",
                 urls=self.urls,
             )
-        if self.api_key is not None and self.api_key_file is not None:
-            raise refuse("{api_key_file} and api_key are both given; leave one out", api_key_file=self.api_key_file)
+        for address in (*self.urls, self.list_url or ""):
+            if secret := secret_in_address(address):
+                raise refuse(f"an address of the pool has {secret} in it, which would be written down; leave it out")
         return self

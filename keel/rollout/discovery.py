@@ -203,7 +203,7 @@ def one(url: str) -> str:
     if "@" in parts.netloc:
         # not shown: it holds a secret
         raise DiscoveryError(
-            f"the URL of {parts.hostname} has a user or password in it; leave it out, and use pool.api_key"
+            f"the URL of {parts.hostname} has a user or password in it; leave it out, and use pool.api_key_file"
         )
     return url
 

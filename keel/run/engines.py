@@ -112,7 +112,7 @@ def _pool(settings: RunSettings) -> Pool:
     given = settings.pool
     assert given is not None
     server = VllmEngine if given.server == "vllm" else HttpEngine
-    key = given.api_key if given.api_key_file is None else read_key("pool.api_key_file", given.api_key_file)
+    key = None if given.api_key_file is None else read_key("pool.api_key_file", given.api_key_file)
     return Pool(given, lambda url: server(url, api_key=key))
 
 
