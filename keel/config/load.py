@@ -55,6 +55,14 @@ def loads(text: str, origin: str) -> Loaded:
     return _checked(_parsed(text, origin), origin, ())
 
 
+def tables(path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The tables as they were given, merged and not checked: for who has to complete them first."""
+    tree = {} if path is None else _read(Path(path))
+    for name, value in parse_overrides(overrides):
+        put(tree, name, value)
+    return tree
+
+
 def _checked(tree: dict[str, Any], origin: str, overrides: Sequence[str]) -> Loaded:
     origins = {leaf: origin for leaf, _ in _leaves(tree)}
     for name, value in parse_overrides(overrides):

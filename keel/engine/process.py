@@ -60,16 +60,7 @@ class ServerProcess:
             raise ConfigError(f"model folder {model_folder} does not exist")
         port = port or free_port()
         key = secrets.token_urlsafe(24)
-        # not `vllm serve`: it looks for a distribution of that name, and the CPU build has another
-        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model_folder]
-        command += ["--served-model-name", cls.MODEL, "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port)]
-        # log-probs as sampled, and nothing of the distribution from the model's own generation_config.json
-        command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-        if max_lora_rank is not None:
-            # two: while a new adapter is taken into use, requests are still on the one before it
-            command += ["--enable-lora", "--max-lora-rank", str(max_lora_rank), "--max-loras", "2"]
-        if max_model_len is not None:
-            command += ["--max-model-len", str(max_model_len)]
+        command = [python, *words_of(model_folder, "127.0.0.1", port, dtype, max_lora_rank, max_model_len)]
         log = tempfile.NamedTemporaryFile(prefix="keel-vllm-", suffix=".log")  # noqa: SIM115 - lives as long as the server
         process = subprocess.Popen(
             [*command, *options],
@@ -121,6 +112,23 @@ class ServerProcess:
         except ProcessLookupError:
             return False
         return True
+
+
+def words_of(
+    model_folder: str, host: str, port: int, dtype: str, max_lora_rank: int | None, max_model_len: int | None = None
+) -> list[str]:
+    """What follows the interpreter on the command line of a server."""
+    # not `vllm serve`: it looks for a distribution of that name, and the CPU build has another
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", model_folder]
+    words += ["--served-model-name", ServerProcess.MODEL, "--dtype", dtype, "--host", host, "--port", str(port)]
+    # log-probs as sampled, and nothing of the distribution from the model's own generation_config.json
+    words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    if max_lora_rank is not None:
+        # two: while a new adapter is taken into use, requests are still on the one before it
+        words += ["--enable-lora", "--max-lora-rank", str(max_lora_rank), "--max-loras", "2"]
+    if max_model_len is not None:
+        words += ["--max-model-len", str(max_model_len)]
+    return words
 
 
 def environment() -> dict[str, str]:
