@@ -6,6 +6,7 @@ to its limits; wall time is the runner's business. It never retries: an engine t
 
 import copy
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from keel.errors import KeelError
 from keel.rollout.renderer import Prompt, Renderer, Spoken, Tools
 from keel.rollout.trajectory import Trajectory
 from keel.wire import Engine, EngineError, Generation, Message
+
+ABOVE_ZERO = 1e-3
+"""By how much the log-prob of an engine that computes in half precision may be above zero."""
 
 
 class EpisodeOver(KeelError):
@@ -44,8 +48,12 @@ class PolicyClient:
         *,
         group: str,
         evaluation: bool = False,
+        vocabulary: int | None = None,
     ) -> None:
-        """`sampling.seed` is the seed of this episode: members of a group need different ones, see `derive_seed`."""
+        """`sampling.seed` is the seed of this episode: members of a group need different ones, see `derive_seed`.
+
+        `vocabulary`: token ids are below it; an answer with others is the engine's error.
+        """
         if not evaluation:
             sampling.check_trainable()
         self.group = group
@@ -53,7 +61,7 @@ class PolicyClient:
         self.trajectory = Trajectory()
         self.engine_error: EngineError | None = None
         """Why the last request was not answered; none once a later one was."""
-        self._engine = engine
+        self._engine, self._vocabulary = engine, vocabulary
         self._renderer = renderer
         stops = dict.fromkeys((*sampling.stop_token_ids, *renderer.stop_token_ids))
         self._sampling = sampling.model_copy(update={"stop_token_ids": tuple(stops)})
@@ -99,6 +107,8 @@ class PolicyClient:
             generation = await self._engine.generate(prompt.ids, sampling, group=self.group)
             if generation.finish == "cancelled":
                 raise EngineError("the engine gave the request up before it was answered")
+            if wrong := _wrong(generation, sampling, self._vocabulary):
+                raise EngineError(f"the engine's answer cannot be trained on: {wrong}")
         except EngineError as error:
             self.engine_error = error
             raise
@@ -110,6 +120,21 @@ def derive_seed(seed: int, *parts: int | str) -> int:
     """A seed that is a function of another and of what it is for: the same everywhere, unrelated for other parts."""
     words = "/".join(map(str, (seed, *parts)))
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big") >> 1
+
+
+def _wrong(answer: Generation, sampling: Sampling, vocabulary: int | None) -> str | None:
+    """What no sampler can have given, whatever engine it is: none where the answer may be true."""
+    tokens, logprobs = answer.token_ids, answer.logprobs
+    if not len(tokens) == len(logprobs) == len(answer.versions):
+        return f"{len(tokens)} tokens with {len(logprobs)} log-probs and {len(answer.versions)} versions"
+    if len(tokens) > sampling.max_tokens:
+        return f"{len(tokens)} tokens, and sampling.max_tokens = {sampling.max_tokens} were asked for"
+    if not all(map(math.isfinite, logprobs)) or max(logprobs, default=0.0) > ABOVE_ZERO:
+        bad = next(value for value in logprobs if not math.isfinite(value) or value > ABOVE_ZERO)
+        return f"a log-prob of {bad}"
+    if tokens and (min(tokens) < 0 or (vocabulary is not None and max(tokens) >= vocabulary)):
+        return f"token ids from {min(tokens)} to {max(tokens)}, and the model knows {vocabulary}"
+    return None
 
 
 def _check(messages: Sequence[Message]) -> None:

@@ -52,11 +52,17 @@ class Episodes:
     """Runs one episode for each dispatch. What goes wrong in it is data; see `run_episode`."""
 
     def __init__(
-        self, arenas: Mapping[str, Arena], engine: Engine, renderer: Renderer, seed: int, ledger: Ledger | None
+        self,
+        arenas: Mapping[str, Arena],
+        engine: Engine,
+        renderer: Renderer,
+        seed: int,
+        ledger: Ledger | None,
+        vocabulary: int | None = None,
     ) -> None:
         """`ledger`: where finished rollouts are kept and looked for; none: each is sampled anew."""
         self._arenas, self._engine, self._renderer = arenas, engine, renderer
-        self._seed, self._ledger = seed, ledger
+        self._seed, self._ledger, self._vocabulary = seed, ledger, vocabulary
 
     async def __call__(self, dispatch: Dispatch) -> Rollout:
         name = (dispatch.group, dispatch.member, dispatch.attempt)
@@ -66,7 +72,9 @@ class Episodes:
         arena = self._arenas[dispatch.environment]
         seed = self._seed if arena.sampling.seed is None else arena.sampling.seed
         sampling = arena.sampling.model_copy(update={"seed": derive_seed(seed, *name)})
-        client = PolicyClient(self._engine, self._renderer, sampling, arena.limits, group=dispatch.group)
+        client = PolicyClient(
+            self._engine, self._renderer, sampling, arena.limits, group=dispatch.group, vocabulary=self._vocabulary
+        )
         rollout = await run_episode(arena.environment, dispatch.task, client, arena.limits, attempt=dispatch.attempt)
         if self._ledger is not None and rollout.error_kind is None:
             self._ledger.keep(*name, rollout)
