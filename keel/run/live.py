@@ -22,13 +22,16 @@ class Live:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "live.json"
         self._last = 0.0
+        self.engines = ""
+        """How they were when last looked at."""
 
     async def say(self, doing: str, engine: Engine | None) -> None:
         """Write it down, unless that was done a moment ago."""
         if time.monotonic() - self._last < EVERY:
             return
         self._last = time.monotonic()
-        told = {"time": time.time(), "doing": doing, "engines": "" if engine is None else await _state(engine)}
+        self.engines = "" if engine is None else await _state(engine)
+        told = {"time": time.time(), "doing": doing, "engines": self.engines}
         temporary = self._path.with_suffix(".json.new")
         # a disk that is full stops the run where it matters, not here
         with contextlib.suppress(OSError):
