@@ -45,9 +45,12 @@ class Live:
 async def _state(engine: Engine) -> str:
     """In a line for people."""
     if isinstance(engine, Pool):
-        return "; ".join(
-            f"{row.url} {row.state}, version {row.version}, {row.running} running" for row in engine.status()
-        )
+        rows = [
+            f"{row.url} {row.state}, version {row.version}, {row.running} running"
+            + (f", {row.last_error}" if row.last_error and row.state != "ready" else "")
+            for row in engine.status()
+        ]
+        return "; ".join(rows) or engine.discovery_error
     if not isinstance(engine, LocalEngine):
         return ""  # a server that is slow to answer must not hold the run up
     health = await engine.health()
