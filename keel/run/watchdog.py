@@ -1,7 +1,8 @@
 """The watchdog of a run: when nothing has come of waiting for too long it says what for, and ends the run.
 
 It is a thread, because what hangs may be the event loop itself: an environment that computes and never awaits. Any
-progress is enough, ever so slow, and only monotonic time counts. Guarantees that a run without progress is warned about
+progress is enough, ever so slow, and only monotonic time in which the process ran counts: not a clock that is set, not
+a machine that slept. Guarantees that a run without progress is warned about
 at half of its limit, then ends with `Stalled`, which names what was waited for; where not even that ends it (a loop
 that is held, a thread that never returns) `abandon` is called, which in a command is the end of the process.
 """
@@ -20,8 +21,10 @@ from keel.errors import KeelError
 
 STALL = 3600.0
 """The limit where settings give none, in seconds; three times the longest episode's, where that is more."""
+ASLEEP = 20
+"""Looks that have to be missed in a row before the process counts as stopped."""
 GRACE = 60.0
-"""Seconds for a run that was told to end: closing engines and episodes takes some."""
+"""Seconds for a run that was told to end, since closing engines and episodes takes some; twice the limit, if less."""
 
 
 class Stalled(KeelError):
@@ -36,12 +39,10 @@ class Watchdog:
         limit: float,
         notice: Callable[[str], None],
         abandon: Callable[[str], None] | None = None,
-        *,
-        grace: float = GRACE,
     ) -> None:
         """`notice` is called in the event loop, `abandon` in the watchdog's own thread."""
         self.limit, self.verdict = limit, ""
-        self._notice, self._abandon, self._grace = notice, abandon, grace
+        self._notice, self._abandon, self._grace = notice, abandon, min(GRACE, 2 * limit)
         self._what, self._mark = "starting", object()
         self._since = time.monotonic()
         self._ended = threading.Event()
@@ -71,9 +72,12 @@ class Watchdog:
         self._ended.set()
 
     def _watch(self) -> None:
-        warned = False
-        while not self._ended.wait(min(1.0, self.limit / 20)):
-            quiet = time.monotonic() - self._since
+        warned, tick, last = False, min(1.0, self.limit / 20), time.monotonic()
+        while not self._ended.wait(tick):
+            now = time.monotonic()
+            if now - last > ASLEEP * tick:  # this thread was not run either, so neither was what it watches
+                self._since += now - last
+            last, quiet = now, now - self._since
             if quiet >= self.limit:
                 self._end(quiet)
                 return
