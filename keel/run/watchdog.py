@@ -2,9 +2,9 @@
 
 It is a thread, because what hangs may be the event loop itself: an environment that computes and never awaits. Any
 progress is enough, ever so slow, and only monotonic time in which the process ran counts: not a clock that is set, not
-a machine that slept. Guarantees that a run without progress is warned about
-at half of its limit, then ends with `Stalled`, which names what was waited for; where not even that ends it (a loop
-that is held, a thread that never returns) `abandon` is called, which in a command is the end of the process.
+a machine that slept. Guarantees that a run without progress is warned about at half of its limit, then ends with
+`Stalled`, which names what was waited for; where not even that ends it (a loop that is held, a thread that never
+returns) `abandon` is called, which in a command is the end of the process.
 """
 
 import asyncio
