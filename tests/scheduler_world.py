@@ -1,6 +1,5 @@
-"""A world for the scheduler without real time: a loop whose clock jumps, and a runner that fails in every way.
-
-When nothing is left to run and no timer is set, real asyncio would wait for ever; `VirtualLoop` raises `Deadlock`.
+"""A world for the scheduler without real time: a runner that fails in every way, on the virtual clock of
+`keel.simulate`, which raises `Deadlock` where real asyncio would wait for ever.
 """
 
 import asyncio
@@ -14,56 +13,6 @@ from keel.rollout.groups import Dispatch, Refusal
 from keel.rollout.ledger import Batch
 from keel.rollout.scheduler import Scheduler
 from keel.rollout.sources import Source
-
-
-class Deadlock(AssertionError):
-    """Everybody waits for somebody else."""
-
-
-class _Clock:
-    """In place of a selector: it waits by moving the time."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def select(self, timeout: float | None) -> list[Any]:
-        if timeout is None:
-            raise Deadlock(f"nothing left to wait for at {self.now}")
-        self.now += timeout
-        return []
-
-
-class VirtualLoop(asyncio.BaseEventLoop):
-    def __init__(self) -> None:
-        super().__init__()
-        self._selector = _Clock()
-        self._clock_resolution = 1e-9
-
-    def time(self) -> float:
-        return self._selector.now
-
-    def _process_events(self, event_list: list[Any]) -> None:
-        pass
-
-    def _write_to_self(self) -> None:
-        pass
-
-
-def run_virtually(main: Coroutine[Any, Any, Any]) -> Any:
-    loop = VirtualLoop()
-    problems: list[dict[str, Any]] = []
-    loop.set_exception_handler(lambda _loop, context: problems.append(context))
-    try:
-        result = loop.run_until_complete(main)
-        assert not problems, problems
-        return result
-    finally:
-        leftover = asyncio.all_tasks(loop)
-        for task in leftover:
-            task.cancel()
-        if leftover:
-            loop.run_until_complete(asyncio.wait(leftover, timeout=1000))
-        loop.close()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from scheduler_world import Engine, Faults, Job, Ledger, Told, jobs, run_virtually, sources
+from scheduler_world import Engine, Faults, Job, Ledger, Told, jobs, sources
 
 from keel.config import SchedulerSettings
 from keel.errors import ConfigError, KeelError
@@ -15,6 +15,7 @@ from keel.rollout.groups import Dispatch
 from keel.rollout.ledger import Batch, Closed, Exhausted, NothingToTrain
 from keel.rollout.scheduler import Scheduler
 from keel.rollout.sources import Source
+from keel.simulate.clock import run_virtually
 
 Runner = Callable[[Dispatch], Awaitable[Any]]
 

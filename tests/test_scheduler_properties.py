@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_world import Engine, Faults, Ledger, Name, Told, held, jobs, run_virtually, sources
+from scheduler_world import Engine, Faults, Ledger, Name, Told, held, jobs, sources
 
 from keel.config import SchedulerSettings
 from keel.rollout.groups import Dispatch, OpenGroup
@@ -23,6 +23,7 @@ from keel.rollout.ledger import Exhausted, NothingToTrain
 from keel.rollout.line import Line
 from keel.rollout.scheduler import Scheduler
 from keel.rollout.sources import Source, Sources
+from keel.simulate.clock import run_virtually
 
 rate = st.sampled_from([0.0, 0.0, 0.05, 0.3])
 
