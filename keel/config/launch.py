@@ -13,6 +13,9 @@ from keel.config.settings import Settings, refuse
 Seconds = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 
+OWN = ("--host", "--port", "--api-key", "--api-key-file", "--model", "--name", "--served-model-name", "--weights-from")
+"""What a launch says to every engine server itself: an address, a key, a model."""
+
 
 class Resources(Settings):
     """What one process is given, of what its node has."""
@@ -47,6 +50,14 @@ class EnginePartSettings(PartSettings):
     """Of the weights that sample; auto: as the model that is trained. Taken from `engine.dtype` when that is set."""
     options: list[str] = []
     """More words for the server's command line, such as ["--tensor-parallel-size", "4"] for vLLM."""
+
+    @model_validator(mode="after")
+    def _not_the_launchs_own(self) -> Self:
+        for word in self.options:
+            if word.partition("=")[0] in OWN:
+                shown = word.partition("=")[0]
+                raise refuse(f"an option {shown} cannot act: the launch decides it; leave it out of the options")
+        return self
 
 
 class LaunchSettings(Settings):
