@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from keel.errors import ConfigError
 
 if TYPE_CHECKING:
+    from keel.policy.world import Place
     from keel.run.folder import RunFolder
     from keel.run.observer import Observer
 
@@ -58,22 +59,46 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train to the end, or to where it was told to stop."""
+    place = _place()
+    if place is not None and place.rank:
+        return _follow(place)
     if args.recipe is None and args.resume is None:
         raise ConfigError("give a RECIPE, or --resume RUN; recipes/larger_number.toml is one to begin with")
     if args.allow_changes and args.resume is None:
         raise ConfigError("--allow-changes cannot act without --resume")
     # asked for and refused before there is a folder: a run that cannot begin leaves nothing
     with _bound(args.metrics_port) as listener:
-        folder = _folder(args)
+        folder = _folder(args, place)
         try:
-            return _train(folder, args.json, listener)
+            return _train(folder, args.json, listener, place)
         finally:
             folder.close()
 
 
-def _folder(args: argparse.Namespace) -> "RunFolder":
+def _place() -> "Place | None":
+    """Where torchrun, or whoever speaks as it does, has put this process; None: it was started alone."""
+    if "RANK" not in os.environ:
+        return None  # without asking torch, so that a refusal is quick
+    from keel.policy.world import Place
+
+    return Place.of(os.environ)
+
+
+def _follow(place: "Place") -> int:
+    """This process is another rank of a run: it does what rank 0 says, and ends with it."""
+    from keel.policy.follow import follow
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # rank 0 gets them too, and finishes the step with all ranks
+        signal.signal(number, signal.SIG_IGN)
+    follow(place)
+    return 0
+
+
+def _folder(args: argparse.Namespace, place: "Place | None") -> "RunFolder":
     """The folder of the run, new or to go on with."""
     from keel.config import load
+    from keel.policy.crew import Crew
     from keel.run.episodes import arenas
     from keel.run.folder import RunFolder, free_name
     from keel.run.sinks import require
@@ -83,10 +108,11 @@ def _folder(args: argparse.Namespace) -> "RunFolder":
     loaded = load(args.recipe, args.overrides)
     arenas(loaded.settings)  # whatever it refuses leaves no folder behind
     require(loaded.settings.metrics)
+    Crew(loaded.settings.trainer, place)
     return RunFolder.create(args.folder or free_name(Path("runs"), Path(args.recipe).stem), loaded)
 
 
-def _train(folder: "RunFolder", json: bool, listener: socket.socket | None) -> int:
+def _train(folder: "RunFolder", json: bool, listener: socket.socket | None, place: "Place | None") -> int:
     from keel.cli.progress import display
     from keel.run.loop import Run
     from keel.run.observer import Several
@@ -99,7 +125,7 @@ def _train(folder: "RunFolder", json: bool, listener: socket.socket | None) -> i
         # sinks before the display: how they end is shown
         observer = Several(open_sinks(folder, shown.notice), exporter, shown)
         try:
-            going = Run(folder, observer, abandon=_abandon)
+            going = Run(folder, observer, abandon=_abandon, place=place)
             asyncio.run(_watched(going))
             text = summary(folder)
             if folder.ledger.get("status") == "stopped":

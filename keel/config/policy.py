@@ -106,6 +106,15 @@ class TrainerSettings(Settings):
     """Also compute the entropy of the policy at each trainable token, for the metrics."""
     keep_memory: bool = True
     """Linux with glibc: tell the allocator to keep freed memory, which makes steps on CPU much faster."""
+    ranks: Count = 1
+    """Processes that train together, each with its shard of weights, gradients and moments (FSDP2). `keel train` starts
+    them on this machine; under torchrun it is as many as torchrun has started, and may be left out."""
+    rank_timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that a rank may keep the others waiting before the run is given up."""
+    master_weights: bool = False
+    """Several ranks, bfloat16: keep weights and moments in float32, and compute in bfloat16."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Several ranks: what gradients are summed over ranks in."""
 
 
 class CheckpointSettings(Settings):

@@ -7,13 +7,15 @@ There is no pickle in it.
 
 Guarantees: a checkpoint appears by one rename after its bytes are on the disk, whatever happens on the way; damage is
 found by hash and the checkpoint before it used, with a warning; the one saved last is never removed to make room.
-One process writes at a time; several ranks and sharded optimizers are left out.
+One run writes at a time; of several ranks each writes its own shards (`shards.py`), in a folder that all of them see,
+and any number of ranks can go on from what any number has written.
 """
 
 import json
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,13 @@ from keel.config.policy import CheckpointSettings
 from keel.errors import ModelError
 from keel.policy import files, weights
 from keel.policy.model import Model
+from keel.policy.parcel import pack
+from keel.policy.shards import FOLDER, read_shards, write_shards
 from keel.policy.state import read_optimizer, set_optimizer, set_random, write_optimizer, write_random
 
 TRAINING = "training"
 """A folder of its own: vLLM takes every safetensors file beside config.json for weights of the model."""
+OPTIMIZER = "optimizer.safetensors"
 
 
 class Checkpoints:
@@ -82,9 +87,13 @@ class Checkpoints:
         if target.is_dir():
             self._make_way(step)
         with files.new_folder(target) as folder:
-            weights.write_weights(folder, model, step=step)
             (folder / TRAINING).mkdir()
-            write_optimizer(folder / TRAINING / "optimizer.safetensors", model.parameters(), optimizer)
+            if model.world is None:
+                weights.write_weights(folder, model, step=step)
+                write_optimizer(folder / TRAINING / OPTIMIZER, model.parameters(), optimizer)
+            else:
+                with model.world.together("save", lambda: pack(folder=str(folder.resolve()), step=step)):
+                    write_ranked(folder, model, optimizer, step)
             write_random(folder / TRAINING / "random.safetensors")
             (folder / TRAINING / "state.json").write_text(text)
             files.seal(folder)
@@ -98,12 +107,14 @@ class Checkpoints:
         """
         self.verify(step)
         folder = self.path(step)
-        parameters = model.parameters()
-        values = weights.read_weights(folder, model)
-        moments = read_optimizer(folder / TRAINING / "optimizer.safetensors", parameters, optimizer)
         said = files.read_json(folder / TRAINING / "state.json")
-        weights.set_weights(values, model)
-        set_optimizer(*moments, parameters, optimizer)
+        ranks = (
+            nullcontext()
+            if model.world is None
+            else model.world.together("load", lambda: pack(folder=str(folder.resolve())))
+        )
+        with ranks:
+            restore(folder, model, optimizer)
         # last: reading networks may draw numbers for weights that are then replaced
         set_random(folder / TRAINING / "random.safetensors")
         return said
@@ -157,6 +168,29 @@ class Checkpoints:
             files.discard(self.path(step))
         except OSError as error:
             raise ModelError(f"{self.path(step)} could not be removed: {error.strerror}") from error
+
+
+def write_ranked(folder: Path, model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """One rank's part of a checkpoint; rank 0's has the whole weights in it, as engines and others read them."""
+    assert model.world is not None
+    weights.write_weights(folder, model, step=step)
+    write_shards(folder / TRAINING, model.parameters(), optimizer, first=model.world.rank == 0)
+
+
+def restore(folder: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Weights and moments from a checkpoint, whole or in shards, into a model that is the one or the other."""
+    parameters = model.parameters()
+    if not (folder / TRAINING / FOLDER).is_dir():
+        values = weights.read_weights(folder, model)
+        moments, rates = read_optimizer(folder / TRAINING / OPTIMIZER, parameters, optimizer)
+        weights.set_weights(values, model)
+    else:
+        weights.check_fits(folder, model)
+        values, moments, rates = read_shards(folder / TRAINING, parameters, optimizer, alone=model.world is None)
+        with torch.no_grad():
+            for name, tensor in values.items():
+                parameters[name].copy_(tensor)
+    set_optimizer(moments, rates, parameters, optimizer)
 
 
 def _as_json(content: Mapping[str, Any]) -> str:

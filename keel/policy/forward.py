@@ -3,9 +3,11 @@
 How samples are laid out is found out once, on the model itself: a short tree is computed shared and each of its
 sequences alone through the model's own code, and only when both agree are tokens shared. A model that cannot pack
 without changing its numbers (state-space layers, experts with a capacity, attention that has no hook) gets each
-sequence alone, and the log says why. A model whose log-probs cannot be reproduced at all is refused.
+sequence alone, and the log says why. A model whose log-probs cannot be reproduced at all is refused. On several ranks
+each gets its share of the micro-batches, all of them equally many, and scores are those of all.
 """
 
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +24,9 @@ from keel.policy.attention import TREE, Layout
 from keel.policy.head import Head, Scores, join
 from keel.policy.model import Model
 from keel.policy.sample import Sample, Tokens
-from keel.policy.tree import Ints, build_tree, micro_batches
+from keel.policy.shard import WholeHead, with_whole_head
+from keel.policy.tree import Ints, build_tree, deal, micro_batches
+from keel.policy.world import World
 
 log = logging.getLogger("keel")
 
@@ -62,30 +66,50 @@ class Forward:
         self, model: Model, *, max_tokens: int = 4096, share: bool = True, layout: Layouts | None = None
     ) -> None:
         self.model, self.max_tokens = model, max_tokens
-        self.head = Head.of(model.network)
+        self.world = model.world
+        self._head = Head.of(model.network)
+        self._whole: WholeHead | None = None
         self.layout: Layouts = layout or ("shared" if share else "packed")
         if layout is None:
             self.layout = self._checked_layout()
 
+    @property
+    def head(self) -> Head:
+        """From hidden states to log-probs; whole, on several ranks, inside `attending` only."""
+        return self._head
+
     # packing
 
     def plan(self, tokens: Tokens, only: Sequence[int] | None = None) -> list[MicroBatch]:
-        """Micro-batches of all samples, or of those with these numbers. Samples that train no token cost nothing."""
+        """Micro-batches of all samples, or of those with these numbers. Samples that train no token cost nothing.
+
+        On several ranks those of this one; where it has fewer than others, empty ones in their place.
+        """
         numbers = list(range(len(tokens.samples)) if only is None else only)
         sequences = [tokens.samples[number].inputs for number in numbers]
         self._check(tokens, numbers)
-        share = self.layout == "shared"
+        share, ranks = self.layout == "shared", 1 if self.world is None else self.world.size
+        bins: Sequence[list[int] | None]
         if self.layout == "alone":
             bins = [[index] for index, sequence in enumerate(sequences) if len(sequence)]
         else:
-            bins = micro_batches(sequences, self.max_tokens, share=share)
+            bins = micro_batches(sequences, self.max_tokens, share=share, ranks=ranks)
+        if self.world is not None:
+            bins = deal(sequences, bins, ranks, share=share)[self.world.rank]
         return [
-            self._pack(tokens, [numbers[index] for index in members], [sequences[index] for index in members])
+            self._nothing()
+            if members is None
+            else self._pack(tokens, [numbers[index] for index in members], [sequences[index] for index in members])
             for members in bins
         ]
 
+    def _nothing(self) -> MicroBatch:
+        """One token that nobody asks about: shards are gathered by all ranks together, also by one without work."""
+        empty = Tokens([Sample(token_ids=[0], trainable=[False], advantage=0.0)])
+        return self._pack(empty, [0], [np.zeros(1, np.int64)])
+
     def _check(self, tokens: Tokens, numbers: Sequence[int]) -> None:
-        vocabulary = len(self.head.weight)
+        vocabulary = self.model.head.weight.shape[0]
         for number in numbers:
             sample = tokens.samples[number]
             name = sample.name or f"number {number}"
@@ -127,8 +151,26 @@ class Forward:
             implementation = "eager"  # the usual kernels leave the cap out
         else:
             implementation = self.model.network.config._attn_implementation
-        with _implementation(self.model, implementation):
+        with _implementation(self.model, implementation), self._with_head():
             yield
+
+    @contextmanager
+    def _with_head(self) -> Iterator[None]:
+        if self.world is None or self._whole is not None:
+            yield
+            return
+        sharded, self._whole = self._head, WholeHead(self.model.head, self.model.dtype, self.model.reduce)
+        weights = self._whole.weights
+        self._head = dataclasses.replace(sharded, weight=weights["weight"], bias=weights.get("bias"))
+        try:
+            yield
+        finally:
+            self._head, self._whole = sharded, None
+
+    def collect(self) -> None:
+        """After the last backward pass: the head's gradient, which came together on each rank, to where it belongs."""
+        if self._whole is not None:
+            self._whole.collect()
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[n, d] the hidden states that predict the trainable tokens."""
@@ -158,10 +200,10 @@ class Forward:
                 hidden = self.hidden(batch)
                 parts.append(self.head.score(hidden, batch.targets, batch.temperature, entropy=entropy, top_k=top_k))
                 order.append(batch.tokens)
-        if not parts:
-            nothing = torch.zeros(0, self.head.weight.shape[1], dtype=self.model.dtype, device=self.model.device)
-            return self.head.score(nothing, tokens.targets[:0], entropy=entropy, top_k=top_k)
-        return join(parts).placed(torch.cat(order), len(tokens))
+            if not parts:
+                nothing = torch.zeros(0, self.head.weight.shape[1], dtype=self.model.dtype, device=self.model.device)
+                return self.head.score(nothing, tokens.targets[:0], entropy=entropy, top_k=top_k)
+        return exchange(join(parts), torch.cat(order), len(tokens), self.world)
 
     # finding out what the model allows
 
@@ -193,6 +235,24 @@ class Forward:
         return "alone"
 
 
+def exchange(scores: Scores, index: Tensor, size: int, world: World | None) -> Scores:
+    """Scores of some tokens, by this rank and all others, at their places among `size`; elsewhere as by `placed`."""
+    placed = scores.placed(index, size)
+    if world is None:
+        return placed
+    mine = torch.zeros(size, dtype=torch.bool, device=index.device).index_fill_(0, index, True)
+    known = world.sum(mine.to(torch.int32)) > 0
+    columns: dict[str, Tensor | None] = {}
+    for field in dataclasses.fields(placed):
+        values: Tensor | None = getattr(placed, field.name)
+        if values is not None:
+            own, all_known = (mask.view(-1, *[1] * (values.dim() - 1)) for mask in (mine, known))
+            # each token is known to one rank, so that a sum with zeros is its very bits
+            values = torch.where(all_known, world.sum(torch.where(own, values, 0)), values)
+        columns[field.name] = values
+    return Scores(**columns)  # type: ignore[arg-type]
+
+
 def _probe(model: Model) -> Tokens:
     """Three short sequences of which two share most, and all the start."""
     config = model.network.config.get_text_config()
@@ -211,7 +271,8 @@ def _own_logprobs(model: Model, tokens: Tokens) -> Tensor:
     """The log-probs of the model's own logits, by its own plain attention, each sequence alone."""
     parts = []
     plain = "eager" if model.network._can_set_attn_implementation() else model.network.config._attn_implementation
-    with _implementation(model, plain):
+    head = WholeHead(model.head, model.dtype, model.reduce).weights if model.world is not None else {}
+    with _implementation(model, plain), with_whole_head(model.head, head):
         for sample in tokens.samples:
             ids = torch.from_numpy(np.asarray(sample.token_ids)).to(model.device)
             logits = model.network(input_ids=ids[None], use_cache=False).logits[0, :-1]

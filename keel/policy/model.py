@@ -2,7 +2,7 @@
 
 Guarantees that log-probs are functions of the tokens alone (no dropout, no routing noise, no cache), that every weight
 came from the checkpoint or from the seed, and that an adapter lent to a reference pass leaves the trained one exactly
-as it was. It takes no step and computes no loss; sharding is done to the network it returns.
+as it was. On several ranks each holds its shard of the network. It takes no step and computes no loss.
 """
 
 import json
@@ -21,11 +21,14 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils.quantization_config import Mxfp4Config
 
-from keel.config.policy import LoraSettings, ModelSettings
+from keel.config.policy import LoraSettings, ModelSettings, TrainerSettings
 from keel.config.settings import nearest
 from keel.errors import ConfigError, ModelError
 from keel.policy import tiny
+from keel.policy.device import device_of, find_device, find_dtype, precision
+from keel.policy.shard import shard
 from keel.policy.source import Source, find, quietly
+from keel.policy.world import World
 
 TRAINED = "default"
 """peft's name of the adapter that trains."""
@@ -44,6 +47,11 @@ class Model:
     peft: PeftModel | None
     device: torch.device
     dtype: torch.dtype
+    """What it computes in; master weights are float32 whatever this is."""
+    world: World | None = None
+    """The ranks that hold the network's shards; None: it is whole, in this process."""
+    reduce: torch.dtype = torch.float32
+    """In which gradients are summed over ranks."""
 
     def __post_init__(self) -> None:
         self._trained = [name for name, weight in self.network.named_parameters() if weight.requires_grad]
@@ -135,18 +143,26 @@ class Model:
                 weight.requires_grad_(before.get(id(weight), False))
 
 
-def load_model(settings: ModelSettings, seed: int = 0) -> Model:
-    """The model that the settings name. Equal settings and seed give equal bits on the same machine."""
-    device = _device(settings.device)
-    dtype = _dtype(settings.dtype, device)
+def load_model(
+    settings: ModelSettings, seed: int = 0, *, world: World | None = None, trainer: TrainerSettings | None = None
+) -> Model:
+    """The model that the settings name. Equal settings and seed give equal bits on the same machine.
+
+    With a world, each of its ranks calls this and gets its shard; `trainer` then says in which precision shards are
+    kept and summed.
+    """
+    device = find_device(settings.device)
+    dtype = find_dtype(settings.dtype, device)
+    kept, reduce = precision(dtype, trainer)
     if settings.warm_up_steps and settings.name not in tiny.NAMES:
         raise ConfigError(
             f"model.warm_up_steps = {settings.warm_up_steps} cannot act on model.name = {settings.name}: "
             f"it is for {', '.join(tiny.NAMES)}"
         )
     source = find(settings.name, seed, settings.warm_up_steps)
-    network, tokenizer = _load(source, dtype)
-    nn.Module.to(network, device)  # not network.to, whose annotation is lost in a decorator
+    network, tokenizer = _load(source, kept)
+    if world is None:
+        nn.Module.to(network, device)  # not network.to, whose annotation is lost in a decorator
     _make_deterministic(network)
     wrapper = _add_lora(network, settings.lora, source, seed) if settings.lora else None
     network.train(settings.gradient_checkpointing)
@@ -156,7 +172,12 @@ def load_model(settings: ModelSettings, seed: int = 0) -> Model:
         # not reentrant: the inputs of a frozen base need no gradient of their own. It acts in train mode only, which
         # differs from eval mode in nothing else once dropout is gone
         network.gradient_checkpointing_enable({"use_reentrant": False})
-    return Model(source, settings, network, tokenizer, wrapper, device, dtype)
+    model = Model(source, settings, network, tokenizer, wrapper, device, dtype, world, reduce)
+    if world is not None:
+        # from the CPU, layer by layer: no device ever holds more than its shard and one layer
+        model.device = device_of(world, device, settings.device)
+        shard(network, model.body, world.mesh(device.type), dtype, reduce)
+    return model
 
 
 def _dequantized(source: Source) -> dict[str, Any]:
@@ -292,28 +313,3 @@ def _check_shapes(folder: Path, widths: dict[str, tuple[int, int]]) -> None:
             raise ModelError(
                 f"adapter {folder}: {key} has shape {shape}, and its layer takes {inputs} inputs to {outputs} outputs"
             )
-
-
-def _device(name: str) -> torch.device:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if name == "auto":
-        return found or torch.device("cpu")
-    here = f"this machine has cpu{f' and {found.type}' if found else ' only'}"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f'model.device = "{name}" is no device that torch knows; {here}') from error
-    if device.type == "cpu":
-        return device
-    if found is None or device.type != found.type or (device.index or 0) >= torch.accelerator.device_count():
-        raise ConfigError(f'model.device = "{name}" is not there; {here}')
-    return device
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name != "auto":
-        if name == "float64" and device.type == "mps":
-            raise ConfigError(f'model.dtype = "float64" does not exist on model.device = "{device}"')
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32

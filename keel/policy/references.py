@@ -181,9 +181,14 @@ class _Loader:
 
     def _load_frozen(self, name: str, lora: LoraSettings | None = None) -> Model:
         settings = ModelSettings.model_validate(
-            {"name": name, "lora": lora, "dtype": name_of(self.policy.dtype), "device": str(self.policy.device)}
+            {
+                "name": name,
+                "lora": lora,
+                "dtype": name_of(self.policy.dtype),
+                "device": self.policy.device.type if self.policy.world is not None else str(self.policy.device),
+            }
         )
-        copy = load_model(settings, self.seed)
+        copy = load_model(settings, self.seed, world=self.policy.world)
         copy.network.requires_grad_(False)
         return copy
 

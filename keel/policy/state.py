@@ -8,6 +8,7 @@ may have changed them on purpose.
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from keel.errors import ModelError
+from keel.policy.shard import cut_like
 
 Moments = dict[str, dict[str, Tensor]]
 """By parameter, then by the optimizer's own name: exp_avg, exp_avg_sq, step."""
@@ -25,8 +28,19 @@ Moments = dict[str, dict[str, Tensor]]
 
 def write_optimizer(path: Path, parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """The optimizer's tensors by parameter name, and the learning rate of each parameter."""
-    names = {parameter: name for name, parameter in parameters.items()}
     tensors, rates = {}, {}
+    for parameter, name, group in names_of(parameters, optimizer):
+        rates[name] = float(group["lr"])
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{entry}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
+    write_tensors(path, tensors, {"optimizer": type(optimizer).__name__, "lr": rates})
+
+
+def names_of(
+    parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[torch.nn.Parameter, str, dict[str, Any]]]:
+    """What the optimizer holds: each parameter, its name and its group."""
+    names = {parameter: name for name, parameter in parameters.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
@@ -34,11 +48,7 @@ def write_optimizer(path: Path, parameters: dict[str, torch.nn.Parameter], optim
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not train;"
                     " a checkpoint would lose its moments"
                 )
-            name = names[parameter]
-            rates[name] = float(group["lr"])
-            for entry, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"{entry}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
-    write_tensors(path, tensors, {"optimizer": type(optimizer).__name__, "lr": rates})
+            yield parameter, names[parameter], group
 
 
 def read_optimizer(
@@ -69,20 +79,23 @@ def set_optimizer(
     parameters: dict[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Put what `read_optimizer` gave in its place. Bits are kept: nothing is cast."""
-    names = {parameter: name for name, parameter in parameters.items()}
-    for group in optimizer.param_groups:
+    """Put what was read in its place, this rank's part of what is whole. Bits are kept: nothing is cast."""
+    for parameter, name, group in names_of(parameters, optimizer):
         # torch keeps step counts on the CPU unless its kernels read them
         on_device = group.get("capturable") or group.get("fused")
-        for parameter in group["params"]:
-            name = names[parameter]
-            group["lr"] = rates[name]
-            optimizer.state.pop(parameter, None)
-            if moments[name]:
-                optimizer.state[parameter] = {
-                    entry: tensor.to(parameter.device) if entry != "step" or on_device else tensor
-                    for entry, tensor in moments[name].items()
-                }
+        group["lr"] = rates[name]
+        optimizer.state.pop(parameter, None)
+        if moments[name]:
+            optimizer.state[parameter] = {
+                entry: _placed(tensor, parameter, on_device) for entry, tensor in moments[name].items()
+            }
+
+
+def _placed(tensor: Tensor, parameter: torch.nn.Parameter, on_device: bool) -> Tensor:
+    if not tensor.ndim:
+        return tensor.to(parameter.device) if on_device else tensor
+    tensor = tensor.to(parameter.device)
+    return tensor if isinstance(tensor, DTensor) else cut_like(tensor, parameter)
 
 
 def write_random(path: Path) -> None:

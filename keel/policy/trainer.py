@@ -2,11 +2,14 @@
 
 Guarantees that the gradient does not depend on how the step was cut into micro-batches, that a gradient which is not
 finite is never stepped on and names the samples it came from, that nothing moves when nothing trained, and that the
-report says of each token whether it trained and why. It does not decide what to train on.
+report says of each token whether it trained and why. On several ranks this is what rank 0 is asked; the others take
+part in each call through `follow`. It does not decide what to train on.
 """
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,17 +17,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keel.config import ModelSettings, TrainerSettings
+from keel.config import ModelSettings, ReferenceSettings, TrainerSettings
 from keel.errors import ConfigError, StepRefused
 from keel.policy import optimizer as adamw
 from keel.policy.allocator import keep_memory
 from keel.policy.checkpoint import Checkpoints
 from keel.policy.forward import Forward
 from keel.policy.model import Model, load_model
-from keel.policy.references import References
+from keel.policy.parcel import pack
+from keel.policy.references import References, prepare
 from keel.policy.report import Ledger, StepReport
 from keel.policy.sample import Sample, Tokens
 from keel.policy.update import Update
+from keel.policy.world import World
 from keel.signal import Metric, Metrics, Objective
 from keel.signal import objective as make_objective
 
@@ -38,18 +43,22 @@ class Trainer:
         settings: TrainerSettings | None = None,
         *,
         references: References | None = None,
-        teacher: Model | None = None,
+        teacher: Model | ModelSettings | None = None,
         seed: int = 0,
+        world: World | None = None,
     ) -> None:
-        self.settings = settings or TrainerSettings()
+        """`world`: the ranks to train on; each gets its shard of the model and of the teacher by their settings."""
+        self.settings, self.seed, self.world = settings or TrainerSettings(), seed, world
+        _check_ranks(self.settings, world)
         keep_memory(self.settings.keep_memory)
         if isinstance(model, str):
             model = ModelSettings(name=model)
-        self.model = model if isinstance(model, Model) else load_model(model, seed)
-        self.references = references
-        self.teacher = teacher
-        """Scores samples that bring no teacher log-probs, for objectives with `teacher_tau`."""
-        self.forward = self._forward_of(self.model)
+        with self._together("begin", lambda: _beginning(model, self.settings, teacher, seed)):
+            self.model = model if isinstance(model, Model) else self._load(model)
+            self.references = references
+            self.teacher = teacher if isinstance(teacher, Model | None) else self._load(teacher)
+            """Scores samples that bring no teacher log-probs, for objectives with `teacher_tau`."""
+            self.forward = self._forward_of(self.model)
         self.optimizer = adamw.build(self.settings.optimizer, self.model.parameters().values())
         self.steps = 0
         """Optimizer steps taken."""
@@ -57,8 +66,12 @@ class Trainer:
 
     def step(self, samples: Sequence[Sample], objective: Objective | str, *, version: int | None = None) -> StepReport:
         """Train on these samples once. `version` is the version being trained, from which staleness counts."""
-        began = time.perf_counter()
         objective = make_objective(objective) if isinstance(objective, str) else objective
+        with self._together("step", lambda: pack(samples, objective, version=version)):
+            return self._step(samples, objective, version)
+
+    def _step(self, samples: Sequence[Sample], objective: Objective, version: int | None) -> StepReport:
+        began = time.perf_counter()
         tokens = Tokens(samples)
         dtype = torch.promote_types(self.model.dtype, torch.float32)
         ledger = Ledger.empty(tokens, dtype, self.model.device, entropy=self.settings.entropy)
@@ -102,13 +115,24 @@ class Trainer:
     def logprobs(self, samples: Sequence[Sample]) -> list[Float[Tensor, "tokens"]]:
         """The policy's log-prob of each trainable token, at the sample's temperature; NaN at all other tokens."""
         tokens = Tokens(samples)
-        found = self.forward.score(tokens).logprobs.cpu()
+        with self._together("score", lambda: pack(samples)):
+            found = self.forward.score(tokens).logprobs.cpu()
         answers = []
         for number, sample in enumerate(tokens.samples):
             answer = torch.full((len(sample),), torch.nan, dtype=found.dtype)
             answer[torch.from_numpy(np.asarray(sample.trainable))] = found[tokens.of(number)]
             answers.append(answer)
         return answers
+
+    def refer(self, named: Mapping[str, ReferenceSettings], checkpoints: Checkpoints) -> None:
+        """Find, check and load frozen policies, for objectives that compare with a reference."""
+
+        def told() -> bytes:
+            settings = {name: one.model_dump(mode="json") for name, one in named.items()}
+            return pack(named=settings, checkpoints=str(checkpoints.folder.resolve()))
+
+        with self._together("refer", told):
+            self.references = prepare(named, self.model, checkpoints, self.seed)
 
     def save(self, checkpoints: Checkpoints, step: int, state: Mapping[str, Any] | None = None) -> None:
         """Write weights, optimizer, random states and the caller's own state as checkpoint `step`."""
@@ -119,6 +143,12 @@ class Trainer:
         found = checkpoints.load(step, self.model, self.optimizer)
         self.steps = int(found["steps"])
         return dict(found["state"])
+
+    def _together(self, command: str, content: Callable[[], bytes]) -> AbstractContextManager[None]:
+        return nullcontext() if self.world is None else self.world.together(command, content)
+
+    def _load(self, settings: ModelSettings) -> Model:
+        return load_model(settings, self.seed, world=self.world, trainer=self.settings)
 
     def _forward_of(self, model: Model) -> Forward:
         return Forward(model, max_tokens=self.settings.max_tokens, share=self.settings.share_prefixes)
@@ -145,6 +175,34 @@ class Trainer:
             mean += weight * found[name]
         ledger.reference_logprobs = mean
         return found
+
+
+def _check_ranks(settings: TrainerSettings, world: World | None) -> None:
+    if world is not None:
+        return
+    if settings.ranks > 1:
+        raise ConfigError(
+            f"trainer.ranks = {settings.ranks} cannot act here, where one process trains; `keel train` starts as many"
+        )
+    for name in ("rank_timeout", "master_weights", "reduce_dtype"):
+        value = getattr(settings, name)
+        if value != type(settings).model_fields[name].default:
+            said = json.dumps(value)
+            raise ConfigError(f"trainer.{name} = {said} cannot act on one rank; set trainer.ranks, or leave it out")
+
+
+def _beginning(
+    model: Model | ModelSettings, settings: TrainerSettings, teacher: Model | ModelSettings | None, seed: int
+) -> bytes:
+    """What the other ranks must know to make the same trainer."""
+    if isinstance(model, Model) or isinstance(teacher, Model):
+        raise ConfigError("on several ranks the trainer loads its models itself: give their settings")
+    return pack(
+        model=model.model_dump(mode="json"),
+        trainer=settings.model_dump(mode="json"),
+        teacher=None if teacher is None else teacher.model_dump(mode="json"),
+        seed=seed,
+    )
 
 
 def _divide(samples: Sequence[Sample], updates: int) -> list[list[int]]:

@@ -7,6 +7,7 @@ micro-batch costs, and where the next one starts, follows from the lengths of th
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,34 +90,90 @@ def cost(new: int | Ints, shared: int | Ints) -> Any:
     return new + ATTENTION_COST * new * (shared + (new + 1) / 2)
 
 
-def micro_batches(sequences: Sequence[Ints], max_tokens: int, *, share: bool = True) -> list[list[int]]:
+def micro_batches(sequences: Sequence[Ints], max_tokens: int, *, share: bool = True, ranks: int = 1) -> list[list[int]]:
     """Sequences dealt into as few trees as fit `max_tokens` each; then, of least squares of their costs.
 
     So they are of equal cost as far as that does not tear apart what shares much: it would be computed in both. A
     sequence longer than the budget is for the caller to refuse. Sequences without tokens belong to no micro-batch.
+    For several ranks there are as many more as give each of them equally many, none dearer than it has to be.
     """
     order = [index for index in sorted_order(sequences) if len(sequences[index])]
     if not order:
         return []
     length = np.array([len(sequences[index]) for index in order])
-    common = np.zeros(len(order), np.int64)
-    for place in range(1, len(order) if share else 0):
-        common[place] = shared_prefix(sequences[order[place - 1]], sequences[order[place]])
+    common = _shared_with_last(sequences, order, share)
     bounds = _cut(length, common, max_tokens)
+    if ranks > 1:
+        wanted = min(-(-(len(bounds) - 1) // ranks) * ranks, len(order))
+        bounds = _cut(length, common, max_tokens, _least_price(length, common, max_tokens, wanted))
     return [order[first:last] for first, last in itertools.pairwise(bounds)]
 
 
-def _cut(length: Ints, common: Ints, max_tokens: int) -> list[int]:
-    """Where the runs of neighbours begin, and the end of the last."""
+def deal(
+    sequences: Sequence[Ints], bins: Sequence[list[int]], ranks: int, *, share: bool = True
+) -> list[list[list[int] | None]]:
+    """Micro-batches for each rank, as many for one as for another; None where there are no more.
+
+    Ranks that train one model wait for each other in each layer, so those that run at the same time are of like cost.
+    """
+    prices = []
+    for members in bins:
+        order = sorted(members, key=lambda index: sequences[index].astype(">u4").tobytes())
+        common = _shared_with_last(sequences, order, share)
+        length = np.array([len(sequences[index]) for index in order])
+        prices.append(float(cost(length - common, common).sum()))
+    dearest = sorted(range(len(bins)), key=lambda place: (-prices[place], place))
+    rounds = [dearest[first : first + ranks] for first in range(0, len(bins), ranks)]
+    return [[bins[turn[rank]] if rank < len(turn) else None for turn in rounds] for rank in range(ranks)]
+
+
+def _shared_with_last(sequences: Sequence[Ints], order: Sequence[int], share: bool) -> Ints:
+    """What each sequence has in common with the one before it."""
+    common = np.zeros(len(order), np.int64)
+    for place in range(1, len(order) if share else 0):
+        common[place] = shared_prefix(sequences[order[place - 1]], sequences[order[place]])
+    return common
+
+
+def _least_price(length: Ints, common: Ints, max_tokens: int, wanted: int) -> float:
+    """The smallest cost of the dearest of at most `wanted` runs of neighbours, nearly."""
+    tokens, prices, tokens_before, prices_before = _sums(length, common)
+
+    def count(limit: float) -> int:
+        first = found = 0
+        while first < len(length):
+            by_tokens = np.searchsorted(tokens, tokens_before[first] + max_tokens, "right") - 1
+            by_price = np.searchsorted(prices, prices_before[first] + limit, "right") - 1
+            first, found = max(int(min(by_tokens, by_price)), first + 1), found + 1
+        return found
+
+    low, high = float(cost(length, 0).max()), float(prices[-1]) + 1.0
+    if count(low) <= wanted:
+        return low * (1 + 1e-9)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if count(middle) <= wanted else (middle, high)
+    return high * (1 + 1e-9)  # not to be missed by a rounding
+
+
+def _sums(length: Ints, common: Ints) -> tuple[Ints, Any, Ints, Any]:
+    """Tokens and costs up to each sequence, and what of them a run that begins there does not have."""
     new = length - common
     tokens = np.concatenate([[0], np.cumsum(new)])
     prices = np.concatenate([[0.0], np.cumsum(cost(new, common))])
     # the first of a run has no neighbour to share with; both sums grow with the number of the first
-    tokens_before, prices_before = tokens[:-1] - common, prices[:-1] - cost(common, 0)
+    return tokens, prices, tokens[:-1] - common, prices[:-1] - cost(common, 0)
+
+
+def _cut(length: Ints, common: Ints, max_tokens: int, max_price: float = math.inf) -> list[int]:
+    """Where the runs of neighbours begin, and the end of the last."""
+    tokens, prices, tokens_before, prices_before = _sums(length, common)
     count, squares = np.zeros(len(tokens), np.int64), np.zeros(len(tokens))
     come_from = np.zeros(len(tokens), np.int64)
     for last in range(1, len(tokens)):
         lowest = int(np.searchsorted(tokens_before[:last], tokens[last] - max_tokens))
+        if max_price < math.inf:
+            lowest = max(lowest, int(np.searchsorted(prices_before[:last], prices[last] - max_price)))
         first = np.arange(min(lowest, last - 1), last)
         first = first[count[first] == count[first].min()]
         total = squares[first] + (prices[last] - prices_before[first]) ** 2

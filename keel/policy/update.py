@@ -4,6 +4,9 @@ Where the objective is token-local, each micro-batch is computed once and its gr
 Elsewhere the objective needs the log-probs of the whole step first: one micro-batch keeps its graph and forms the
 logits of kept tokens again; several are computed without a graph, and then again, without the samples that nothing is
 learned from.
+
+On several ranks each computes its share of the micro-batches; log-probs are then known to all, and every rank evaluates
+the objective on the whole step, refuses the same samples and takes the same step on its shard.
 """
 
 import math
@@ -17,8 +20,9 @@ from torch import Tensor
 from keel.config import TrainerSettings
 from keel.errors import StepRefused
 from keel.policy import optimizer as adamw
-from keel.policy.forward import Forward, MicroBatch
-from keel.policy.head import back_through
+from keel.policy import shard
+from keel.policy.forward import Forward, MicroBatch, exchange
+from keel.policy.head import Scores, back_through
 from keel.policy.report import Ledger
 from keel.signal import Metrics, Objective, Result, TokenBatch
 
@@ -52,6 +56,7 @@ class Update:
         version: int | None,
     ) -> None:
         self.forward, self.optimizer, self.settings, self.objective = forward, optimizer, settings, objective
+        self.world = forward.world
         self.ledger, self.samples = ledger, list(samples)
         tokens = ledger.tokens
         places = [np.arange(tokens.of(number).start, tokens.of(number).stop) for number in self.samples]
@@ -87,8 +92,8 @@ class Update:
             grad_norm=norm,
             lr=lr,
             metrics=result.metrics,
-            computed_tokens=sum(len(batch) for batch in plan),
-            micro_batches=len(plan),
+            computed_tokens=self._of_all(sum(len(batch) for batch in plan if len(batch.tokens))),
+            micro_batches=self._of_all(sum(len(batch.tokens) > 0 for batch in plan)),
         )
 
     # gradients
@@ -106,16 +111,25 @@ class Update:
             hidden = self.forward.hidden(batch)
 
             def worth(logprobs: Tensor, rows: slice, tokens: Tensor = batch.tokens) -> Tensor:
-                self._check_finite(logprobs, tokens[rows])
-                return self.objective(self._batch(tokens[rows], logprobs), totals).gradient
+                if not len(logprobs):
+                    return logprobs
+                if self.world is None:
+                    self._check_finite(logprobs, tokens[rows])
+                    return self.objective(self._batch(tokens[rows], logprobs), totals).gradient
+                # other ranks are in the same pass: what is not finite is left out here, and refused by all after it
+                finite = logprobs.isfinite()
+                known = torch.where(finite, logprobs, 0)
+                return self.objective(self._batch(tokens[rows], known), totals).gradient * finite
 
             scores, gradients = self.forward.head.fused(
                 hidden.detach(), batch.targets, batch.temperature, worth, entropy=self.settings.entropy
             )
             self._record(batch, scores.logprobs, scores.entropy)
-            if gradients.hidden.any():
+            if self.world is not None or gradients.hidden.any():
                 back_through(self.forward.head, hidden, gradients)
+        self._exchange(plan)
         result = self._evaluate()
+        self.forward.collect()
         factor = totals.denominator() / result.totals.denominator()
         if factor != 1:
             for gradient in self._gradients():
@@ -131,24 +145,29 @@ class Update:
                 hidden.detach(), batch.targets, batch.temperature, entropy=self.settings.entropy
             )
             self._record(batch, scores.logprobs, scores.entropy)
+            self._exchange(plan)
             result = self._evaluate()
-            self._backward(batch, hidden)
+            self._backward([batch], hidden)
             return result
         for batch in plan:
             with torch.no_grad():
                 hidden = self.forward.hidden(batch)
             scores = self.forward.head.score(hidden, batch.targets, batch.temperature, entropy=self.settings.entropy)
             self._record(batch, scores.logprobs, scores.entropy)
+        self._exchange(plan)
         result = self._evaluate()
-        for batch in self.forward.plan(self.ledger.tokens, self._learning()):
-            self._backward(batch, self.forward.hidden(batch))
+        self._backward(self.forward.plan(self.ledger.tokens, self._learning()))
         return result
 
-    def _backward(self, batch: MicroBatch, hidden: Tensor) -> None:
-        gradient = self.ledger.gradient[batch.tokens]
-        if gradient.any():
-            head = self.forward.head
-            back_through(head, hidden, head.backward(hidden.detach(), batch.targets, batch.temperature, gradient))
+    def _backward(self, plan: Sequence[MicroBatch], hidden: Tensor | None = None) -> None:
+        """Backward of micro-batches whose gradient by each log-prob is known; `hidden`: of the only one."""
+        head = self.forward.head
+        for batch in plan:
+            gradient = self.ledger.gradient[batch.tokens]
+            states = self.forward.hidden(batch) if hidden is None else hidden
+            if self.world is not None or gradient.any():
+                back_through(head, states, head.backward(states.detach(), batch.targets, batch.temperature, gradient))
+        self.forward.collect()
 
     def _batch(self, tokens: Tensor, logprobs: Tensor) -> TokenBatch:
         batch = self.blank.take(tokens)
@@ -172,6 +191,21 @@ class Update:
         self.ledger.logprobs[batch.tokens] = logprobs
         if self.ledger.entropy is not None and entropy is not None:
             self.ledger.entropy[batch.tokens] = entropy
+
+    def _exchange(self, plan: Sequence[MicroBatch]) -> None:
+        """On several ranks: what each has found out about its tokens, to all."""
+        if self.world is None:
+            return
+        ledger = self.ledger
+        own = torch.cat([batch.tokens for batch in plan]) if plan else self.index[:0]
+        entropy = None if ledger.entropy is None else ledger.entropy[own]
+        found = exchange(Scores(ledger.logprobs[own], entropy), own, len(ledger.tokens), self.world)
+        ledger.logprobs[self.index] = found.logprobs[self.index]
+        if ledger.entropy is not None and found.entropy is not None:
+            ledger.entropy[self.index] = found.entropy[self.index]
+
+    def _of_all(self, count: int) -> int:
+        return count if self.world is None else int(self.world.sum(torch.tensor(count)))
 
     def _learning(self) -> list[int]:
         """The samples with any token that has a gradient."""
@@ -212,8 +246,7 @@ class Update:
         offenders = []
         for number in self._learning():
             self.optimizer.zero_grad(set_to_none=True)
-            for batch in self.forward.plan(self.ledger.tokens, [number]):
-                self._backward(batch, self.forward.hidden(batch))
+            self._backward(self.forward.plan(self.ledger.tokens, [number]))
             if not math.isfinite(self._norm()):
                 offenders.append(number)
         return offenders
@@ -230,8 +263,7 @@ class Update:
 
     def _norm(self) -> float:
         wide = torch.promote_types(self.forward.model.dtype, torch.float32)
-        norms = [torch.linalg.vector_norm(gradient, dtype=wide) for gradient in self._gradients()]
-        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        return shard.norm(self._gradients(), wide, self.world)
 
     def _why_not(self, result: Result) -> str:
         if not len(self.index):

@@ -6,6 +6,7 @@ Reading puts every bit back and refuses weights of another model, by name. It le
 """
 
 import importlib.metadata
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from safetensors.torch import save_file
 from keel.errors import ModelError
 from keel.policy.files import read_json, write_json
 from keel.policy.model import TRAINED, Model
+from keel.policy.parcel import pack
+from keel.policy.shard import cut_like, whole
 from keel.policy.source import Source, builtins, quietly
 from keel.policy.state import read_tensors
 
@@ -42,13 +45,18 @@ def identity(model: Model) -> dict[str, Any]:
 
 
 def write_weights(folder: Path, model: Model, **more: Any) -> None:
-    """The weights that train, the tokenizer, and `keel.json` with `more` in it."""
+    """The weights that train, the tokenizer, and `keel.json` with `more` in it. Several ranks give, rank 0 writes."""
+    if model.peft is None:
+        tensors = full_state(model) if model.world is not None else None
+    else:
+        tensors = gather(model, adapter=True)
+    if model.world is not None and model.world.rank:
+        return
     write_json(folder / IDENTITY, identity(model) | more)
     if model.peft is None:
-        write_network(folder, model.network, model.tokenizer, model.source.folder)
+        write_network(folder, model.network, model.tokenizer, model.source.folder, tensors)
         return
-    tensors = peft.get_peft_model_state_dict(model.peft, adapter_name=TRAINED, save_embedding_layers=False)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    assert tensors is not None
     save_file(tensors, folder / ADAPTER, metadata={"format": "pt"})
     config = model.peft.peft_config[TRAINED].to_dict()
     config |= {"base_model_name_or_path": base_path(model.source), "inference_mode": True}
@@ -58,16 +66,51 @@ def write_weights(folder: Path, model: Model, **more: Any) -> None:
 
 
 def full_state(model: Model) -> dict[str, torch.Tensor]:
-    """A copy of all weights by the names of the network's state, whole and on the CPU: training may go on at once."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.network.state_dict().items()}
+    """A copy of all weights by the names of the network's state, whole and on the CPU: training may go on at once.
+
+    On several ranks one tensor after another is gathered; rank 0 gets them, and the others nothing.
+    """
+    return gather(model, adapter=False)
+
+
+def _adapter(model: Model) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(
+        model.peft, adapter_name=TRAINED, save_embedding_layers=False
+    )
+    return found
+
+
+def gather(model: Model, *, adapter: bool) -> dict[str, torch.Tensor]:
+    """Whole weights on the CPU, of the adapter or of all; each tensor once, so that what is tied stays tied.
+
+    Other ranks than 0 call it when rank 0 does, and get nothing.
+    """
+    ranks = nullcontext() if model.world is None else model.world.together("gather", lambda: pack(adapter=adapter))
+    # master weights are more precise than what anyone else computes with
+    dtype = None if adapter or model.world is None else model.dtype
+    found: dict[int, torch.Tensor] = {}
+    with ranks:
+        tensors = _adapter(model) if adapter else model.network.state_dict(keep_vars=True)
+        for tensor in tensors.values():
+            if id(tensor) not in found:
+                one = whole(tensor, dtype)
+                found[id(tensor)] = one[:0] if model.world is not None and model.world.rank else one.cpu().contiguous()
+    return {} if model.world is not None and model.world.rank else {name: found[id(t)] for name, t in tensors.items()}
 
 
 def write_network(
-    folder: Path, network: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase, base: Path
+    folder: Path,
+    network: transformers.PreTrainedModel,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    base: Path,
+    state: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """A plain Hugging Face folder, with the settings of the base's config that training switched off as they were."""
+    """A plain Hugging Face folder, with the settings of the base's config that training switched off as they were.
+
+    `state`: the weights, where the network has only shards of them.
+    """
     with quietly():
-        network.save_pretrained(folder)
+        network.save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(folder)
     config = read_json(folder / "config.json")
     config.pop("quantization_config", None)  # of a base that was stored quantised: these weights are not
@@ -76,12 +119,11 @@ def write_network(
 
 def read_weights(folder: Path, model: Model) -> dict[str, torch.Tensor]:
     """The weights in a folder of the same model, by the names of its state; nothing is set yet."""
-    check_identity(folder, model)
+    check_fits(folder, model)
     if model.peft is None:
         return read_network(folder, type(model.network), model.dtype).state_dict()
-    _check_adapter(folder, model.peft.peft_config[TRAINED])
     tensors, _ = read_tensors(folder / ADAPTER)
-    expected = peft.get_peft_model_state_dict(model.peft, adapter_name=TRAINED, save_embedding_layers=False)
+    expected = _adapter(model)
     strangers = sorted(tensors.keys() ^ expected.keys())
     if strangers:
         raise ModelError(f"{folder / ADAPTER} is of another adapter: it and the model's differ by {strangers[0]}")
@@ -93,8 +135,18 @@ def read_weights(folder: Path, model: Model) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def check_fits(folder: Path, model: Model) -> None:
+    """Refuse weights of another model, or of an adapter of another kind."""
+    check_identity(folder, model)
+    if model.peft is not None:
+        _check_adapter(folder, model.peft.peft_config[TRAINED])
+
+
 def set_weights(weights: dict[str, torch.Tensor], model: Model) -> None:
     """Put what `read_weights` gave in its place, in the tensors that are there: an optimizer keeps hold of them."""
+    if model.world is not None:
+        there = model.network.state_dict() if model.peft is None else _adapter(model)
+        weights = {name: cut_like(tensor, there[name]) for name, tensor in weights.items()}
     if model.peft is None:
         model.network.load_state_dict(weights)
     else:

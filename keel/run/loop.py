@@ -20,9 +20,10 @@ import torch
 
 from keel.config import ReferenceSettings
 from keel.errors import KeelError, SignalRefused, StepRefused, StorageError
-from keel.policy import Checkpoints, StepReport, Trainer, load_model
+from keel.policy import Checkpoints, StepReport, Trainer
+from keel.policy.crew import Crew
 from keel.policy.files import hash_file
-from keel.policy.references import prepare
+from keel.policy.world import Place
 from keel.rollout.client import derive_seed
 from keel.rollout.ledger import Batch, Exhausted, NothingToTrain
 from keel.rollout.renderer import Renderer
@@ -54,9 +55,16 @@ class Run:
     """One run in its folder. `train` goes from wherever it is to its last step."""
 
     def __init__(
-        self, folder: RunFolder, observer: Observer | None = None, abandon: Callable[[str], None] | None = None
+        self,
+        folder: RunFolder,
+        observer: Observer | None = None,
+        abandon: Callable[[str], None] | None = None,
+        place: Place | None = None,
     ) -> None:
-        """`abandon`: called from a thread, with the reason, when the run hangs and cannot be ended; see `Watchdog`."""
+        """`abandon`: called from a thread, with the reason, when the run hangs and cannot be ended; see `Watchdog`.
+
+        `place`: where a launcher has put this process among the trainer's ranks; None: they are started here.
+        """
         self.folder, self.settings, self.ledger = folder, folder.settings, folder.ledger
         self.observer: Observer = observer or Silent()
         settings = self.settings
@@ -65,6 +73,7 @@ class Run:
         self.checkpoints = Checkpoints(folder.checkpoints, settings.checkpoints)
         self.step = self.version = self._saved = 0
         self._stopping = False
+        self._crew = Crew(settings.trainer, place)
         self._threads = torch.get_num_threads()
         self._live = Live(folder.path)
         self._longest = max((arena.limits.seconds for arena in self.arenas.values()), default=0.0)
@@ -87,7 +96,7 @@ class Run:
         """From where the run is to its end, or to where it was told to stop."""
         self.ledger.set_status("running")
         try:
-            with self._watchdog:
+            with self._watchdog, self._crew:
                 await asyncio.to_thread(self._prepare)
                 self._watchdog.say("starting the engine")
                 async with sampler(self.settings, self.trainer.model, self.folder.weights) as engine:
@@ -268,8 +277,11 @@ class Run:
         settings = self.settings
         self.observer.waiting(f"loading {settings.model.name}")
         self._watchdog.say(f"loading {settings.model.name}")
-        teacher = load_model(settings.teacher, settings.seed) if settings.teacher else None
-        self.trainer = Trainer(settings.model, settings.trainer, teacher=teacher, seed=settings.seed)
+        world = self._crew.join()
+        self._threads = torch.get_num_threads()  # fewer, where ranks share a machine
+        self.trainer = Trainer(
+            settings.model, settings.trainer, teacher=settings.teacher, seed=settings.seed, world=world
+        )
         self.renderer = Renderer(self.trainer.model.tokenizer, settings.renderer)
         if self.objective.composition.reads("reference"):
             self._reference()
@@ -292,7 +304,7 @@ class Run:
                 self.checkpoints.pin(int(one.source.removeprefix("step:")))
         if "step:0" in {one.source for one in named.values()} and 0 not in self.checkpoints.steps():
             self.trainer.save(self.checkpoints, 0, {"version": 0})
-        self.trainer.references = prepare(named, self.trainer.model, self.checkpoints, self.settings.seed)
+        self.trainer.refer(named, self.checkpoints)
 
     def _replay(self, saved: int) -> None:
         """Train the committed steps after a checkpoint again, on the tokens that they were trained on."""
@@ -351,6 +363,7 @@ class Run:
         self._watchdog.progress()
         try:
             while not task.done():
+                self._crew.check()
                 doing = what() if callable(what) else what
                 self.observer.waiting(doing)
                 self._watchdog.say(doing)
