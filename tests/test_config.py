@@ -388,6 +388,7 @@ def rooms_imported_by(room: str) -> set[str]:
         ("simulate", {"errors", "config", "rollout"}),
         ("lens", {"errors", "config", "web"}),
         ("trials", {"errors", "config", "policy", "run", "compare"}),
+        ("launch", {"errors", "config", "policy", "engine", "run"}),
     ],
 )
 def test_a_lower_room_never_imports_a_higher_one(room: str, allowed: set[str]) -> None:
