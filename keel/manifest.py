@@ -7,11 +7,13 @@ rewrites the manifest too. Imports no torch.
 
 import hashlib
 import json
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from keel.errors import ModelError
+from keel.reading import read_json
 
 MANIFEST = "manifest.json"
 IDENTITY = "keel.json"
@@ -38,14 +40,16 @@ def manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """The files of a sealed folder by name, each with `size` and `blake2b`, as its manifest has them."""
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         files: dict[str, dict[str, Any]] = content["files"]
         intact = _hash_entries(files) == content["blake2b"]
+        for name, entry in files.items():
+            _check_entry(name, entry)
     except FileNotFoundError:
         raise ModelError(f"{path} is missing") from None
     except OSError as error:
         raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} was changed: {error}") from error
     if not intact:
         raise ModelError(f"{path} was changed: its entries do not have the hash it carries")
@@ -63,7 +67,10 @@ def check(folder: Path, *, hashes: bool = True, only: Callable[[str], bool] = la
         if not only(name):
             continue
         try:
-            size = path.stat().st_size
+            found = path.stat()
+            size = found.st_size
+            if not stat.S_ISREG(found.st_mode) or not path.resolve().is_relative_to(folder.resolve()):
+                raise ModelError(f"{path} is no file of this folder: it is a link that leads out of it, or a device")
             if size != entry["size"]:
                 raise ModelError(f"{path} has {size:,} bytes instead of {entry['size']:,}")
             if hashes and hash_file(path) != entry["blake2b"]:
@@ -94,6 +101,15 @@ def hash_file(path: Path) -> str:
     """blake2b of a file's content, 32 bytes in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+
+
+def _check_entry(name: str, entry: dict[str, Any]) -> None:
+    """Refuse an entry that names a file elsewhere, or says something else than a size and a hash."""
+    parts = name.split("/")
+    if name.startswith("/") or "\0" in name or not name or {"", ".", ".."} & set(parts):
+        raise ValueError(f"{name[:200]!r} is no file in this folder")
+    if type(entry["size"]) is not int or not isinstance(entry["blake2b"], str):
+        raise ValueError(f"the entry of {name[:200]!r} has no size and hash")
 
 
 def _hash_entries(files: dict[str, dict[str, Any]]) -> str:

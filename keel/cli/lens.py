@@ -1,15 +1,15 @@
-"""`keel lens` serves the page over run folders, on this machine only; `keel report` writes it as one offline file."""
+"""`keel lens` serves the page over run folders; `keel report` writes it as one offline file.
+
+The page is for this machine alone unless there is a key, which a browser then asks for.
+"""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
 from keel.cli.console import console
-from keel.cli.serve import listen, serve
+from keel.cli.serve import listen, read_key, serve
 from keel.errors import ConfigError
-
-HOST = "127.0.0.1"
-"""The lens has no key and no other address: from another machine it is reached through an ssh tunnel."""
 
 
 def add(subparsers: Any) -> None:
@@ -18,13 +18,18 @@ def add(subparsers: Any) -> None:
         "lens",
         help="watch runs and look at their tokens in a browser",
         description="Serve a page over a run, or over all runs below a folder: curves, the trust region, and every"
-        " token with what became of it.\nLive while a run goes on, the same after it has ended. On this machine only.",
+        " token with what became of it.\nLive while a run goes on, the same after it has ended. On this machine only,"
+        " unless there is a key.",
         epilog="examples:\n  keel lens runs\n  keel lens runs/first --port 0",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     lens.add_argument("folder", metavar="RUN_OR_FOLDER", type=Path)
     lens.add_argument("--port", type=int, default=8010, help="port to listen on; 0: a free one (default: 8010)")
+    lens.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    lens.add_argument(
+        "--api-key-file", metavar="FILE", type=Path, help="a file that holds the key; the browser asks for it"
+    )
     lens.set_defaults(run=run_lens)
 
     report = subparsers.add_parser(
@@ -45,11 +50,15 @@ def add(subparsers: Any) -> None:
 def run_lens(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
     from keel.lens.server import build_app
+    from keel.web.access import check_binding
 
-    app = build_app(args.folder)
-    with listen(HOST, args.port) as listener:
-        port = listener.getsockname()[1]
-        console().print(f"looking at {args.folder} on http://{HOST}:{port}", soft_wrap=True)
+    key = read_key(None, args.api_key_file)
+    check_binding("--host", args.host, key)
+    app = build_app(args.folder, key)
+    with listen(args.host, args.port) as listener:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        console().print(f"looking at {args.folder} on http://{shown}:{port}", soft_wrap=True)
         serve(app, listener, patience=1)
     return 0
 

@@ -16,6 +16,11 @@ from keel.config.run import RunSettings
 from keel.config.settings import explain
 from keel.errors import ConfigError
 
+LARGEST = 16 * 2**20
+"""Bytes of a settings file."""
+DEEPEST = 32
+"""Tables and lists inside each other."""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -104,30 +109,54 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
 def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
+    except (ValueError, KeyError, OverflowError, RecursionError):
         return text
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+        text = data.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
+    if len(data) > LARGEST:
+        raise ConfigError(f"{path} has more than {LARGEST:,} bytes; settings are a page or two")
     return _parsed(text, str(path))
 
 
 def _parsed(text: str, origin: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        tree = tomllib.loads(text)
+    except RecursionError:
+        raise _too_deep(origin) from None
+    except (ValueError, OverflowError) as error:  # TOMLDecodeError, and numbers and dates that Python has none of
         raise ConfigError(f"{origin} is not valid TOML: {error}") from None
+    _check_depth(tree, origin)
+    return tree
+
+
+def _check_depth(tree: Any, origin: str) -> None:
+    """Refuse tables so deep that nothing could walk through them."""
+    layer, depth = [tree], 0
+    while layer:
+        if depth > DEEPEST:
+            raise _too_deep(origin)
+        inside = (inner for one in layer for inner in (one.values() if isinstance(one, dict) else one))
+        layer, depth = [inner for inner in inside if isinstance(inner, dict | list)], depth + 1
+
+
+def _too_deep(origin: str) -> ConfigError:
+    return ConfigError(f"{origin} is nested more than {DEEPEST} deep; no setting is")
 
 
 def put(tree: dict[str, Any], name: str, value: Any) -> None:
     """Set a dotted name; a number steps into a list (`objective.gates.0.low`)."""
     *parents, last = name.split(".")
+    if len(parents) > DEEPEST:
+        raise _too_deep(f"--{name[:40]}...")
     place: Any = tree
     for depth, part in enumerate(parents):
         place = place[_position(place, part, name)] if isinstance(place, list) else place.setdefault(part, {})

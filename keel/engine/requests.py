@@ -7,16 +7,25 @@ or that is beyond its limits is an error that names field and value, never ignor
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, WithJsonSchema, model_validator
 
 from keel.config import Sampling
-from keel.config.settings import Settings, explain
+from keel.config.settings import Settings, explain, refuse
 from keel.web.access import Rate
 
 Count = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0)]
+Version = Annotated[int, Field(ge=0, lt=2**31)]
+
+MESSAGE = {
+    "type": "object",
+    "properties": {"role": {"type": "string"}, "content": {"type": ["string", "array", "null"]}},
+    "required": ["role"],
+}
+Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
+"""What else a message may hold is its template's to say."""
 
 IGNORED = frozenset({"user", "metadata", "store", "service_tier", "priority", "cache_salt", "safety_identifier"})
 """Fields about the client, not about the answer."""
@@ -67,6 +76,8 @@ class RequestError(Exception):
         self.retry_after = retry_after
 
 
+COLDEST = 1e-4
+"""Divided by less, logits are no longer finite; 0 stands for the likeliest token."""
 RATE = Rate(per_second=1000, burst=2000)
 """More than one process answers here: it keeps a client in an endless loop from holding everybody else up."""
 
@@ -118,6 +129,12 @@ class Asked(Settings):
     group: str | None = None
     """Keel's own: requests of one group have the same prompt, which is then computed once."""
 
+    @model_validator(mode="after")
+    def _samples(self) -> Self:
+        if 0 < self.temperature < COLDEST:
+            raise refuse(f"{{temperature}} must be 0 or at least {COLDEST}", temperature=self.temperature)
+        return self
+
     def sampling(self, max_tokens: int, index: int) -> Sampling:
         """For answer `index` of a prompt; with a seed every answer has one of its own."""
         return Sampling(
@@ -145,7 +162,7 @@ class CompletionRequest(Asked):
 class ChatRequest(Asked):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
@@ -179,7 +196,18 @@ class WeightsRequest(Settings):
     """POST /v1/load_weights: all weights, from a Hugging Face folder on the server's machine."""
 
     folder: Annotated[str, Field(min_length=1)]
-    version: Annotated[int, Field(ge=0)]
+    version: Version
+    drain: bool = False
+    """Answers under way end first, and later ones wait; else they go on with the new weights."""
+
+
+class BroadcastRequest(Settings):
+    """POST /v1/receive_weights: all weights, from a broadcast that whoever asks sends meanwhile."""
+
+    port: Annotated[int, Field(ge=1, le=65535)]
+    rank: Annotated[int, Field(ge=1, le=100_000)]
+    version: Version
+    drain: bool = False
 
 
 class AdapterRequest(Settings):
@@ -188,8 +216,9 @@ class AdapterRequest(Settings):
     lora_path: Annotated[str, Field(min_length=1)]
     lora_name: str | None = None
     """Another name under which requests may ask for the policy from now on."""
-    version: Annotated[int, Field(ge=0)] | None = None
+    version: Version | None = None
     """Not given: one more than the live one."""
+    drain: bool = False
     load_inplace: bool = True
 
 
@@ -199,7 +228,7 @@ Schema = TypeVar("Schema", bound=Settings)
 def read(schema: type[Schema], body: bytes) -> Schema:
     """A request from its JSON, or an error that names what is wrong with it."""
     try:
-        data = json.loads(body)
+        data = json.loads(body, parse_float=_number)
         if b"\\ud" in body.lower():
             # half of a pair of surrogates is no text: no tokenizer takes it, and no answer could show it
             json.dumps(data, ensure_ascii=False).encode()
@@ -219,11 +248,47 @@ def read(schema: type[Schema], body: bytes) -> Schema:
             continue
         given[name] = value
     try:
-        return schema.model_validate(given)
+        # strict: "1" is no number and 1 is no truth, as the description of the server says
+        return schema.model_validate(given, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         param = str(first["loc"][0]) if first["loc"] else first.get("ctx", {}).get("key")
         raise RequestError(400, str(explain(error)), param=param) from None
+
+
+def _number(text: str) -> int | float:
+    """A number of JSON, which has one kind of them: 3.0 is as whole as 3."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def described(schema: type[Settings], limits: Limits) -> dict[str, Any]:
+    """What `read` takes for this schema within the limits, as JSON schema: from the same fields and tables."""
+    told = schema.model_json_schema(ref_template="#/$defs/{model}")
+    needed = told.get("required", [])
+    most = {"n": limits.n, "max_tokens": limits.max_tokens, "max_completion_tokens": limits.max_tokens}
+    for name in most.keys() & told["properties"].keys():
+        told["properties"][name] = {"type": "integer", "minimum": 1, "maximum": most[name]}
+    properties = {
+        name: inner if name in needed else {"anyOf": [inner, {"type": "null"}]}
+        for name, inner in _inlined(told["properties"], told.get("$defs", {})).items()
+    }
+    for name, neutral in NEUTRAL.items():
+        properties.setdefault(name, {"enum": [*neutral, None]})
+    for name in IGNORED:
+        properties.setdefault(name, {})
+    return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
+
+
+def _inlined(tree: Any, definitions: Mapping[str, Any]) -> Any:
+    """The schema without references: it is put into another document, where they would lead elsewhere."""
+    if isinstance(tree, list):
+        return [_inlined(inner, definitions) for inner in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "$ref" in tree:
+        return _inlined(definitions[tree["$ref"].removeprefix("#/$defs/")], definitions)
+    return {name: _inlined(inner, definitions) for name, inner in tree.items() if name != "default"}
 
 
 def check_limit(name: str, value: int, limit: int) -> None:

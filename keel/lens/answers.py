@@ -1,7 +1,7 @@
 """Everything that the page may ask, by name: the server answers it over HTTP, and a report has the answers written in.
 
-A question is a name and words; each word is checked here and none reaches a path or a query as text. Answers are plain
-data that JSON can say.
+A question is a name and words; each word is checked by the table of questions, and none reaches a path or a query as
+text. Answers are plain data that JSON can say.
 """
 
 import threading
@@ -16,15 +16,43 @@ from keel.lens import rollouts
 from keel.lens.bands import statistics_of
 from keel.lens.database import Database
 from keel.lens.folder import Run, Runs, UnknownRun
-from keel.lens.survey import Extremes, Region, Survey, Texts
+from keel.lens.survey import ADVANTAGES, ORDERS, OUTCOMES, Extremes, Region, Survey, Texts
+from keel.lens.words import Choice, Read, Text, Whole, Word, read
 
 SURVEYS = 24
 """Aggregates that are kept to be read on; the one that was not asked for longest goes first."""
 PATIENCE = 0.6
 """Seconds of reading for one answer about many steps."""
-LARGEST = 2**31 - 1
 
-Words = Mapping[str, str]
+_RANGE: Mapping[str, Word] = {"run": Text(), "first": Whole(0), "last": Whole(0)}
+_STEP: Mapping[str, Word] = {"run": Text(), "step": Whole()}
+QUESTIONS: Mapping[str, Mapping[str, Word]] = {
+    "runs": {},
+    "run": {"run": Text()},
+    "series": {"run": Text(), "names": Text("", longest=8000)},
+    "fates": {"run": Text()},
+    "region": _RANGE,
+    "texts": _RANGE,
+    "extremes": {
+        **_RANGE,
+        "order": Choice(ORDERS, "distance"),
+        "outcome": Choice(OUTCOMES, "any"),
+        "side": Choice(ADVANTAGES, "any"),
+        "text": Text(""),
+    },
+    "groups": {**_STEP, "order": Choice(rollouts.GROUP_ORDERS, "order"), "offset": Whole(0)},
+    "members": {**_STEP, "group": Text(""), "offset": Whole(0)},
+    "sample": {
+        **_STEP,
+        "group": Text(""),
+        "member": Whole(),
+        "attempt": Whole(),
+        "sample": Whole(-1, least=-1),
+        "offset": Whole(0),
+        "limit": Whole(rollouts.TOKENS),
+    },
+}
+"""Every question with its words; the server's description is made from it too."""
 
 
 class Lens:
@@ -36,7 +64,7 @@ class Lens:
         self.patience = patience
         self._surveys: OrderedDict[tuple[object, ...], Survey] = OrderedDict()
         self._lock = threading.Lock()
-        self.questions: dict[str, Callable[[Words], dict[str, Any]]] = {
+        self._questions: dict[str, Callable[[Read], dict[str, Any]]] = {
             "runs": self._runs,
             "run": self._run,
             "series": self._series,
@@ -52,18 +80,18 @@ class Lens:
     def close(self) -> None:
         self.database.close()
 
-    def answer(self, name: str, words: Words) -> dict[str, Any]:
+    def answer(self, name: str, words: Mapping[str, str]) -> dict[str, Any]:
         """One question."""
-        if name not in self.questions:
-            raise UnknownRun(f"{name[:40]!r} is no question; known are {', '.join(self.questions)}")
-        return self.questions[name](words)
+        if name not in QUESTIONS:
+            raise UnknownRun(f"{name[:40]!r} is no question; known are {', '.join(QUESTIONS)}")
+        return self._questions[name](read(QUESTIONS[name], words))
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
-    def _of(self, words: Words) -> Run:
-        return self.runs.get(words.get("run", ""))
+    def _of(self, words: Read) -> Run:
+        return self.runs.get(words["run"])
 
-    def _runs(self, _words: Words) -> dict[str, Any]:
+    def _runs(self, _words: Read) -> dict[str, Any]:
         found = []
         for run in self.runs.all():
             try:
@@ -72,7 +100,7 @@ class Lens:
                 found.append({"run": run.name, "status": "unreadable", "why": str(error), "step": 0, "time": None})
         return {"root": self.runs.root.name, "runs": found}
 
-    def _run(self, words: Words) -> dict[str, Any]:
+    def _run(self, words: Read) -> dict[str, Any]:
         """What a run is made of, for the head of each view."""
         run = self._of(words)
         settings, problem = run.settings()
@@ -90,17 +118,16 @@ class Lens:
             "notes": ([problem] if problem else []) + statistics_of(composition)[1],
         }
 
-    def _series(self, words: Words) -> dict[str, Any]:
-        names = [name for name in words.get("names", "").split(",") if name]
+    def _series(self, words: Read) -> dict[str, Any]:
+        names = [name for name in words["names"].split(",") if name]
         if len(names) > 100:
             raise KeelError(f"names lists {len(names)} numbers; ask for at most 100 at a time")
         return self._of(words).series(names)
 
     # -- many steps ---------------------------------------------------------------------------------------------------
 
-    def _survey(self, words: Words, kind: type[Survey], **rest: Any) -> dict[str, Any]:
-        run, first = self._of(words), whole(words, "first", 0)
-        last = whole(words, "last", 0) or None
+    def _survey(self, words: Read, kind: type[Survey], **rest: Any) -> dict[str, Any]:
+        run, first, last = self._of(words), words["first"], words["last"] or None
         key = (kind, run, first, last, *(value for value in rest.values() if isinstance(value, str)))
         with self._lock:
             survey = self._surveys.get(key) or kind(self.database, run, first, last, **rest)
@@ -110,39 +137,26 @@ class Lens:
                 self._surveys.popitem(last=False)
         return survey.look(self.patience)
 
-    def _region(self, words: Words) -> dict[str, Any]:
+    def _region(self, words: Read) -> dict[str, Any]:
         settings, _ = self._of(words).settings()
         statistics, _ = statistics_of(settings.objective.composition if settings else None)
         return self._survey(words, Region, statistics=statistics)
 
-    def _extremes(self, words: Words) -> dict[str, Any]:
-        chosen = {name: words.get(name, default) for name, default in (("order", "distance"), ("outcome", "any"))}
-        return self._survey(words, Extremes, **chosen, side=words.get("side", "any"), text=words.get("text", "")[:80])
+    def _extremes(self, words: Read) -> dict[str, Any]:
+        chosen = {name: words[name] for name in ("order", "outcome", "side")}
+        return self._survey(words, Extremes, **chosen, text=words["text"][:80])
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def _groups(self, words: Words) -> dict[str, Any]:
-        file = self._of(words).file(whole(words, "step"))
-        return rollouts.groups(self.database, file, words.get("order", "order"), whole(words, "offset", 0))
+    def _groups(self, words: Read) -> dict[str, Any]:
+        file = self._of(words).file(words["step"])
+        return rollouts.groups(self.database, file, words["order"], words["offset"])
 
-    def _members(self, words: Words) -> dict[str, Any]:
-        file = self._of(words).file(whole(words, "step"))
-        return rollouts.members(self.database, file, words.get("group", ""), whole(words, "offset", 0))
+    def _members(self, words: Read) -> dict[str, Any]:
+        file = self._of(words).file(words["step"])
+        return rollouts.members(self.database, file, words["group"], words["offset"])
 
-    def _sample(self, words: Words) -> dict[str, Any]:
-        file = self._of(words).file(whole(words, "step"))
-        name = (words.get("group", ""), whole(words, "member"), whole(words, "attempt"), whole(words, "sample", -1))
-        offset, limit = whole(words, "offset", 0), whole(words, "limit", rollouts.TOKENS)
-        return rollouts.sample(self.database, file, name, offset, limit)
-
-
-def whole(words: Words, name: str, default: int | None = None) -> int:
-    """A whole number among the words of a question; -1 is the sample of a rollout that has none."""
-    text = words.get(name)
-    if text is None or text == "":
-        if default is None:
-            raise KeelError(f"{name} is missing")
-        return default
-    if not text.removeprefix("-").isdecimal() or not text.isascii() or not -1 <= int(text[:12]) <= LARGEST:
-        raise KeelError(f"{name} = {text[:40]!r} must be a whole number")
-    return int(text)
+    def _sample(self, words: Read) -> dict[str, Any]:
+        file = self._of(words).file(words["step"])
+        name = (words["group"], words["member"], words["attempt"], words["sample"])
+        return rollouts.sample(self.database, file, name, words["offset"], words["limit"])

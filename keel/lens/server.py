@@ -1,21 +1,22 @@
-"""The page and its questions over HTTP, for this machine only.
+"""The page and its questions over HTTP, for this machine unless there is a key.
 
-Guarantees that only loopback is answered, and no web page of another site through a browser here (the Host header must
-name this machine, and requests that a browser marks as another site's are refused); that the page may load and ask
-nothing but this server (Content-Security-Policy, without inline script); and that no request changes anything.
+Guarantees that without a key only loopback is answered, and no web page of another site through a browser here (the
+Host header must name this machine, and requests that a browser marks as another site's are refused); that the page may
+load and ask nothing but this server (Content-Security-Policy, without inline script); that no request changes anything;
+and that /openapi.json describes every question by the table that reads its words.
 """
 
 import asyncio
-import ipaddress
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -24,12 +25,19 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keel.errors import KeelError
-from keel.lens.answers import Lens
+from keel.lens.answers import QUESTIONS, Lens
 from keel.lens.folder import UnknownRun
+from keel.lens.words import parameters
+from keel.web.access import Access, Rate, Refusal
+from keel.web.openapi import Endpoint, describe
 
 log = logging.getLogger("keel.lens")
 
 ASSETS = Path(__file__).parent / "assets"
+
+RATE = Rate(per_second=100, burst=500)
+"""A page asks some ten questions when a view is opened, and a few each time it looks again."""
+ERROR = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
@@ -44,10 +52,10 @@ HEADERS = {
 
 
 class Guard:
-    """Lets this machine through and nobody else, and puts the headers on every answer."""
+    """Lets through who may ask, and puts the headers on every answer."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self.app, self.access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,37 +67,29 @@ class Guard:
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        why = refusal(scope)
-        answer: ASGIApp = self.app if why is None else JSONResponse({"error": why}, 403)
-        await answer(scope, receive, with_headers)
+        why = self.access.refusal(scope) or _from_another_site(scope)
+        await (self.app if why is None else refused(why))(scope, receive, with_headers)
 
 
-def refusal(scope: Scope) -> str | None:
-    """Why a request is not answered; none when it is."""
-    headers, client = Headers(scope=scope), scope.get("client")
-    forwarded = any(name in headers for name in ("forwarded", "x-forwarded-for", "x-real-ip"))
-    if client is None or not is_loopback(client[0]) or forwarded:
-        return "the lens answers its own machine only; from elsewhere use an ssh tunnel"
-    host = headers.get("host", "")
-    host = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
-    if not is_loopback(host):
-        return f"host {host[:100]} is not this machine; ask for 127.0.0.1 or localhost"
-    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and scope["path"] != "/":
-        return "another site's page may not ask the lens"
+def refused(why: Refusal) -> Response:
+    """A refusal as a browser understands it: where a key is needed it asks its user for one, as a password."""
+    headers = {} if why.retry_after is None else {"retry-after": str(why.retry_after)}
+    if why.status == 401:
+        headers["www-authenticate"] = 'Basic realm="keel lens: any name, and the key as password", charset="UTF-8"'
+    return JSONResponse({"error": why.message}, why.status, headers)
+
+
+def _from_another_site(scope: Scope) -> Refusal | None:
+    site = Headers(scope=scope).get("sec-fetch-site", "none")
+    if site not in ("none", "same-origin") and scope["path"] != "/":
+        return Refusal(403, "another site's page may not ask the lens")
     return None
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's own."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def build_app(root: Path) -> Starlette:
+def build_app(root: Path, api_key: str | None = None) -> Starlette:
     """The application over the runs below a folder."""
     lens = Lens(root)
+    access = Access(api_key, RATE)
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -103,16 +103,34 @@ def build_app(root: Path) -> Starlette:
         return FileResponse(ASSETS / "index.html")
 
     async def ask(request: Request) -> Response:
-        name, words = request.path_params["name"], dict(request.query_params)
+        name, words = request.url.path.removeprefix("/ask/"), dict(request.query_params)
         return await run_in_threadpool(respond, lens, name, words)
 
+    async def failed(_request: Request, error: Exception) -> Response:
+        why = cast(HTTPException, error)
+        return JSONResponse({"error": why.detail}, why.status_code, why.headers)
+
+    questions = [
+        Endpoint(
+            path=f"/ask/{name}",
+            handler=ask,
+            summary=f"The question {name}.",
+            parameters=parameters(words),
+            refusals=(400, 404),
+        )
+        for name, words in QUESTIONS.items()
+    ]
+    described = describe("keel lens", "1", questions, ERROR, key=api_key is not None)
     return Starlette(
         routes=[
             Route("/", page, methods=["GET"]),
-            Route("/ask/{name}", ask, methods=["GET"]),
+            Route("/openapi.json", lambda _request: JSONResponse(described), methods=["GET"]),
+            *(Route(one.path, one.handler, methods=[one.method]) for one in questions),
+            Route("/ask/{name:path}", ask, methods=["GET"]),
             Mount("/assets", StaticFiles(directory=ASSETS)),
         ],
-        middleware=[Middleware(Guard)],
+        middleware=[Middleware(Guard, access=access)],
+        exception_handlers={HTTPException: failed},
         lifespan=lifespan,
     )
 
@@ -121,7 +139,11 @@ def respond(lens: Lens, name: str, words: dict[str, str]) -> Response:
     """An answer, or why there is none, as JSON."""
     try:
         answer: dict[str, Any] = lens.answer(name, words)
-        return JSONResponse(answer)
+        try:
+            return JSONResponse(answer)
+        except (TypeError, ValueError, RecursionError) as error:
+            # a ledger made by others may hold any kind of value in any place
+            raise KeelError(f"the run's files hold what cannot be shown: {error}") from error
     except UnknownRun as error:
         return JSONResponse({"error": str(error)}, 404)
     except KeelError as error:
