@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from keel import __version__
+import keel
 from keel.config.settings import Settings
 from keel.engine.answers import OpenTalk, Tokenizer
 from keel.engine.guard import ClientGone, Guard, error_response
@@ -76,7 +76,7 @@ def build_app(
         return error_response(RequestError(failed.status_code, failed.detail))
 
     endpoints = table(service)
-    page = describe("keel serve", __version__, endpoints, ERROR, key=api_key is not None)
+    page = describe("keel serve", keel.__version__, endpoints, ERROR, key=api_key is not None)
     routes = [Route(one.path, _told(one.handler), methods=[one.method]) for one in endpoints]
     routes.append(Route("/openapi.json", lambda _request: JSONResponse(page), methods=["GET"]))
     paths = frozenset(route.path for route in routes)
