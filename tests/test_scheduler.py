@@ -590,3 +590,32 @@ def test_empty_batches_in_a_row_are_counted_across_a_restart() -> None:
             await again.next_batch(0)
 
     run_virtually(main())
+
+
+def test_engines_that_are_behind_are_given_less_work_ahead_and_nothing_gets_too_old_for_that() -> None:
+    """The trainer is the slower side, so that the line is always full; new weights take a while to arrive."""
+
+    async def main(told: bool) -> tuple[int, int]:
+        engine, refused = Engine(), 0
+        limits = SchedulerSettings(groups=2, group_size=2, max_off_policy_steps=2, stale="refuse")
+        scheduler = Scheduler(engine, sources(1.0), limits)
+        if told:
+            scheduler.live(0)
+        for version in range(1, 11):
+            batch = await scheduler.next_batch(version - 1)
+            refused += len(batch.refused)
+            await asyncio.sleep(50.0)
+            asyncio.get_running_loop().call_later(5.0, arrived, version, engine, scheduler if told else None)
+        await scheduler.close()
+        return refused, len(engine.order)
+
+    def arrived(version: int, engine: Engine, scheduler: Scheduler | None) -> None:
+        engine.version = version
+        if scheduler is not None:
+            scheduler.live(version)
+
+    untold, wasteful = run_virtually(main(told=False))
+    refused, dispatched = run_virtually(main(told=True))
+    assert untold > 0
+    assert refused == 0
+    assert dispatched < wasteful

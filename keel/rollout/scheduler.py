@@ -46,9 +46,10 @@ class Scheduler:
       sampled again and it keeps its place. If it was begun when the trainer already had this version, the engine lags
       and waiting does not help: it is refused, and its place in the batch stays empty.
     - Work ahead. With k = `max_off_policy_steps`, at most k batches of groups wait or are under way between two calls,
-      since more could only become stale, and one batch more during a call. k = 0 is synchronous: only what the next
-      batch needs is dispatched, and a batch is cut when nothing is in flight; which rollouts it holds depends on their
-      outcomes alone, not on time.
+      since more could only become stale, and one batch more during a call. For each version that the engines are known
+      to be behind (`live`) it is one batch less: what is begun now is that much older when it is cut. k = 0 is
+      synchronous: only what the next batch needs is dispatched, and a batch is cut when nothing is in flight; which
+      rollouts it holds depends on their outcomes alone, not on time.
     - Memory: what is in line, what is in flight, and refusals until they are emitted. Where retries may go on for ever,
       empty those with `take_refused` from time to time.
     """
@@ -70,6 +71,8 @@ class Scheduler:
         self._needed = settings.min_group_size or settings.group_size
         self._number = 0
         self._version = 0
+        self._live: int | None = None
+        """Of the engines, where somebody tells."""
         self._called = self._closed = False
         self._waiter: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
@@ -94,6 +97,12 @@ class Scheduler:
             self._called, self._waiter = False, None
         self._ledger.check(batch, self.settings.halt_after)
         return batch
+
+    def live(self, version: int) -> None:
+        """The engines sample with this version from now on. Who never says so is taken to keep up."""
+        before, self._live = self._live, version
+        if before is not None:
+            self._fill()
 
     def find(self, group: str) -> OpenGroup | None:
         """A group that is not yet cut, by its id."""
@@ -252,7 +261,8 @@ class Scheduler:
 
     def _open(self) -> bool:
         """Begin a new group, if the line has room and there are tasks."""
-        ahead = self.settings.max_off_policy_steps + self._called
+        behind = 0 if self._live is None else max(self._version - self._live, 0)
+        ahead = max(self.settings.max_off_policy_steps - behind, 0) + self._called
         if self._closed or self._failure or self._sources.dry or len(self._line) >= ahead * self.settings.groups:
             return False
         try:
