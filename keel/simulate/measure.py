@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -146,9 +146,9 @@ def _trainer(
     ranks = ranks_of(settings, plain)
     alone = each * (1 + (ranks - 1) * plain.rank_efficiency)
     return {
-        "step_seconds": fixed + median(rest),
+        "step_seconds": fixed + fmean(rest),
         "trainer_tokens_per_second": 1 / max(alone, 1e-9),
-        "publish_seconds": median(step.get("publishing_seconds", 0.0) for step in steps[1:]),
+        "publish_seconds": fmean(step.get("publishing_seconds", 0.0) for step in steps[1:]),
     }
 
 

@@ -6,6 +6,7 @@ from engine to engine layer by layer, and takes as long as over one link; a copy
 """
 
 import asyncio
+from collections.abc import Callable
 
 from keel.config import RunSettings
 from keel.config.simulate import SimulateSettings
@@ -15,8 +16,10 @@ from keel.simulate.fleet import Fleet
 class Publisher:
     """Publications to all engines."""
 
-    def __init__(self, settings: RunSettings, assumed: SimulateSettings, fleet: Fleet) -> None:
-        self._assumed, self._fleet = assumed, fleet
+    def __init__(
+        self, settings: RunSettings, assumed: SimulateSettings, fleet: Fleet, told: Callable[[int], None]
+    ) -> None:
+        self._assumed, self._fleet, self._told = assumed, fleet, told
         self._broadcast = settings.publish.way == "broadcast"
         self._drain = settings.publish.in_flight == "drain"
         self._pooled = settings.engine.kind == "pool"
@@ -61,6 +64,7 @@ class Publisher:
                 engine.stall(self._assumed.load_seconds)
             engine.hold(version)
             engine.welcome(True)
+        self._told(version)
 
 
 async def _over(task: "asyncio.Task[None] | None") -> None:

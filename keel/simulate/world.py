@@ -103,7 +103,8 @@ class World:
         sources = [Source(name, [Task(name)], one.weight) for name, one in self._environments.items()]
         scheduler = Scheduler(fleet, sources, self._settings.scheduler)
         self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        publisher = Publisher(self._settings, self._assumed, fleet)
+        scheduler.live(self._version)
+        publisher = Publisher(self._settings, self._assumed, fleet, scheduler.live)
         count = self._assumed.steps or min(self._settings.steps, STEPS)
         steps: list[Step] = []
         for number in range(1, count + 1):
