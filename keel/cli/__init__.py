@@ -10,7 +10,22 @@ import sys
 from collections.abc import Sequence
 
 import keel
-from keel.cli import audit, compare, config, doctor, eval, export, lens, objectives, pool, serve, sweep, train
+from keel.cli import (
+    audit,
+    compare,
+    config,
+    doctor,
+    eval,
+    export,
+    launch,
+    lens,
+    objectives,
+    pool,
+    serve,
+    simulate,
+    sweep,
+    train,
+)
 from keel.errors import KeelError
 
 FLAGS = {
@@ -18,8 +33,10 @@ FLAGS = {
     "config": config.FLAGS,
     "audit": audit.FLAGS,
     "train": train.FLAGS,
+    "launch": launch.FLAGS,
     "compare": compare.FLAGS,
     "sweep": sweep.FLAGS,
+    "simulate": simulate.FLAGS,
 }
 """The commands that take `--setting value` beside flags of their own, and those flags."""
 
@@ -58,10 +75,12 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     objectives.add(subparsers)
     train.add(subparsers)
+    launch.add(subparsers)
     config.add(subparsers)
     audit.add(subparsers)
     compare.add(subparsers)
     sweep.add(subparsers)
+    simulate.add(subparsers)
     export.add(subparsers)
     eval.add(subparsers)
     serve.add(subparsers)
