@@ -73,8 +73,10 @@ class LaunchSettings(Settings):
     """What rank 0 is given on top: it runs the loop, the schedule and the environments."""
     strategy: Literal["pack", "spread"] = "pack"
     """Parts on few nodes, or on many."""
+    nodes: Annotated[int, Field(ge=1)] = 1
+    """Nodes that are waited for before it is judged what the cluster has: those of a job join one after another."""
     wait: Seconds = 60.0
-    """Seconds to wait for resources that the cluster has and others use."""
+    """Seconds to wait for these nodes, and for resources that the cluster has and others use."""
     start: Seconds = 600.0
     """Seconds that an engine server may take until it answers; then it counts as dead."""
     silence: Seconds = 120.0

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -76,6 +77,7 @@ class RayCluster:
         from ray.util.placement_group import placement_group
 
         launch, bundles = self._plan.launch, [part.bundle for part in self._parts.values()]
+        self._assemble()
         check(list(self._parts.values()), self.nodes())
         self._group = placement_group(bundles, strategy=launch.strategy.upper())
         if not self._group.wait(launch.wait):
@@ -85,6 +87,18 @@ class RayCluster:
                 " is free, perhaps on nodes that are each too small; wait for the others, raise launch.wait, or ask"
                 " for less (launch.engines, launch.*.cpus)"
             )
+
+    def _assemble(self) -> None:
+        """Wait until as many nodes have joined as were asked for."""
+        launch = self._plan.launch
+        deadline = time.monotonic() + launch.wait
+        while (joined := len(self.nodes())) < launch.nodes:
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"{joined} of launch.nodes = {launch.nodes} nodes have joined the cluster after launch.wait ="
+                    f" {launch.wait:g} s; look why the others have not, raise launch.wait, or lower launch.nodes"
+                )
+            time.sleep(0.5)
 
     def settle(self) -> None:
         """A holder for every part, on a node that sees the run's folder."""
@@ -114,6 +128,7 @@ class RayCluster:
 
     def looks(self, names: Iterable[str]) -> dict[str, Look]:
         """All at once: the slowest holder is waited for, not the sum of all."""
+        names = list(names)
         asked = {name: self._holders[name].look.remote() for name in names if name in self._holders}
         looks = {name: Look(lost="its node is gone") for name in names if name not in self._holders}
         if asked:
@@ -147,8 +162,8 @@ class RayCluster:
             "scheduling_strategy": placed,
             "max_restarts": 0,
         }
-        holder = self._ray.remote(_Placed).options(**options)
-        self._holders[name] = holder.remote(str(self._plan.folder), name)
+        holder = self._ray.remote(Holder).options(**options)
+        self._holders[name] = holder.remote(str(self._plan.folder), name, self._ray.util.get_node_ip_address)
 
     def _greet(self, name: str) -> None:
         """Wait for the holder, and refuse a node that could not do its part."""
@@ -186,15 +201,6 @@ class RayCluster:
         if holder is not None:
             with contextlib.suppress(Exception):
                 self._ray.kill(holder)
-
-
-class _Placed(Holder):
-    """A holder that has its node's address from Ray."""
-
-    def __init__(self, folder: str, name: str) -> None:
-        import ray
-
-        super().__init__(folder, name, ray.util.get_node_ip_address())
 
 
 def require_ray() -> None:

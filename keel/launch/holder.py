@@ -1,7 +1,8 @@
 """What lives on a node for one part: it starts the part's process there, looks at it, and ends it.
 
 Invariant: at most one process of the part lives at a time, and none outlives the holder (`warden.py`). It runs inside a
-Ray actor but knows nothing of Ray, and it decides nothing: when to start, and what a death means, is the supervisor's.
+Ray actor but knows nothing of Ray and imports nothing heavy, since a node may hold many. It decides nothing: when to
+start, and what a death means, is the supervisor's.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,10 +65,10 @@ class Look:
 
 
 class Holder:
-    """Holds one part on this node."""
+    """Holds one part on this node. `address` tells the node's own, once it is there."""
 
-    def __init__(self, folder: str, name: str, address: str) -> None:
-        self._folder, self._name, self._address = Path(folder), name, address
+    def __init__(self, folder: str, name: str, address: Callable[[], str]) -> None:
+        self._folder, self._name, self._address = Path(folder), name, address()
         self._process: subprocess.Popen[bytes] | None = None
         self._health: str | None = None
 

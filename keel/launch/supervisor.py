@@ -28,6 +28,8 @@ SLOWEST = 60.0
 """Seconds before a part is started again, at most."""
 LEAVE = 15.0
 """Seconds that engines, and ranks whose first has ended, have to end by themselves."""
+ASLEEP = 10.0
+"""Seconds between two looks that only a launcher which was itself stopped lets pass."""
 TAIL = 15
 """Lines of a part's log that an error shows."""
 
@@ -111,6 +113,7 @@ class Supervisor:
         self.engines = [Life(part) for part in plan.engines]
         self.stopping = self._killing = self._asked = False
         self._members: list[str] = []
+        self._looked = clock()
 
     def stop(self) -> None:
         """Let the trainer finish its step, then end everything."""
@@ -145,7 +148,10 @@ class Supervisor:
     def _look(self) -> None:
         lives = {life.part.name: life for life in (*self.ranks, *self.engines) if life.state in ("starting", "up")}
         looks = self._cluster.looks(lives)
+        asleep, self._looked = self._clock() - self._looked, self._clock()
         for life in self.engines:
+            if asleep > ASLEEP:
+                life.answered += asleep  # nobody listened, so that nobody was silent
             if life.part.name in looks:
                 self._engine(life, looks[life.part.name])
             if life.state == "down" and self._clock() >= life.due:

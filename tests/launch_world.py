@@ -1,0 +1,166 @@
+"""A Ray cluster on this machine and `keel launch` as a process on it; nothing is left when a test has ended."""
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+PATIENCE = 240
+"""Seconds after which a launch that does not end is killed."""
+
+RECIPE = """
+steps = 4
+[model]
+name = "tiny"
+warm_up_steps = 300
+[environments.larger_number]
+options = { shots = 0, digits = 1 }
+[sampling]
+max_tokens = 4
+[scheduler]
+groups = 4
+group_size = 4
+max_off_policy_steps = 1
+[checkpoints]
+every = 3
+[evaluation]
+when = "never"
+[pool]
+interval = 0.3
+[launch]
+engines = 2
+engine = { cpus = 0.5 }
+trainer = { cpus = 0.5 }
+orchestrator = { cpus = 0.5 }
+backoff = 0.2
+"""
+
+HEAD = """
+import sys, ray
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+         object_store_memory=80_000_000)
+print("address", ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
+class Ray:
+    """A cluster of four pretended CPUs, and the token that it asks for."""
+
+    def __init__(self) -> None:
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_urlsafe(32)}
+        self.environment = {**os.environ, **token, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+        self._head = subprocess.Popen(
+            [sys.executable, "-c", HEAD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=self.environment,
+        )
+        assert self._head.stdout is not None
+        self.address = ""
+        for line in self._head.stdout:
+            if line.startswith("address"):
+                self.address = line.split()[1]
+                break
+
+    def close(self) -> None:
+        self._head.communicate(timeout=60)
+
+
+class Launch:
+    """A `keel launch` that runs."""
+
+    def __init__(self, process: "subprocess.Popen[str]", run: Path) -> None:
+        self.process, self.run = process, run
+        self.said: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.said.extend(iter(self.process.stdout.readline, ""))
+
+    def wait_for(self, pattern: str, times: int = 1) -> list[str]:
+        """Until so many lines match; what they hold."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            ended = self.process.poll() is not None
+            found = [match for line in list(self.said) if (match := re.search(pattern, line))]
+            if len(found) >= times:
+                return [match.group(1) if match.groups() else match.group(0) for match in found]
+            assert not ended, f"it ended without {pattern!r}:\n{''.join(self.said)}"
+            time.sleep(0.05)
+        raise AssertionError(f"{pattern!r} never came:\n{''.join(self.said)}")
+
+    def wait(self) -> tuple[int, str]:
+        code = self.process.wait(PATIENCE)
+        self._reader.join(10)
+        return code, "".join(self.said)
+
+    def processes(self) -> dict[int, str]:
+        """The parts: what lives on this machine with the run's folder in its command line, by process id."""
+        return {pid: words for pid, words in _commands() if str(self.run) in words and pid != self.process.pid}
+
+    def part(self, word: str) -> int:
+        """The process of the first part whose command holds a word; its warden is another process."""
+        return next(pid for pid, words in self.processes().items() if word in words and "warden" not in words)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
+
+
+@contextmanager
+def launched(ray: Ray, run: Path, *words: str) -> Iterator[Launch]:
+    """`keel launch` on the cluster, ended whatever happens; `run` is its folder, which `words` need not name."""
+    command = [sys.executable, "-m", "keel.cli", "launch", "--cluster", ray.address, *words]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ray.environment,
+        start_new_session=True,
+    )
+    timer = threading.Timer(PATIENCE, process.kill)
+    timer.start()
+    try:
+        with Launch(process, run) as launch:
+            yield launch
+    finally:
+        timer.cancel()
+
+
+def gone(launch: Launch, seconds: float = 20.0) -> bool:
+    """Whether all parts end within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while launch.processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not launch.processes()
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def _commands() -> Iterator[tuple[int, str]]:
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                yield int(folder.name), (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
