@@ -108,7 +108,7 @@ class World:
         self.live: set[tuple[Load, ...]] = {()}
         """Everything that was ever live on a server."""
         self.hand_outs: list[tuple[Server, str | None, float, bool]] = []
-        """Server, group, time, and whether the server held what the pool desired."""
+        """Server, group, time, and whether the server held what the pool said or, already, what it desired."""
         self.settings = PoolSettings.model_validate({"file": "unused", "interval": 10.0, **settings})
         self.pool = Pool(self.settings, self.connect, source=self)
 
@@ -146,8 +146,11 @@ class FakeEngine:
             raise EngineError(f"{self.server.url} did not answer in 120 s")
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None) -> Generation:
-        server, desired = self.server, self.world.pool._desired
-        held = desired.version is None or (server.version == desired.version and server.loads == desired.loads)
+        server, pool = self.server, self.world.pool
+        held = pool._desired.version is None or any(
+            (server.version, server.loads) == (weights.version, weights.loads)
+            for weights in (pool._live, pool._desired)
+        )
         number = len(self.world.hand_outs)
         self.world.hand_outs.append((server, group, now(), held))
         server.asked.append((group, now()))

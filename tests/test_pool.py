@@ -396,6 +396,67 @@ def test_an_update_reaches_all_members_at_once_and_then_the_version_advances() -
     play(scene)
 
 
+def test_sampling_goes_on_with_the_weights_before_until_new_ones_are_live_somewhere() -> None:
+    async def scene(world: World) -> None:
+        await world.pool.looked()
+        for i in range(3):
+            world[i].load_seconds = 30.0 + 5 * i
+        update = asyncio.create_task(world.pool.load_weights("/w", 1))
+        await asyncio.sleep(0.1)
+        for _ in range(20):
+            before = now()
+            assert {answer.versions for answer in await asyncio.gather(*(world.ask() for _ in range(6)))} == {(0, 0)}
+            assert now() - before < 1.5
+            assert (await world.pool.health()).ready
+        assert not update.done()
+        while await world.pool.version() == 0:
+            await asyncio.sleep(0.1)
+        asked = len(world.hand_outs)
+        await asyncio.gather(*(world.ask() for _ in range(6)))
+        assert {server for server, *_ in world.hand_outs[asked:]} == {world[0]}  # the others have yet to catch up
+        await update
+        await asyncio.sleep(20)
+        assert world.states() == ["ready"] * 3
+
+    play(scene, interval=1.0)
+
+
+def test_a_member_that_was_started_again_during_an_update_is_not_used_for_the_weights_before() -> None:
+    async def scene(world: World) -> None:
+        await world.pool.load_weights("/w", 1)
+        for i in range(3):
+            world[i].load_seconds = 40.0
+        update = asyncio.create_task(world.pool.load_weights("/v", 2))
+        await asyncio.sleep(1)
+        world[0].restart()
+        await asyncio.sleep(60)  # its load has failed, and it was looked at again
+        answers = await asyncio.gather(*(world.ask() for _ in range(12)))
+        assert {answer.versions for answer in answers} <= {(1, 1), (1, 2), (2, 2)}
+        assert all(held for *_, held in world.hand_outs)
+        await update
+
+    play(scene)
+
+
+def test_after_a_failed_update_nobody_is_used_on_the_strength_of_what_it_held_before() -> None:
+    async def scene(world: World) -> None:
+        await world.pool.load_weights("/w", 1)
+        for i in range(3):
+            world[i].load_seconds = 5.0
+        update = asyncio.create_task(world.pool.load_weights("/v", 2))
+        await asyncio.sleep(1)
+        update.cancel()  # it is taken all the same, and then the one before it is loaded again
+        await asyncio.sleep(0.5)
+        again = asyncio.create_task(world.pool.load_weights("/u", 3))
+        for _ in range(30):
+            await asyncio.sleep(0.5)
+            await world.ask()
+        await again
+        assert all(held for *_, held in world.hand_outs)
+
+    play(scene)
+
+
 def test_requests_in_flight_survive_an_update() -> None:
     async def scene(world: World) -> None:
         await world.pool.looked()
@@ -495,7 +556,8 @@ def test_a_straggler_does_not_hold_up_the_others() -> None:
         world[2].load_seconds = 500
         start = now()
         update = asyncio.create_task(world.pool.load_weights("/w", 1))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.8)
+        assert await world.pool.version() == 1
         assert (await world.ask()).versions == (1, 1)
         assert now() - start < 3
         await update

@@ -9,19 +9,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_fakes import TOKENIZER, FakeEngine, serving
+from engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from test_vllm import StandIn
 
 from keel.cli import main
 from keel.cli.pool import duration
 from keel.engine.server import build_app
+from keel.wire import EngineError
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -83,6 +86,35 @@ def test_nothing_is_loaded_or_asked(run: Any) -> None:
     with serving(build_app(fake, TOKENIZER, model="tiny")) as url:
         assert run(url)[0] == 0
     assert (fake.loaded, fake.calls) == ([], [])
+
+
+def test_weights_and_adapters_are_loaded_into_all_members(run: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path.resolve())
+    fakes = [engine(0), engine(2)]
+    with ExitStack() as stack:
+        apps = [build_app(fake, TOKENIZER, model="tiny", roots=ANYWHERE) for fake in fakes]
+        urls = [stack.enter_context(serving(app)) for app in apps]
+        code, out, _ = run(*urls, "--load", folder, "--version", "5")
+        assert code == 0 and out.count(" ready        5 ") == 2
+        (tmp_path / "adapter_config.json").write_text("{}")
+        assert run(*urls, "--load", folder, "--version", "6", "--drain")[0] == 0
+        fakes[0].fail = lambda: EngineError("the disk is gone")
+        code, out, _ = run(*urls, "--load", folder, "--version", "7", "--interval", "0.2")
+        assert code == 1 and "the disk is gone" in out and out.count(" ready        7 ") == 1
+        fakes[1].fail = fakes[0].fail
+        code, _, err = run(*urls, "--load", folder, "--version", "8")
+        assert code == 2 and "no member loaded version 8" in err
+    assert fakes[1].loaded == [("weights", folder, 5), ("adapter", folder, 6), ("adapter", folder, 7)]
+
+
+def test_a_vllm_member_takes_weights_too(run: Any, tmp_path: Path) -> None:
+    vllm = StandIn()
+    with serving(vllm.app()) as url:
+        refused = run(url, "--load", str(tmp_path), "--version", "5")
+        assert refused[0] == 2 and "is no keel server" in refused[2]
+        code, out, _ = run(url, "--server", "vllm", "--load", str(tmp_path), "--version", "5")
+    assert code == 0 and " ready        5 " in out
+    assert vllm.weights == str(tmp_path.resolve())
 
 
 def test_json_has_every_field(run: Any, server: str) -> None:
@@ -147,6 +179,10 @@ def test_a_key_is_sent(run: Any, tmp_path: Path) -> None:
         (["--list-url", "x"], 'pool.list_url: "x" is not a URL; give one like "http://10.0.0.1:8000"'),
         ([NOWHERE, "--interval", "0"], "pool.interval = 0.0: input should be greater than 0"),
         ([NOWHERE, "--timeout", "nan"], None),
+        ([NOWHERE, "--version", "3"], "--version cannot act without --load DIR"),
+        ([NOWHERE, "--drain"], "--drain cannot act without --load DIR"),
+        ([NOWHERE, "--load", "."], "--load needs --version N, which answers will say that they were sampled by"),
+        ([NOWHERE, "--load", "no-such-folder", "--version", "3"], "--load no-such-folder is not a folder"),
         ([NOWHERE, "--api-key-file", "no-such-file"], None),
     ],
 )

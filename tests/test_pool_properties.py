@@ -188,3 +188,42 @@ async def recover(world: World, version: int) -> None:
     answers = await asyncio.gather(*(world.ask() for _ in range(SERVERS)))
     assert {answer.versions for answer in answers} == {(version, version)}
     assert len(world.hand_outs) == before + SERVERS
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.sampled_from([0.1, 0.5, 3.0, 20.0, 60.0]), min_size=SERVERS, max_size=SERVERS),
+    st.lists(st.sampled_from([0.0, 0.2, 1.0, 5.0, 30.0]), min_size=1, max_size=5),
+    st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.7, 4.0]), st.sampled_from([None, "a", "b"])), max_size=30),
+)
+def test_new_weights_never_stop_the_sampling_and_an_answer_is_never_older_than_the_version_seen_before_it(
+    loads: list[float], updates: list[float], asks: list[tuple[float, str | None]]
+) -> None:
+    """Whatever the members take to load: a request waits at most for a member of its own to catch up, one interval."""
+
+    async def scene(world: World) -> None:
+        for server, seconds in zip(world.servers.values(), loads, strict=True):
+            server.load_seconds = seconds
+
+        async def update() -> None:
+            for version, pause in enumerate(updates, 1):
+                await asyncio.sleep(pause)
+                await world.pool.load_weights(f"/{version}", version)
+
+        async def ask(group: str | None) -> None:
+            seen, began = await world.pool.version(), now()
+            answer = await world.ask(group)
+            assert now() - began < world.settings.interval + 1.1
+            assert min(answer.versions) >= seen
+
+        await world.pool.looked()
+        updating = asyncio.create_task(update())
+        asking = []
+        for pause, group in asks:
+            await asyncio.sleep(pause)
+            asking.append(asyncio.create_task(ask(group)))
+        await asyncio.gather(updating, *asking)
+        assert await world.pool.version() == len(updates)
+        assert all(held for *_, held in world.hand_outs)
+
+    play(scene, SERVERS, interval=2.0, load_timeout=100.0)

@@ -84,7 +84,8 @@ def test_the_sampler_and_the_trainer_agree_on_fresh_tokens(run: tuple[Path, Watc
         abs(mine - theirs)
         for step in range(1, 7)
         for row in table(folder, step)
-        if row["fate"] == "trained"
+        # an answer that new weights reached half-way goes on with the keys of the old ones
+        if row["fate"] == "trained" and set(row["versions"]) <= {-1, row["version"]}
         for mine, theirs, version in zip(row["logprobs"], row["sampler_logprobs"], row["versions"], strict=True)
         if version == row["version"]
     ]

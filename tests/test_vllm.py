@@ -24,11 +24,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from keel.config import Sampling
+from keel.config import ModelSettings, PoolSettings, Sampling
 from keel.engine.process import environment
 from keel.engine.vllm import VllmEngine, start_vllm
 from keel.errors import ConfigError
-from keel.policy import tiny
+from keel.manifest import seal
+from keel.policy import load_model, tiny
+from keel.rollout.pool import Pool
+from keel.run.publishing import Folder, Publisher
 from keel.wire import EngineError, Generation
 
 VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
@@ -71,7 +74,7 @@ class StandIn:
         async def answer(request: Request) -> Response:
             if path in self.missing:
                 return JSONResponse({"detail": "Not Found"}, 404)
-            body = json.loads(await request.body() or b"{}")
+            body = json.loads(await request.body() or b"{}") | dict(request.query_params)
             if path != "/v1/completions":
                 self.calls.append(path)
             if path in self.failing:
@@ -114,9 +117,10 @@ class StandIn:
         self.weights = body["kwargs"]["weights_path"]
         return JSONResponse({"results": [None]})
 
-    async def pause(self, _body: dict[str, Any]) -> Response:
+    async def pause(self, body: dict[str, Any]) -> Response:
         self._resumed.clear()
-        self._aborting.set()
+        if body["mode"] == "abort":
+            self._aborting.set()
         while self.running:
             await asyncio.sleep(0.001)
         self._aborting.clear()
@@ -216,6 +220,39 @@ def test_a_request_under_way_goes_on_from_its_tokens_and_each_token_has_the_vers
         assert set(answer.versions) == {0, 1, 2}
         assert answer.finish == "length"
         assert len({body["seed"] for body in server.bodies}) == 3
+
+    on_stand_in(work)
+
+
+@pytest.mark.parametrize("missing", [set(), {"/pause"}])
+def test_a_drained_change_waits_for_answers_and_each_is_of_one_version(missing: set[str]) -> None:
+    async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
+        server.pace, server.missing = 0.002, missing
+        begun = [asyncio.ensure_future(sampled(engine, 40)) for _ in range(2)]
+        await happens(lambda: server.running == 2)
+        loading = asyncio.ensure_future(engine.load_weights("step_1", 1, drain=True))
+        await asyncio.sleep(0.01)
+        late = asyncio.ensure_future(sampled(engine, 4))
+        await loading
+        assert all(one.done() for one in begun)
+        answers = await asyncio.gather(*begun, late)
+        assert [set(answer.versions) for answer in answers] == [{0}, {0}, {1}]
+        assert server.sampled_from == ["base"] * 80 + ["step_1"] * 4
+
+    on_stand_in(work)
+
+
+def test_a_folder_that_was_changed_on_the_way_is_refused_before_vllm_hears_of_it(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    seal(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"weighty")
+
+    async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
+        for load in (engine.load_weights, engine.load_adapter):
+            with pytest.raises(EngineError, match=r"model\.safetensors was changed"):
+                await load(str(tmp_path), 1)
+        assert (await engine.version(), server.calls) == (0, [])
+        assert (await engine.health()).ready
 
     on_stand_in(work)
 
@@ -529,6 +566,8 @@ def test_the_real_server_end_to_end(tmp_path: Path) -> None:
         assert difference(with_adapter, crossed, {1}) < 1e-3
         assert (await engine.health()).ready
 
+        await published(engine)
+
         # what it refuses is not worth trying again
         with pytest.raises(EngineError) as error:
             await engine.generate([1] * 3000, Sampling(max_tokens=4))
@@ -536,5 +575,32 @@ def test_the_real_server_end_to_end(tmp_path: Path) -> None:
         # the model's own end is an end like that of max_tokens
         last = (await engine.generate([1] * 2040, Sampling(max_tokens=100))).finish
         assert last in ("length", "stop")
+
+    async def published(engine: VllmEngine) -> None:
+        """By the ways of a run, through a pool: all weights, drained, and then an adapter on top of them."""
+        assert engine._process is not None
+        key = engine._process.api_key
+        pool = Pool(PoolSettings(urls=[engine.url], server="vllm"), lambda url: VllmEngine(url, api_key=key))
+        whole = load_model(ModelSettings(name=str(base)))
+        adapted = load_model(ModelSettings.model_validate({"name": str(base), "lora": {"rank": 8}}))
+        assert adapted.peft is not None
+        with torch.no_grad():
+            for name, weight in adapted.peft.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(0, 0.1)
+        await pool.looked()
+        settings = Sampling(max_tokens=300, stop_token_ids=())
+        under_way = [asyncio.ensure_future(pool.generate(LONG, settings)) for _ in range(4)]
+        await asyncio.sleep(0.2)
+        await Publisher(pool, Folder(whole, tmp_path / "whole"), drain=True).publish(10)
+        assert [row.version for row in pool.status()] == [10]
+        assert all(len(set(answer.versions)) == 1 for answer in await asyncio.gather(*under_way))
+        fresh = [await pool.generate(LONG, Sampling(max_tokens=12)) for _ in range(3)]
+        assert difference(first, fresh, {10}) < 1e-3
+        await Publisher(pool, Folder(adapted, tmp_path / "adapted")).publish(11)
+        changed = [await pool.generate(LONG, Sampling(max_tokens=12)) for _ in range(3)]
+        assert {version for answer in changed for version in answer.versions} == {11}
+        assert difference(adapted.network, changed, {11}) < 1e-3 < 0.01 < difference(first, changed, {11})
+        await pool.close()
 
     asyncio.run(run())

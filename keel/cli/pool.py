@@ -1,4 +1,7 @@
-"""`keel pool`: how the members of a pool are doing. It only asks: nothing is loaded, started or stopped."""
+"""`keel pool`: how the members of a pool are doing, and with --load new weights for all of them.
+
+Without --load it only asks: nothing is loaded. It starts and stops no server.
+"""
 
 import argparse
 import asyncio
@@ -22,6 +25,7 @@ from keel.errors import ConfigError
 
 if TYPE_CHECKING:
     from keel.config import PoolSettings
+    from keel.rollout.desired import Load
     from keel.rollout.members import MemberRow
     from keel.rollout.pool import Pool
 
@@ -35,8 +39,9 @@ def add(subparsers: Any) -> None:
         help="show the state of engine servers",
         description="Ask every member of a pool how it is doing and print its state, version, load and errors.\n\nThe"
         " members are URLs, every address of a DNS name, the lines of a file, or a JSON list at an address.\nA member"
-        " behind the newest version is shown as syncing. Nothing is changed on any of them.\n\nExit code 0: all members"
-        " are ready; 1: some are not, or none was found; 2: refused.",
+        " behind the newest version is shown as syncing. Nothing is changed on any of them, unless weights are loaded"
+        " with --load:\nthe folder is one that every member sees, of all weights or of an adapter.\n\nExit code 0: all"
+        " members are ready; 1: some are not, or none was found; 2: refused.",
         epilog="examples:\n  keel pool http://127.0.0.1:8000 http://127.0.0.1:8001\n"
         "  keel pool --dns engines.internal:8000 --watch\n  keel pool --file members.txt --json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -51,6 +56,12 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="for machines: one object, or one a look with --watch")
     parser.add_argument("--interval", type=float, default=5.0, metavar="S", help="seconds between looks (default: 5)")
     parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds for an answer (default: 5)")
+    parser.add_argument(
+        "--server", choices=("keel", "vllm"), default="keel", help="what the members are (default: keel)"
+    )
+    parser.add_argument("--load", metavar="DIR", type=Path, help="load weights or an adapter into all members first")
+    parser.add_argument("--version", type=int, metavar="N", help="with --load: what answers say they were sampled by")
+    parser.add_argument("--drain", action="store_true", help="with --load: answers under way end before the change")
     key = parser.add_mutually_exclusive_group()
     key.add_argument("--api-key", metavar="KEY", help="sent to the members; other users can see it in `ps`")
     key.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file that holds the key")
@@ -60,17 +71,19 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Look once, or until interrupted; the exit code is that of the last look."""
     from keel.engine.client import HttpEngine
+    from keel.engine.vllm import VllmEngine
     from keel.rollout.pool import Pool
 
     settings = settings_of(args)
     key = read_key(args.api_key, args.api_key_file)
-    pool = Pool(settings, lambda url: HttpEngine(url, api_key=key), version=None)
+    server = VllmEngine if settings.server == "vllm" else HttpEngine
+    pool = Pool(settings, lambda url: server(url, api_key=key), version=None)
     # what goes wrong is in the table; without a handler it would also be on standard error
     silent, logger = logging.NullHandler(), logging.getLogger("keel")
     logger.addHandler(silent)
     last = Last()
     try:
-        asyncio.run(observe(pool, last, json_lines=args.json, watch=args.watch))
+        asyncio.run(observe(pool, last, loading_of(args), json_lines=args.json, watch=args.watch))
     except KeyboardInterrupt:
         if not args.watch:
             raise
@@ -97,9 +110,27 @@ def settings_of(args: argparse.Namespace) -> "PoolSettings":
             list_url=args.list_url,
             interval=args.interval,
             health_timeout=args.timeout,
+            server=args.server,
         )
     except ValidationError as error:
         raise explain(error, ("pool",)) from None
+
+
+def loading_of(args: argparse.Namespace) -> "Load | None":
+    """What is to be loaded; what cannot be is a `ConfigError`."""
+    from keel.rollout.desired import Load
+
+    if args.load is None:
+        for name in ("version", "drain"):
+            if getattr(args, name):
+                raise ConfigError(f"--{name} cannot act without --load DIR")
+        return None
+    if args.version is None:
+        raise ConfigError("--load needs --version N, which answers will say that they were sampled by")
+    if not args.load.is_dir():
+        raise ConfigError(f"--load {args.load} is not a folder")
+    adapter = (args.load / "adapter_config.json").is_file()
+    return Load("adapter" if adapter else "weights", str(args.load.resolve()), args.version, args.drain)
 
 
 class Last:
@@ -108,8 +139,8 @@ class Last:
     code = 1
 
 
-async def observe(pool: "Pool", last: Last, *, json_lines: bool, watch: bool) -> None:
-    """Show the pool once, or again and again."""
+async def observe(pool: "Pool", last: Last, load: "Load | None", *, json_lines: bool, watch: bool) -> None:
+    """Show the pool once, or again and again, after all members were given what is to be loaded."""
 
     def look() -> "list[MemberRow]":
         rows = mark_behind(pool.status())
@@ -118,6 +149,9 @@ async def observe(pool: "Pool", last: Last, *, json_lines: bool, watch: bool) ->
 
     try:
         await pool.looked()
+        if load is not None:
+            # an error when nobody took it; what one member has against it is in the table
+            await load.into(pool)
         if json_lines:
             await repeat(lambda: show_json(look(), pool.discovery_error), watch, pool.settings.interval)
         elif watch and sys.stdout.isatty():

@@ -178,6 +178,29 @@ class EngineSettings(Settings):
         return self
 
 
+class PublishSettings(Settings):
+    """How new weights reach the engines; see docs/engines.md."""
+
+    way: Literal["auto", "adapter", "folder", "broadcast"] = "auto"
+    """adapter: the adapter alone, as a folder; folder: all weights, as a folder; broadcast: all weights, by
+    torch.distributed, to servers of ours; auto: adapter with model.lora, in one process a copy, else folder."""
+    in_flight: Literal["go_on", "drain"] = "go_on"
+    """What becomes of answers under way: their later tokens are of the new version; or they end first while new ones
+    wait, and each answer is of one version."""
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """adapter and folder: where folders are written, on a path that every engine sees; not given: in the run's own."""
+    address: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """broadcast: this machine's address for the servers. Weights travel there without a key."""
+
+    @model_validator(mode="after")
+    def _can_act(self) -> Self:
+        if self.path is not None and self.way == "broadcast":
+            raise refuse('{path} cannot act: way = "broadcast" writes nothing', path=self.path)
+        if self.address != "127.0.0.1" and self.way != "broadcast":
+            raise refuse('{address} cannot act: it belongs to way = "broadcast"', address=self.address)
+        return self
+
+
 class PoolSettings(Settings):
     """Several engine servers as one."""
 

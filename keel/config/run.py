@@ -11,6 +11,7 @@ from keel.config.rollout import (
     EngineSettings,
     EnvironmentSettings,
     PoolSettings,
+    PublishSettings,
     RendererSettings,
     Sampling,
     SchedulerSettings,
@@ -96,6 +97,8 @@ class RunSettings(Settings):
     """What samples."""
     pool: PoolSettings | None = None
     """The servers, with engine.kind = "pool"."""
+    publish: PublishSettings = PublishSettings()
+    """How new weights reach the engine."""
     evaluation: EvaluationSettings = EvaluationSettings()
     """How the policy does on tasks it never trains on."""
     metrics: MetricsSettings = MetricsSettings()
@@ -154,8 +157,24 @@ class RunSettings(Settings):
                     tokens=environment.limits.tokens,
                     max_tokens=self.trainer.max_tokens,
                 )
+        self._check_publishing()
         if self.references and not reads("reference"):
             raise refuse("{references} cannot act: the objective compares with none", references=list(self.references))
         if self.teacher is not None and not reads("teacher"):
             raise refuse("{teacher} cannot act: the objective asks no teacher", teacher=self.teacher.name)
         return self
+
+    def _check_publishing(self) -> None:
+        """Refuse a way that the weights of this run cannot take."""
+        way, path, lora, kind = self.publish.way, self.publish.path, self.model.lora is not None, self.engine.kind
+        vllm = kind == "vllm" or (self.pool is not None and self.pool.server == "vllm")
+        if way == "adapter" and not lora:
+            raise refuse("publish.{way} cannot act: without model.lora there is no adapter", way=way)
+        if way in ("folder", "broadcast") and lora:
+            raise refuse('publish.{way} cannot act: with model.lora only an adapter trains; leave it "auto"', way=way)
+        if way == "broadcast" and kind == "local":
+            raise refuse("publish.{way} cannot act: the engine is in this process and takes a copy", way=way)
+        if way == "broadcast" and vllm:
+            raise refuse('publish.{way} cannot act: vLLM loads folders and adapters; leave it "auto"', way=way)
+        if path is not None and kind == "local" and way == "auto" and not lora:
+            raise refuse('publish.{path} cannot act: a copy is taken in this process; set way = "folder"', path=path)

@@ -3,9 +3,9 @@
 A member is discovering (found, or in doubt, and not looked at since), syncing, ready or unhealthy.
 
 Invariant: a member is ready only while it is known to hold the desired weights: it has named their version since it was
-last in doubt, and weights that the pool was given were loaded into it since it last failed. A member that was out of
-reach may have been started again, so what it held counts as lost and is loaded again, even where its version looks
-right.
+last in doubt, and weights that the pool was given were loaded into it since it last failed. It is updating from the
+moment others are desired until it has taken them or was in doubt. A member that was out of reach may have been started
+again, so what it held counts as lost and is loaded again, even where its version looks right.
 
 It asks and loads; which member gets a request is the pool's to decide.
 """
@@ -88,7 +88,8 @@ class Member:
         self.held: Weights | None = None
         """What was loaded here; None: nothing is known."""
         self.updating = False
-        """Whether it is syncing only because new weights came: it was ready just before."""
+        """Whether it is syncing only because new weights came: it was ready just before, and until they are live it
+        holds what it held."""
         self.leaving = False
         self.in_flight: set[Request] = set()
         self.expected = 0
@@ -124,6 +125,11 @@ class Member:
         penalty = (1 << 2 * min(self.failed_requests, 8)) - 1
         return len(self.in_flight) + self.expected + self.others + penalty
 
+    @property
+    def gone(self) -> bool:
+        """Whether nobody was there at the last look."""
+        return self.state == "unhealthy" and self._absent_in_a_row > 0
+
     def connected(self) -> Engine:
         """The server, to talk to."""
         if self._engine is None:
@@ -151,8 +157,9 @@ class Member:
 
     def want(self) -> None:
         """The desired weights have changed."""
-        if self.state == "ready":
-            self.updating = True
+        # what it was being given may be live by now, so only of a member that was ready it is known what it holds
+        self.updating = self.state == "ready"
+        if self.updating:
             self._enter("syncing")
         self.wake()
 
@@ -161,6 +168,7 @@ class Member:
         self._note(error)
         self._doubts += 1
         self.failed_requests += 1
+        self.updating = False
         # in every other state a look is under way, which will see the doubt, or has its time
         if self.state == "ready":
             self._enter("discovering")
@@ -220,6 +228,7 @@ class Member:
         if not health.ready:
             raise EngineError(health.error or "says that it is not ready")
         self._absent_in_a_row = 0
+        self.updating = self.updating and health.version == self.version
         self.version, self.running, self.waiting = health.version, health.running, health.waiting
         self.others = max(0, health.running + health.waiting - len(self.in_flight))
 

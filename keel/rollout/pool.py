@@ -1,10 +1,10 @@
 """Several engine servers as one engine: who is a member, who is ready, and which of them gets a request.
 
 Guarantees, whatever fails in whatever order:
-- a request is handed out only to a member that holds the desired weights, and an answer with tokens of any other
-  version is refused and asked for again;
-- the version of the pool advances only when the weights are live on a member, and from the moment new weights are
-  desired no member with others is handed out;
+- there is one version at a time: a request is handed out only to a member that holds the weights of the pool's
+  version, and an answer with tokens of any but those and what was desired since is refused and asked for again;
+- new weights do not stop the sampling: while nobody holds them yet, members with those before them are handed out; the
+  version advances when they are live on a member, and from then on no member is handed out that has not caught up;
 - every request ends with an answer or an `EngineError`, in bounded time when the members' own requests are bounded;
 - the requests of a group go to one member while it lives, so that they share its prefix cache.
 
@@ -129,7 +129,7 @@ class Pool:
 
     async def _ask(self, member: Member, prompt: Sequence[int], sampling: Sampling, group: str | None) -> Generation:
         """Hand out; there is no await between the choice of the member and its call."""
-        request = Request({self._desired.version})
+        request = Request({self._live.version, self._desired.version})
         member.in_flight.add(request)
         member.requests += 1
         try:
@@ -169,7 +169,7 @@ class Pool:
                 raise self._closed_error()
             now = loop.time()
             member = self._choose(group, failed, member, patient=now < patient)
-            if member is not None and member.state == "ready":
+            if member is not None and self._usable(member):
                 return member
             if now >= start + self.settings.wait:
                 raise EngineError(f"no member was ready for {self.settings.wait:g} s (pool.wait):{self._describe()}")
@@ -186,6 +186,10 @@ class Pool:
                 if member is not None:
                     member.expected -= 1
 
+    def _usable(self, member: Member) -> bool:
+        """Whether it holds the weights of the pool's version: the desired ones, or those before until they are live."""
+        return member.state == "ready" or (member.updating and self._live != self._desired)
+
     def _choose(
         self, group: str | None, failed: Collection[str], last: Member | None, *, patient: bool
     ) -> Member | None:
@@ -194,7 +198,7 @@ class Pool:
         A patient request also takes a member which is being updated and waits for it: otherwise all that wait during an
         update would go to the first member that has done with it.
         """
-        able = [m for m in self._members.values() if m.state == "ready" or (patient and m.updating)]
+        able = [m for m in self._members.values() if self._usable(m) or (patient and m.updating)]
         able = [m for m in able if m.url not in failed] or able
         if not able:
             return None
@@ -236,7 +240,8 @@ class Pool:
         """Wait until each member that can has the weights or has failed; what the members say then.
 
         A straggler is waited for as long again as the first took, and at least an interval: it is not handed out
-        meanwhile, and the others work. Where all members are unhealthy, one that returns within `wait` is enough.
+        meanwhile, and the others work. Where all members are unhealthy, or were lost on the way, one that returns
+        within `wait` is enough: a server may be being started again. One that answers and refuses is not waited for.
         """
         loop = asyncio.get_running_loop()
         start = loop.time()
@@ -251,7 +256,9 @@ class Pool:
             if live and deadline is None:
                 deadline = now + max(now - start, self.settings.interval)
             if (live or involved) and not under_way:
-                break
+                if live or not any(member.gone for member in self._members.values()):
+                    break
+                deadline = start + self.settings.wait
             if deadline is not None and now >= deadline:
                 break
             try:
@@ -329,7 +336,7 @@ class Pool:
         self._changed = asyncio.Event()
 
     def _ready(self) -> list[Member]:
-        return [member for member in self._members.values() if member.state == "ready"]
+        return [member for member in self._members.values() if self._usable(member)]
 
     def _describe(self) -> str:
         """Every member with its state and last error, a line each."""

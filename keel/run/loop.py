@@ -47,6 +47,8 @@ LOOK = 0.5
 """Seconds between two looks at what is being waited for."""
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 """What an operating system says of a disk that is full or broken."""
+SELDOM = 10
+"""Steps with the same complaint for each time that it is made."""
 LATE = 60.0
 """Seconds after its time limit at which an episode that ignores it is given up."""
 
@@ -72,7 +74,7 @@ class Run:
         self.objective = make_objective(settings.objective.table)
         self.checkpoints = Checkpoints(folder.checkpoints, settings.checkpoints)
         self.step = self.version = self._saved = 0
-        self._stopping = False
+        self._stopping, self._strange = False, 0
         self._crew = Crew(settings.trainer, place)
         self._threads = torch.get_num_threads()
         self._live = Live(folder.path)
@@ -124,6 +126,7 @@ class Run:
         if self.version or self.settings.engine.kind == "pool":
             # servers that were there before may hold anything
             await engine.publish(self.version)
+            await self._telling("publishing", engine.live())
         async with self._scheduler(engine) as scheduler:
             await self._evaluate(engine)
             while self.step < self.settings.steps and not self._stopping:
@@ -132,6 +135,7 @@ class Run:
                 except Exhausted as end:
                     self.observer.notice(str(end))
                     break
+        await self._telling("publishing", engine.live())
         await asyncio.to_thread(self._save)
         if self._over:
             await self._evaluate(engine, last=True)
@@ -141,19 +145,27 @@ class Run:
         began = time.monotonic()
         if self.synchronous:
             await engine.forget()
-        batch = await self._take(scheduler)
+        batch = await self._take(scheduler, engine)
         schedule = scheduler.snapshot()  # of all that is not in the batch
         sampled = time.monotonic()
         rows = scoring.score(batch, self.settings.advantages, self._moving)
+        if engine.reading:
+            await self._telling("publishing", engine.taken())
         report = await self._update(rows)
         trained = time.monotonic()
         times = {"sampling_seconds": sampled - began, "training_seconds": trained - sampled}
+        times["publishing_seconds"] = engine.seconds  # of the last one, until it was live
         numbers = await asyncio.to_thread(self._record, batch, rows, report, schedule, times, began)
         self.observer.step(self.step, numbers)
+        if strange := scoring.mismatch(numbers):
+            if self._strange % SELDOM == 0:
+                self.observer.notice(f"step {self.step}: {strange}")
+            self._strange += 1
         self._halt_if_barren()
         if report is not None and report.stepped and self.version % self.settings.engine.publish_every == 0:
             await self._telling("publishing", engine.publish(self.version))
         if self.step % self.settings.checkpoints.every == 0:
+            await engine.taken()
             await self._telling("saving", asyncio.to_thread(self._save))
         evaluation = self.settings.evaluation
         if evaluation.when == "always" and self.step % evaluation.every == 0 and self.step < self.settings.steps:
@@ -161,12 +173,12 @@ class Run:
 
     # -- the stages ---------------------------------------------------------------------------------------------------
 
-    async def _take(self, scheduler: Scheduler) -> Batch:
-        """The next batch, with its state right after it was cut."""
+    async def _take(self, scheduler: Scheduler, engine: Sampler) -> Batch:
+        """The next batch, with its state right after it was cut. New weights may be on their way meanwhile."""
         try:
             return await self._telling(
                 lambda: f"sampling: {scheduler.status()}",
-                scheduler.next_batch(self.version),
+                engine.beside(scheduler.next_batch(self.version)),
                 mark=lambda: ("landed", scheduler.landed),
             )
         except NothingToTrain as halt:
@@ -248,6 +260,7 @@ class Run:
         for name, arena in self.arenas.items():
             if (self.step, name) in done:
                 continue
+            await self._telling("publishing", engine.live())
             found: Evaluation = await evaluate(
                 engine.engine,
                 self.renderer,
@@ -324,7 +337,8 @@ class Run:
         """The schedule where it was left; what never came to a batch is written down when the run is over."""
         # a synchronous run samples an interrupted batch again, whole: answers depend on what is decoded beside them
         kept = None if self.synchronous else self.ledger
-        episodes = Episodes(self.arenas, engine.engine, self.renderer, self.settings.seed, kept)
+        vocabulary = self.trainer.model.head.out_features
+        episodes = Episodes(self.arenas, engine.engine, self.renderer, self.settings.seed, kept, vocabulary)
         sources = [arena.source(name) for name, arena in self.arenas.items()]
         settings, state = self.settings.scheduler, self.ledger.state()
         if settings.watchdog is None:
@@ -335,6 +349,8 @@ class Run:
             scheduler = Scheduler.restore(state["scheduler"], episodes, sources, settings, recall=episodes.recall)
             if self._moving is not None:
                 self._moving.state = {int(agent): value for agent, value in state["moving"].items()}
+        scheduler.live(self.version)
+        engine.told = scheduler.live  # while weights travel, what is begun is a version older
         try:
             yield scheduler
         finally:
@@ -366,7 +382,7 @@ class Run:
                 self._crew.check()
                 doing = what() if callable(what) else what
                 self.observer.waiting(doing)
-                self._watchdog.say(doing)
+                self._watchdog.say(f"{doing}; engines: {self._live.engines or 'unknown'}")
                 self._watchdog.progress(mark())
                 await self._live.say(doing, self._engine)
                 await asyncio.wait({task}, timeout=LOOK)
