@@ -114,6 +114,7 @@ class Holder:
         if self._process is None:
             return Look(lost="it was not started")
         code = self._process.poll()
+        code = None if code is None else warden.code_of(code)  # a warden that was killed too
         return Look(code, answers=code is None and (self._health is None or _answers(self._health)))
 
     def end(self) -> None:

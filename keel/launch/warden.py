@@ -37,6 +37,11 @@ def main(argv: Sequence[str]) -> int:
     threading.Thread(target=_listen, args=(child,), daemon=True).start()
     code = child.wait()
     _kill(child)  # what it started and left behind
+    return code_of(code)
+
+
+def code_of(code: int) -> int:
+    """An exit code as a shell has it, with signals above `KILLED`."""
     return code if code >= 0 else KILLED - code
 
 
@@ -53,11 +58,12 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _listen(child: "subprocess.Popen[bytes]") -> None:
     """Do what the holder says; when it says nothing any more, it is gone."""
-    while line := sys.stdin.buffer.readline():
-        if line == END:
-            child.terminate()  # the part alone: it tells its own processes
-        elif line == KILL:
+    # not by sys.stdin: a thread that waits in its buffer cannot be ended with the interpreter
+    while said := os.read(0, 64):
+        if KILL in said:
             _kill(child)
+        elif END in said:
+            child.terminate()  # the part alone: it tells its own processes
     _kill(child)
 
 
