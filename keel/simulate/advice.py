@@ -18,6 +18,8 @@ ENOUGH = 0.05
 AFFORDABLE = 60_000
 """Rollouts of a simulation beyond which changes are only tried when they are asked for."""
 SMALL = 0.05
+IDLE = 0.1
+"""Share of time that a trainer may wait for something and still be what the run waits for."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Change:
 
 def bottleneck(found: Prediction, settings: RunSettings, assumed: SimulateSettings) -> str:
     """What the run waits for most, and how one can tell."""
-    if found.trainer_busy >= max(found.waiting, found.publishing):
+    if max(found.waiting, found.publishing) < IDLE:
         return (
             f"the trainer: it computes {_percent(found.trainer_busy)} of the time, and the engines sample at"
             f" {_percent(found.engine_fill)} of their full speed"

@@ -1,8 +1,8 @@
 """All engines of a simulated run: who gets which request, what fails, and how new weights arrive.
 
-As a pool does it: the requests of a group go to one engine, a new group to the least loaded; an engine that is taking
-weights is given nothing new, and one that crashed comes back with the newest. What a crash interrupted is asked for
-again elsewhere, `attempts` times in all. Waiting for an engine has no time limit here.
+As a pool does it: the requests of a group go to one engine, a new group to the least loaded; one that crashed comes
+back with the newest weights, and what the crash interrupted is asked for again elsewhere, `attempts` times in all.
+Waiting for an engine has no time limit here.
 """
 
 import asyncio

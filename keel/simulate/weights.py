@@ -3,6 +3,7 @@
 The order of things is that of `keel/run/publishing.py`: weights are taken while the trainer must not change them, then
 given to the engines, one publication at a time. A folder is written once and read by every engine; a broadcast goes
 from engine to engine layer by layer, and takes as long as over one link; a copy in one process takes its fixed time.
+Engines sample on until the new weights are live, in all of them at the same moment, or are drained first.
 """
 
 import asyncio
@@ -22,7 +23,6 @@ class Publisher:
         self._assumed, self._fleet, self._told = assumed, fleet, told
         self._broadcast = settings.publish.way == "broadcast"
         self._drain = settings.publish.in_flight == "drain"
-        self._pooled = settings.engine.kind == "pool"
         # weights that arrive while the next batch is taken make it that much older, which its limit has to allow
         self._overlap = 2 * settings.engine.publish_every - 1 <= settings.scheduler.max_off_policy_steps
         self._taking: asyncio.Task[None] | None = None
@@ -50,10 +50,9 @@ class Publisher:
     async def _give(self, taking: "asyncio.Task[None]", version: int) -> None:
         await taking
         up = [engine for engine in self._fleet.engines if engine.up]
-        if self._pooled or self._drain:
+        if self._drain:
             for engine in up:
                 engine.welcome(False)
-        if self._drain:
             await asyncio.gather(*(engine.empty() for engine in up))
         await asyncio.sleep(self._fleet.load_seconds(len(up)))
         self._fleet.version = version
