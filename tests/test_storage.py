@@ -120,6 +120,15 @@ def test_a_refused_run_can_be_opened_once_it_is_mended(run: Path) -> None:
     RunFolder.open(run).close()
 
 
+@pytest.mark.parametrize("part", ["run.db-wal", "checkpoints/step_3", "rollouts/step_000001.parquet"])
+def test_a_new_run_does_not_begin_among_the_parts_of_one_whose_ledger_is_gone(tmp_path: Path, part: str) -> None:
+    path = tmp_path / "run" / part
+    path.parent.mkdir(parents=True)
+    path.touch()
+    with pytest.raises(ConfigError, match=rf"holds {part} of a run whose run\.db is gone"):
+        RunFolder.create(tmp_path / "run", loaded(tmp_path / "run"))
+
+
 def test_a_disk_that_is_full_is_named_with_what_to_do(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "run.db", create=True)
     ledger._db.execute("PRAGMA max_page_count = 30")

@@ -59,6 +59,12 @@ class RunFolder:
         """A new run. The folder must not hold one."""
         if (path / "run.db").exists():
             raise ConfigError(f"{path} holds a run; go on with it by --resume {path}, or choose another --run")
+        # its log would be taken for the new ledger's, and its checkpoints for the new run's
+        parts = (path / "run.db-wal", *path.glob("checkpoints/step_*"), *path.glob("rollouts/step_*"))
+        if left := [part.relative_to(path) for part in parts if part.exists()]:
+            raise ConfigError(
+                f"{path} holds {left[0]} of a run whose run.db is gone; restore it from a copy, or choose another --run"
+            )
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -149,7 +149,7 @@ def ledger(world: World, folder: Path, file: str, how: Harm, chance: random.Rand
     if not path.exists():
         return Result("damaged ledger")
     harm(path, how, chance)
-    life = twin.start()
+    life = twin.start(again=True)
     life.wait(ENDS)
     if life.code == 0:
         if ends(twin, life, result):

@@ -87,11 +87,11 @@ class World:
         self.words += ['--engine.kind="pool"', f"--pool.urls={_toml(list(urls))}"]
         self.words += [f"--pool.{name}={_toml(value)}" for name, value in {**POOL, **changes}.items()]
 
-    def start(self, *more: str, largest_file: int | None = None) -> Life:
+    def start(self, *more: str, largest_file: int | None = None, again: bool = False) -> Life:
         """The next life of the trainer: a new run, or the same one again."""
         self._count += 1
         words = [str(self.recipe), "--run", str(self.run), *self.words]
-        if (self.run / "run.db").exists():
+        if again or (self.run / "run.db").exists():
             words = ["--resume", str(self.run)]
         log = self.folder / f"life_{self._count}.log"
         return self.lives.start(["train", *words, *more, "--json"], log, largest_file=largest_file)
