@@ -95,12 +95,12 @@ def test_weights_and_adapters_are_loaded_into_all_members(run: Any, tmp_path: Pa
         apps = [build_app(fake, TOKENIZER, model="tiny", roots=ANYWHERE) for fake in fakes]
         urls = [stack.enter_context(serving(app)) for app in apps]
         code, out, _ = run(*urls, "--load", folder, "--version", "5")
-        assert code == 0 and out.count(" ready        5 ") == 2
+        assert code == 0 and len(re.findall(r" ready +5 ", out)) == 2
         (tmp_path / "adapter_config.json").write_text("{}")
         assert run(*urls, "--load", folder, "--version", "6", "--drain")[0] == 0
         fakes[0].fail = lambda: EngineError("the disk is gone")
         code, out, _ = run(*urls, "--load", folder, "--version", "7", "--interval", "0.2")
-        assert code == 1 and "the disk is gone" in out and out.count(" ready        7 ") == 1
+        assert code == 1 and "the disk is gone" in out and len(re.findall(r" ready +7 ", out)) == 1
         fakes[1].fail = fakes[0].fail
         code, _, err = run(*urls, "--load", folder, "--version", "8")
         assert code == 2 and "no member loaded version 8" in err
@@ -113,7 +113,7 @@ def test_a_vllm_member_takes_weights_too(run: Any, tmp_path: Path) -> None:
         refused = run(url, "--load", str(tmp_path), "--version", "5")
         assert refused[0] == 2 and "is no keel server" in refused[2]
         code, out, _ = run(url, "--server", "vllm", "--load", str(tmp_path), "--version", "5")
-    assert code == 0 and " ready        5 " in out
+    assert code == 0 and re.search(r" ready +5 ", out)
     assert vllm.weights == str(tmp_path.resolve())
 
 

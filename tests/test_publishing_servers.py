@@ -110,7 +110,7 @@ def test_answers_under_way_are_drained_or_go_on_by_setting(drain: bool, pair: li
 
         async def roll(seed: int) -> None:
             # no end of turn: answers are as long as they may be, and some are under way at any moment
-            sampling = Sampling(max_tokens=150, seed=seed, temperature=1.0)
+            sampling = Sampling(max_tokens=100, seed=seed, temperature=1.0)
             while not over.is_set():
                 found.append(set((await pool.generate(PROMPT, sampling)).versions))
 
@@ -119,7 +119,7 @@ def test_answers_under_way_are_drained_or_go_on_by_setting(drain: bool, pair: li
             await all_ready(pool)
             rolling = [asyncio.create_task(roll(seed)) for seed in range(8)]
             async with asyncio.timeout(60):
-                for number in range(6):
+                for number in range(4):
                     await asyncio.sleep(0.1)
                     await publisher.publish(version + 10 * number)
                 over.set()
@@ -130,7 +130,7 @@ def test_answers_under_way_are_drained_or_go_on_by_setting(drain: bool, pair: li
         return found
 
     found = asyncio.run(scene())
-    assert set.union(*found) >= {30, version + 40}
+    assert set.union(*found) >= {30, version + 20}
     assert drain == all(len(versions) == 1 for versions in found)
 
 

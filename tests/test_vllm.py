@@ -119,7 +119,7 @@ class StandIn:
 
     async def pause(self, body: dict[str, Any]) -> Response:
         self._resumed.clear()
-        if body["mode"] == "abort":
+        if body.get("mode", "abort") == "abort":
             self._aborting.set()
         while self.running:
             await asyncio.sleep(0.001)

@@ -31,6 +31,7 @@ JOIN = 30.0
 LAYER = 120.0
 """Seconds that one layer may take."""
 _ALIGNED = 16
+_dist: Any = dist  # its annotations lack the names that its documentation gives
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DTYPES = {str(kind).removeprefix("torch."): kind for kind in (*_FLOATS, torch.int64, torch.int32, torch.bool)}
 _NUMBERED = re.compile(r"^.*?\.\d+(?=\.)")
@@ -75,7 +76,7 @@ class Sender:
 
     def send(self, receivers: int) -> int:
         """Wait for so many receivers and send everything to those that come; how many did. Blocks: for a thread."""
-        store = dist.TCPStore(
+        store = _dist.TCPStore(
             self._address,
             self.port,
             is_master=True,
@@ -118,7 +119,7 @@ def receive(
     try:
         # the store would try to reach a port that nobody listens on for a minute
         socket.create_connection((sender, seat.port), JOIN).close()
-        store = dist.TCPStore(sender, seat.port, timeout=timedelta(seconds=JOIN), wait_for_workers=False)
+        store = _dist.TCPStore(sender, seat.port, timeout=timedelta(seconds=JOIN), wait_for_workers=False)
         try:
             table = _read_table(store.get("table"))
             fits({each.name: torch.empty(each.shape, dtype=each.dtype, device="meta") for each in table})
@@ -158,15 +159,15 @@ def layers(table: Sequence[Entry]) -> list[list[Entry]]:
 @contextlib.contextmanager
 def _group(backend: str, store: Any, rank: int, size: int, address: str) -> Iterator[Any]:
     """A process group of its own, apart from any that the process is in; broken off when the block fails."""
-    apart = dist.PrefixStore("weights", store)
+    apart = _dist.PrefixStore("weights", store)
     limit = timedelta(seconds=LAYER)
     if backend == "nccl":
-        nccl: Any = dist.ProcessGroupNCCL
+        nccl = _dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = limit
         group = nccl(apart, rank, size, options)
     else:
-        gloo: Any = dist.ProcessGroupGloo
+        gloo = _dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = limit
         # by its address and not by the machine's name, which may lead elsewhere
@@ -180,7 +181,7 @@ def _group(backend: str, store: Any, rank: int, size: int, address: str) -> Iter
 
 
 def _broadcast(group: Any, buffer: Tensor) -> None:
-    options = dist.BroadcastOptions()
+    options = _dist.BroadcastOptions()
     options.rootRank = 0
     group.broadcast([buffer], options).wait()
 
