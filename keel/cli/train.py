@@ -114,6 +114,7 @@ def _folder(args: argparse.Namespace, place: "Place | None") -> "RunFolder":
 
 def _train(folder: "RunFolder", json: bool, listener: socket.socket | None, place: "Place | None") -> int:
     from keel.cli.progress import display
+    from keel.run.ending import complete
     from keel.run.loop import Run
     from keel.run.observer import Several
     from keel.run.sinks import open_sinks
@@ -126,7 +127,7 @@ def _train(folder: "RunFolder", json: bool, listener: socket.socket | None, plac
         observer = Several(open_sinks(folder, shown.notice), exporter, shown)
         try:
             going = Run(folder, observer, abandon=_abandon, place=place)
-            asyncio.run(_watched(going))
+            complete(_watched(going))
             text = summary(folder)
             if folder.ledger.get("status") == "stopped":
                 text += f"\nstopped    after step {going.step}; go on with: keel train --resume {folder.path}"

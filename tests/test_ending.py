@@ -1,0 +1,49 @@
+"""A command ends when its work does, whatever was left running."""
+
+import asyncio
+import time
+
+import pytest
+
+from keel.run import ending
+from keel.run.ending import complete
+
+
+def test_what_it_returns_or_raises_is_handed_on() -> None:
+    async def gives() -> int:
+        return 7
+
+    async def raises() -> None:
+        raise LookupError("no")
+
+    assert complete(gives()) == 7
+    with pytest.raises(LookupError):
+        complete(raises())
+
+
+def test_a_task_that_ignores_its_end_is_left_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "MOMENT", 0.2)
+    ended = []
+
+    async def deaf() -> None:
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                continue
+
+    async def polite() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("polite")
+
+    async def work() -> str:
+        kept.extend([asyncio.ensure_future(deaf()), asyncio.ensure_future(polite())])
+        await asyncio.sleep(0.01)
+        return "done"
+
+    kept: list[asyncio.Future[None]] = []
+    began = time.monotonic()
+    assert complete(work()) == "done"
+    assert time.monotonic() - began < 5 and ended == ["polite"]
