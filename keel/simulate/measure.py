@@ -27,6 +27,7 @@ from keel.simulate.fleet import max_batch_of
 from keel.simulate.world import ranks_of
 
 FAILURES = ("exception", "timeout", "empty", "engine", "over_length")
+FATES = "SELECT coalesce(reason, fate), count(*) FROM rollouts GROUP BY 1"
 COLUMNS = ["group", "member", "attempt", "fate", "reason", "turns", "seconds", "ended", "trainable"]
 FEWEST = 3
 """Steps that a run must have for anything to be said of it; the first is not counted."""
@@ -72,9 +73,17 @@ def read(run: Path) -> tuple[RunSettings, dict[str, Any], Observed]:
     return settings, found, _observed(run, settings, steps)
 
 
+def _query(run: Path, words: str) -> list[Any]:
+    """Read-only: the run may be going on."""
+    try:
+        with closing(sqlite3.connect(f"{(run / 'run.db').resolve().as_uri()}?mode=ro", uri=True)) as db:
+            return db.execute(words).fetchall()
+    except sqlite3.Error as error:
+        raise KeelError(f"--from {run}: run.db cannot be read: {error}") from None
+
+
 def _steps(run: Path) -> list[dict[str, float]]:
-    with closing(sqlite3.connect(f"{(run / 'run.db').resolve().as_uri()}?mode=ro", uri=True)) as db:
-        rows = db.execute("SELECT step, time, stepped, numbers FROM steps ORDER BY step").fetchall()
+    rows = _query(run, "SELECT step, time, stepped, numbers FROM steps ORDER BY step")
     return [{**json.loads(text), "step": step, "time": at, "stepped": done} for step, at, done, text in rows]
 
 
@@ -154,14 +163,14 @@ def _trainer(
 
 def _fates(run: Path) -> dict[str, Any]:
     """How often rollouts fail, and groups have no signal."""
-    with closing(sqlite3.connect(f"{(run / 'run.db').resolve().as_uri()}?mode=ro", uri=True)) as db:
-        counts = dict(db.execute("SELECT coalesce(reason, fate), count(*) FROM rollouts GROUP BY 1").fetchall())
-        groups = dict(
-            db.execute(
-                "SELECT coalesce(reason, fate), count(DISTINCT \"group\") FROM rollouts WHERE reason = 'no_signal' OR"
-                " fate = 'trained' GROUP BY 1"
-            ).fetchall()
+    counts = dict(_query(run, FATES))
+    groups = dict(
+        _query(
+            run,
+            "SELECT coalesce(reason, fate), count(DISTINCT \"group\") FROM rollouts WHERE reason = 'no_signal' OR"
+            " fate = 'trained' GROUP BY 1",
         )
+    )
     ended = sum(count for reason, count in counts.items() if reason not in ("closed", "restart", "group_dropped"))
     failed = sum(counts.get(kind, 0) for kind in FAILURES)
     return {
@@ -176,9 +185,7 @@ def _observed(run: Path, settings: RunSettings, steps: Sequence[dict[str, float]
         for before, later in pairwise(steps[1:])
         if not _interrupted(settings, int(before["step"]))
     ]
-    with closing(sqlite3.connect(f"{(run / 'run.db').resolve().as_uri()}?mode=ro", uri=True)) as db:
-        rows = db.execute("SELECT coalesce(reason, fate), count(*) FROM rollouts GROUP BY 1").fetchall()
-    counts = {reason: count for reason, count in rows if reason not in ("closed", "restart")}
+    counts = {reason: count for reason, count in _query(run, FATES) if reason not in ("closed", "restart")}
     tokens = sum(one.get("tokens", 0.0) for one in steps[1:])
     return Observed(
         steps=len(steps),

@@ -116,6 +116,7 @@ class World:
         steps: list[Step] = []
         for number in range(1, count + 1):
             steps.append(await self._step(number, scheduler, fleet, publisher))
+            self._halt_if_barren(steps)
             self._watch(number, count)
         await publisher.live()
         fleet.close()
@@ -156,6 +157,14 @@ class World:
             return taking.result()
         except NothingToTrain as halt:
             raise KeelError(f"the simulated run stops at step {number}, as a real one would: {halt}") from None
+
+    def _halt_if_barren(self, steps: list[Step]) -> None:
+        limit = self._settings.scheduler.halt_after
+        if limit is not None and len(steps) >= limit and not any(step.rollouts for step in steps[-limit:]):
+            raise KeelError(
+                f"the simulated run stops at step {len(steps)}, as a real one would: {limit} steps in a row trained"
+                f" nothing (scheduler.halt_after = {limit}); look at no_signal = {self._assumed.no_signal:g}"
+            )
 
     def _dispatched(self) -> None:
         self._patience -= 1
