@@ -8,6 +8,7 @@ settings: a `config.toml` that was edited is another run's until that is allowed
 
 import contextlib
 import difflib
+import errno
 import fcntl
 import importlib.metadata
 import os
@@ -27,6 +28,8 @@ from keel.errors import ConfigError, KeelError, StorageError
 from keel.policy.files import TEMPORARY, replace_file, write_json
 from keel.run.ledger import Ledger
 
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+"""What an operating system says of a disk that is full or broken."""
 PARTS = ("keel-rl", "torch", "transformers", "peft", "safetensors", "tokenizers", "renderers", "numpy", "pyarrow")
 
 
@@ -35,6 +38,8 @@ class RunFolder:
 
     def __init__(self, path: Path, settings: RunSettings, lock: IO[str], ledger: Ledger) -> None:
         self.path, self.settings, self.ledger = path, settings, ledger
+        self.changed = False
+        """Whether it goes on by other settings than before."""
         self._lock = lock
 
     @property
@@ -119,7 +124,9 @@ class RunFolder:
                 if changes:
                     ledger.set("config", _write_config(path, after))
                 _clear(path)
-                return cls(path, after.settings, lock, ledger)
+                opened = cls(path, after.settings, lock, ledger)
+                opened.changed = bool(changes)
+                return opened
             except BaseException:
                 ledger.close()
                 raise

@@ -8,7 +8,6 @@ The loop decides nothing about groups, gates or tokens: those are the scheduler'
 """
 
 import asyncio
-import errno
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -32,7 +31,7 @@ from keel.run import records, scoring
 from keel.run.engines import Sampler, sampler
 from keel.run.episodes import Episodes, arenas
 from keel.run.evaluate import Evaluation, evaluate
-from keel.run.folder import RunFolder
+from keel.run.folder import DISK, RunFolder
 from keel.run.live import Live
 from keel.run.observer import Observer, Silent
 from keel.run.records import Row
@@ -45,10 +44,6 @@ Done = TypeVar("Done")
 
 LOOK = 0.5
 """Seconds between two looks at what is being waited for."""
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
-"""What an operating system says of a disk that is full or broken."""
-SELDOM = 10
-"""Steps with the same complaint for each time that it is made."""
 LATE = 60.0
 """Seconds after its time limit at which an episode that ignores it is given up."""
 
@@ -158,10 +153,10 @@ class Run:
         numbers = await asyncio.to_thread(self._record, batch, rows, report, schedule, times, began)
         self.observer.step(self.step, numbers)
         if strange := scoring.mismatch(numbers):
-            if self._strange % SELDOM == 0:
+            if self._strange % scoring.SELDOM == 0:
                 self.observer.notice(f"step {self.step}: {strange}")
             self._strange += 1
-        self._halt_if_barren()
+        scoring.halt_if_barren(self.ledger, self.step, self.settings.scheduler.halt_after)
         if report is not None and report.stepped and self.version % self.settings.engine.publish_every == 0:
             await self._telling("publishing", engine.publish(self.version))
         if self.step % self.settings.checkpoints.every == 0:
@@ -322,7 +317,8 @@ class Run:
     def _replay(self, saved: int) -> None:
         """Train the committed steps after a checkpoint again, on the tokens that they were trained on."""
         for row in self.ledger.steps(after=saved):
-            self.observer.notice(f"step {row.step} is trained again from its record")
+            how = ", with the settings as they are now" if self.folder.changed else ""
+            self.observer.notice(f"step {row.step} is trained again from its record{how}")
             self._watchdog.say(f"training step {row.step} again")
             self._watchdog.progress()
             rows = records.read(records.path_of(self.folder.rollouts, row.step), self.ledger.record_of(row.step))
@@ -401,17 +397,3 @@ class Run:
                 if token not in self._pieces:
                     self._pieces[token] = tokenizer.decode([token])
         return self._pieces
-
-    def _halt_if_barren(self) -> None:
-        limit = self.settings.scheduler.halt_after
-        last = self.ledger.steps(after=self.step - limit) if limit is not None else []
-        if limit is not None and len(last) == limit and not any(row.stepped for row in last):
-            raise KeelError(
-                f"{limit} steps in a row trained nothing (scheduler.halt_after = {limit}); refused in the last one:"
-                f' {_reasons(last[-1].numbers)}; look at the rewards, or set advantages.no_signal = "train"'
-            )
-
-
-def _reasons(numbers: Mapping[str, float]) -> str:
-    found = [f"{name.removeprefix('refused/')} {v:.0f}" for name, v in numbers.items() if name.startswith("refused/")]
-    return ", ".join(found) or "nothing"

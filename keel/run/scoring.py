@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from keel.config import AdvantageSettings
+from keel.errors import KeelError
 from keel.rollout.groups import Group, Refusal
 from keel.rollout.ledger import Batch
 from keel.rollout.rollout import Rollout
-from keel.run.ledger import Fate
+from keel.run.ledger import Fate, Ledger
 from keel.run.records import Row
 from keel.signal import MovingBaseline, advantages
 
@@ -23,6 +24,8 @@ NO_SIGNAL = "no_signal"
 APART = 0.02
 """Nats a token. bfloat16 against float32 is 40 times below it (0.026 apart in the mean), and a constant error of 0.2 in
 each log-prob reaches it."""
+SELDOM = 10
+"""Steps with the same complaint for each time that it is made."""
 _BY_GROUP = ("group_mean", "group_mean_std", "leave_one_out", "mean_normalised")
 
 
@@ -103,6 +106,19 @@ def mismatch(numbers: Mapping[str, float]) -> str | None:
         f"the sampler's log-probs are not those of the policy: mismatch_kl = {apart:.2g} on tokens of the very version"
         f" that trains (below {APART:g} is rounding); the gates dropped {100 * numbers.get('is_masked', 0.0):.0f} % of"
         " the tokens; look at the engine's temperature, its dtype and the weights that it holds"
+    )
+
+
+def halt_if_barren(ledger: Ledger, step: int, limit: int | None) -> None:
+    """Raise when the last so many steps trained nothing: more of the same would not either."""
+    last = ledger.steps(after=step - limit) if limit is not None else []
+    if limit is None or len(last) < limit or any(row.stepped for row in last):
+        return
+    told = last[-1].numbers.items()
+    reasons = [f"{name.removeprefix('refused/')} {count:.0f}" for name, count in told if name.startswith("refused/")]
+    raise KeelError(
+        f"{limit} steps in a row trained nothing (scheduler.halt_after = {limit}); refused in the last one:"
+        f' {", ".join(reasons) or "nothing"}; look at the rewards, or set advantages.no_signal = "train"'
     )
 
 

@@ -66,6 +66,7 @@ class Suite:
             lambda at: scenes.wire(self.lives, at, "error 500", share=1.0, stall=8),
         )
         yield "engine, all: hang, for ever", lambda at: scenes.wire(self.lives, at, "hang", share=1.0, stall=12)
+        yield "engine, all: hang when it is given weights", lambda at: scenes.deaf_to_weights(self.lives, at)
         yield "full disk (tmpfs, ENOSPC), then room again", self._full
         yield "a file that cannot grow (RLIMIT_FSIZE, EFBIG), then it can", self._limited
         yield "damaged checkpoint: the newest, or all", self._checkpoints

@@ -61,13 +61,14 @@ SLOW, FOR_EVER = 1.5, 3600.0
 class Proxy:
     """Stands before `upstream` for as long as the block lasts."""
 
-    def __init__(self, upstream: str, faults: Sequence[str], share: float, seed: int = 0) -> None:
-        """`share` of the answers meets one of the faults."""
+    def __init__(self, upstream: str, faults: Sequence[str], share: float, path: str = "/v1/completions") -> None:
+        """`share` of the answers at `path` meets one of the faults."""
         if unknown := set(faults) - {*SPOILT, *LOST}:
             raise ValueError(f"there is no fault called {', '.join(unknown)}")
         host, _, port = upstream.removeprefix("http://").partition(":")
         self._upstream = (host, int(port))
-        self._faults, self._share, self._chance = list(faults), share, random.Random(seed)
+        self._faults, self._share, self._chance = list(faults), share, random.Random(0)
+        self._path = path.encode()
         self.injected, self.url = 0, ""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -95,7 +96,7 @@ class Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head, body = await _message(reader)
-            spoil = b"/v1/completions" in head.split(b"\r\n")[0] and self._chance.random() < self._share
+            spoil = self._path in head.split(b"\r\n")[0] and self._chance.random() < self._share
             fault = self._chance.choice(self._faults) if spoil else ""
             self.injected += spoil
             if fault == "dropped connection":
