@@ -44,6 +44,8 @@ class Case:
     scale: float = 0.6
     dtype: torch.dtype = torch.float64
     value_width: int = WIDTH
+    turned: bool = False
+    """Whether the tokens lie side by side in memory, and not the numbers of a head."""
 
     def __post_init__(self) -> None:
         chance = torch.Generator().manual_seed(len(self.tree))
@@ -54,6 +56,9 @@ class Case:
         size = len(self.tree)
         shapes = [(self.heads, WIDTH), (self.key_heads, WIDTH), (self.key_heads, self.value_width)]
         self.states = [normal(1, heads, size, width) for heads, width in shapes]
+        if self.turned:
+            self.states = [normal(1, heads, width, size).detach().transpose(2, 3) for heads, width in shapes]
+            self.states = [state.requires_grad_() for state in self.states]
         self.aux = [normal(self.heads)] if self.sinks else []
         self.outer = normal(1, size, self.heads, self.value_width).detach()
 
@@ -101,6 +106,7 @@ def small_blocks(patch: pytest.MonkeyPatch, stride: int, longest: int, call: int
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "values of another width": {"value_width": 3},
+    "laid out otherwise": {"turned": True},
     "one key head": {"key_heads": 1},
     "a key head each": {"key_heads": 4},
     "window": {"window": 4},

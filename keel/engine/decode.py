@@ -211,7 +211,10 @@ def decode_attention(
         _prefill(node, layer, query[:, :, here], rule, out[here])
         first += len(node)
     if decode.count:
-        _rows(decode, layer, query[:, :, first:], key[:, first:], value[:, first:], rule, out[first:])
+        here = slice(first, first + decode.count)
+        _rows(decode, layer, query[:, :, here], key[:, here], value[:, here], rule, out[here])
+        first += decode.count
+    out[first:] = 0  # what the step was filled up with
     return out[None], None
 
 

@@ -1,4 +1,4 @@
-"""Linear layers that read the same input computed as one, and a wide output head in pieces that stay in the cache.
+"""Linear layers computed the way a CPU does few rows fastest: those that read the same input as one, weight first.
 
 Which layers read the same input is seen in a forward pass, not taken from their names. The parameters stay where they
 are and become views of the fused weight: nothing is held twice, and whatever copies new weights into them in place goes
@@ -14,8 +14,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-HEAD = 1024
-"""Words of the output head at once: measured 10 to 20 % faster on CPU than all 49152 in one product."""
+WORDS = 2048
+"""Words of a wide output head at once: what a piece gives is turned round while it is in the cache."""
+
+
+def product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """states @ weight.T + bias; on CPU by weight @ states.T, and laid out like that.
+
+    The threads share the rows of the first factor: of 64 states there are too few, of a weight there are many.
+    Measured on two cores, 64 states: 125 GFLOP/s in place of 75 to 110, the output head 105 in place of 60.
+    """
+    if states.device.type != "cpu" or states.dtype != torch.float32:
+        return functional.linear(states, weight, bias)
+    flat = states.reshape(-1, states.shape[-1]).t()
+    if len(weight) >= 4 * WORDS:
+        out = flat.new_empty(flat.shape[1], len(weight))  # whoever samples looks along the words
+        for first in range(0, len(weight), WORDS):
+            out[:, first : first + WORDS] = torch.mm(weight[first : first + WORDS], flat).t()
+    else:
+        out = torch.mm(weight, flat).t()
+    if bias is not None:
+        out += bias
+    return out.view(*states.shape[:-1], -1)
 
 
 class Shared:
@@ -59,7 +79,7 @@ class Group:
             layer.forward = partial(self.shared.part, number)  # type: ignore[method-assign]
 
     def _whole(self, states: Tensor) -> Tensor:
-        return functional.linear(states, self.weight, self.bias)
+        return product(states, self.weight, self.bias)
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -94,14 +114,15 @@ class Group:
 
 
 class Fused:
-    """The groups of a network."""
+    """The groups of a network, and its other linear layers."""
 
     def __init__(self, network: Any, run: Callable[[], object]) -> None:
         """`run` is a forward pass, in which the layers are watched."""
         self.groups = [Group(layers) for layers in _siblings(network, run)]
-        self.head = _head(network)
-        if self.head is not None:
-            self.head.forward = partial(_in_pieces, self.head)  # type: ignore[method-assign]
+        grouped = {layer for group in self.groups for layer in group.layers}
+        self.others = [layer for layer in network.modules() if type(layer) is nn.Linear and layer not in grouped]
+        for layer in self.others:
+            layer.forward = partial(_alone, layer)  # type: ignore[method-assign]
 
     def check(self) -> None:
         """After weights were changed: whoever put others in place of them, instead of copying, is followed."""
@@ -112,9 +133,13 @@ class Fused:
     def undo(self) -> None:
         for group in self.groups:
             group.undo()
-        if self.head is not None:
-            del self.head.forward
-        self.groups, self.head = [], None
+        for layer in self.others:
+            del layer.forward
+        self.groups, self.others = [], []
+
+
+def _alone(layer: nn.Linear, states: Tensor) -> Tensor:
+    return product(states, layer.weight, layer.bias)
 
 
 def _siblings(network: Any, run: Callable[[], object]) -> list[list[nn.Linear]]:
@@ -148,20 +173,3 @@ def _siblings(network: Any, run: Callable[[], object]) -> list[list[nn.Linear]]:
         for layers in groups.values()
         if len(layers) > 1 and all(calls[one] == 1 and owners[one.weight.data_ptr()] == 1 for one in layers)
     ]
-
-
-def _head(network: Any) -> nn.Linear | None:
-    head = network.get_output_embeddings()
-    wide = type(head) is nn.Linear and head.out_features >= 4 * HEAD
-    return head if wide and head.weight.device.type == "cpu" else None
-
-
-def _in_pieces(head: nn.Linear, states: Tensor) -> Tensor:
-    flat = states.reshape(-1, states.shape[-1])
-    out = flat.new_empty(len(flat), head.out_features)
-    for first in range(0, head.out_features, HEAD):
-        piece = slice(first, first + HEAD)
-        torch.mm(flat, head.weight[piece].t(), out=out[:, piece])
-    if head.bias is not None:
-        out += head.bias
-    return out.view(*states.shape[:-1], -1)

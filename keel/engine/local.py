@@ -157,6 +157,11 @@ class LocalEngine:
     async def version(self) -> int:
         return self._version
 
+    @property
+    def computing(self) -> bool:
+        """Whether there is an answer to decode."""
+        return self._batch.busy
+
     async def health(self) -> Health:
         return Health(
             ready=not self._closed,

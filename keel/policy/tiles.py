@@ -85,6 +85,7 @@ class TileAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiled: tuple[list[Tile], list[Tile]], scale: float
     ) -> Tensor:
         squares, rectangles = tiled
+        query, key, value = map(_dense, (query, key, value))
         grouped, keys, values = _grouped(query, key, value)
         groups, each, size, width = grouped.shape
         out, norm = query.new_empty(size, groups * each, width), query.new_empty(groups, each, size)
@@ -107,7 +108,7 @@ class TileAttention(torch.autograd.Function):
         query, key, value, out, norm = ctx.saved_tensors
         (squares, rectangles), scale = ctx.rest
         grouped, keys, values = _grouped(query, key, value)
-        mixed, outer = _by_head(out, grouped), _by_head(outer, grouped)
+        mixed, outer = _by_head(out, grouped), _by_head(_dense(outer), grouped)
         d_query, d_key, d_value = torch.empty_like(grouped), torch.zeros_like(key), torch.zeros_like(value)
         for tile in squares + rectangles:
             here, there = tile.queries, tile.keys
@@ -130,6 +131,11 @@ class TileAttention(torch.autograd.Function):
             d_key[:, there] += of_keys.sum(1)
             d_value[:, there] += of_values.sum(1)
         return d_query.view_as(query), d_key, d_value, None, None
+
+
+def _dense(state: Tensor) -> Tensor:
+    """With the numbers of a head side by side: the kernel takes that for granted, and is wrong without a word else."""
+    return state if state.stride(-1) == 1 else state.contiguous()
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,6 +20,7 @@ import torch
 from keel.config import ReferenceSettings
 from keel.errors import KeelError, SignalRefused, StepRefused, StorageError
 from keel.policy import Checkpoints, StepReport, Trainer
+from keel.policy.allocator import keep_memory
 from keel.policy.crew import Crew
 from keel.policy.files import hash_file
 from keel.policy.world import Place
@@ -93,6 +94,7 @@ class Run:
         """From where the run is to its end, or to where it was told to stop."""
         self.ledger.set_status("running")
         try:
+            keep_memory(self.settings.trainer.keep_memory)
             with self._watchdog, self._crew:
                 await asyncio.to_thread(self._prepare)
                 self._watchdog.say("starting the engine")
