@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
 from policy_strategies import LORA, tiny
+from run_world import train
 
 from keel.config import PoolSettings, Sampling, load
 from keel.engine.client import HttpEngine
@@ -18,6 +20,7 @@ from keel.engine.local import LocalEngine
 from keel.engine.server import build_app
 from keel.errors import ConfigError
 from keel.manifest import check
+from keel.policy import Trainer
 from keel.rollout.pool import Pool
 from keel.run.publishing import Copied, Folder, Publisher
 from keel.wire import Engine, EngineError
@@ -216,8 +219,8 @@ def test_a_folder_is_sealed_and_the_last_two_stay(lora: bool, tmp_path: Path) ->
     async def scene() -> None:
         for version in (2, 3, 4):
             way.take(version)
-            check(way.path(version))
             await way.give(engine, version, drain=False)
+            check(way.path(version))
 
     asyncio.run(scene())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version_3", "version_4"]
@@ -294,6 +297,40 @@ def test_rollouts_finish_while_weights_are_loaded_whoever_is_slow(slow: int, tmp
             engine.may_load = may_load if number < slow else _always()
             urls.append(stack.enter_context(serving(build_app(engine, TOKENIZER, model="tiny", roots=ANYWHERE))))
         asyncio.run(scene(urls))
+
+
+def test_a_run_trains_on_while_weights_travel_and_never_while_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real run and its ways, slowed down: giving lasts until the next update of the trainer has begun."""
+    take, give, step = Folder.take, Folder.give, Trainer.step
+    reading, begun = threading.Event(), threading.Event()
+    trained_on: list[int] = []
+
+    def slow_take(way: Folder, version: int) -> None:
+        begun.clear()
+        reading.set()
+        time.sleep(0.2)
+        take(way, version)
+        reading.clear()
+
+    async def slow_give(way: Folder, engine: Engine, version: int, *, drain: bool) -> None:
+        assert not reading.is_set()
+        if version < 3 and await asyncio.to_thread(begun.wait, 20):
+            trained_on.append(version)
+        await give(way, engine, version, drain=drain)
+
+    def watched_step(trainer: Trainer, *given: Any, **more: Any) -> Any:
+        assert not reading.is_set(), "weights that are being read were trained"
+        begun.set()
+        return step(trainer, *given, **more)
+
+    monkeypatch.setattr(Folder, "take", slow_take)
+    monkeypatch.setattr(Folder, "give", slow_give)
+    monkeypatch.setattr(Trainer, "step", watched_step)
+    watcher = train(tmp_path / "run", steps=4, publish__way="folder", evaluation__when="never")
+    assert list(watcher.steps) == [1, 2, 3, 4]
+    assert trained_on, "the next step was trained before the weights of this one were live"
 
 
 def _always() -> threading.Event:

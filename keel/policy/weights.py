@@ -52,6 +52,11 @@ def write_weights(folder: Path, model: Model, **more: Any) -> None:
         tensors = gather(model, adapter=True)
     if model.world is not None and model.world.rank:
         return
+    write_taken(folder, model, tensors, **more)
+
+
+def write_taken(folder: Path, model: Model, tensors: dict[str, torch.Tensor] | None, **more: Any) -> None:
+    """The same with weights that `gather` gave: training may go on meanwhile. None: all that the network has."""
     write_json(folder / IDENTITY, identity(model) | more)
     if model.peft is None:
         write_network(folder, model.network, model.tokenizer, model.source.folder, tensors)

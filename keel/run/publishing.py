@@ -18,7 +18,7 @@ from torch import Tensor
 from keel.errors import ModelError
 from keel.policy.files import discard, new_folder, seal
 from keel.policy.model import Model
-from keel.policy.weights import full_state, write_weights
+from keel.policy.weights import full_state, gather, write_taken
 from keel.wire import Engine
 
 Done = TypeVar("Done")
@@ -59,28 +59,36 @@ class Copied:
 class Folder:
     """By a folder on a path that both sides see: the adapter alone with LoRA, all weights otherwise.
 
-    It is written under a temporary name, synced, sealed by a manifest and renamed; engines check the manifest before
-    they load. The folder before the newest stays, because a slow engine may still be reading it.
+    The weights are copied, so that training need not wait for the disk. The folder is written under a temporary name,
+    synced, sealed by a manifest and renamed; engines check the manifest before they load. The one before the newest
+    stays, because a slow engine may still be reading it.
     """
 
     def __init__(self, model: Model, folder: Path) -> None:
         self._model, self._folder = model, folder
+        self._taken: dict[str, Tensor] = {}
         self._before: int | None = None
 
     def take(self, version: int) -> None:
+        del version
+        self._taken = gather(self._model, adapter=self._model.peft is not None)
+
+    async def give(self, engine: Engine, version: int, *, drain: bool) -> None:
+        await asyncio.to_thread(self._write, version)
+        load = engine.load_weights if self._model.peft is None else engine.load_adapter
+        await load(str(self.path(version).resolve()), version, drain=drain)
+        await asyncio.to_thread(self._clear, {version, self._before})
+        self._before = version
+
+    def _write(self, version: int) -> None:
         target = self.path(version)
         if target.is_dir():
             # of an earlier life of the run, which may have been trained otherwise
             discard(target)
         with new_folder(target) as folder:
-            write_weights(folder, self._model)
+            write_taken(folder, self._model, self._taken)
             seal(folder)
-
-    async def give(self, engine: Engine, version: int, *, drain: bool) -> None:
-        load = engine.load_weights if self._model.peft is None else engine.load_adapter
-        await load(str(self.path(version).resolve()), version, drain=drain)
-        await asyncio.to_thread(self._clear, {version, self._before})
-        self._before = version
+        self._taken = {}
 
     def path(self, version: int) -> Path:
         return self._folder / f"version_{version}"
