@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-PATIENCE = 240
+PATIENCE = 300
 """Seconds after which a launch that does not end is killed."""
 
 RECIPE = """
@@ -57,7 +57,13 @@ class Ray:
 
     def __init__(self) -> None:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_urlsafe(32)}
-        self.environment = {**os.environ, **token, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+        self.environment = {
+            **os.environ,
+            **token,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
+            "OMP_NUM_THREADS": "1",
+        }
         self._head = subprocess.Popen(
             [sys.executable, "-c", HEAD],
             stdin=subprocess.PIPE,
@@ -122,6 +128,8 @@ class Launch:
         self.process.kill()
         self.process.wait()
         self._reader.join(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 @contextmanager

@@ -238,6 +238,8 @@ def _connect(where: str) -> Any:
     if address == "local":
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_urlsafe(32)
+        # parts inherit the priority of Ray's workers, which is low by default
+        os.environ.setdefault("RAY_worker_niceness", "0")
         quiet["object_store_memory"] = STORE
     else:
         _reach(address)
