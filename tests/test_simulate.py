@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_docs import ROOT, blocks, sessions
 
 from keel.cli import main
 from keel.config import EnvironmentSettings, RunSettings
@@ -311,9 +312,25 @@ def test_a_run_that_cannot_go_on_says_so() -> None:
     halted = recipe(scheduler={"max_error_reschedule_attempts": 0, "halt_after": 3})
     with pytest.raises(KeelError, match="stops at step 3, as a real one would"):
         simulate(halted, never)
+    with pytest.raises(KeelError, match=r"stops at step 10, .* look at no_signal = 1$"):
+        simulate(recipe(), assume(no_signal=1.0))
     long = recipe(environments={"e": {"limits": {"tokens": 60}}})
     with pytest.raises(KeelError, match="does not get beyond step 1"):
         simulate(long, assume(prompt=10))
+
+
+def test_a_run_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
+    from keel.run.ledger import Ledger
+    from keel.simulate.measure import read
+
+    (tmp_path / "config.toml").write_text("steps = 5\n")
+    ledger = Ledger(tmp_path / "run.db", create=True)
+    ledger.close()
+    with pytest.raises(KeelError, match="it has 0 steps, and measuring takes 3 at least"):
+        read(tmp_path)
+    (tmp_path / "run.db").write_bytes(b"not a database, but long enough to be taken for one" * 40)
+    with pytest.raises(KeelError, match=r"run\.db cannot be read: file is not a database"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -358,6 +375,20 @@ def test_the_command_prints_a_prediction_a_table_and_json(tmp_path: Path, capsys
     assert main(["simulate", str(file), *sweep]) == 0
     rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert rows == [["engines", "scheduler.max_off_policy_steps"], ["1", "0"], ["1", "1"], ["2", "0"], ["2", "1"]]
+
+
+def test_the_page_about_scaling_shows_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = "docs/scaling.md"
+    (tmp_path / "assume.toml").write_text(next(text for text in blocks(page, "toml") if "assume.toml" in text))
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    shown = [pair for pair in sessions(page) if pair[0].startswith("keel simulate")]
+    assert len(shown) >= 5
+    for command, expected in shown:
+        assert main(command.split()[1:]) == 0
+        assert capsys.readouterr().out.rstrip("\n") == expected, command
 
 
 def test_nothing_of_it_loads_torch() -> None:
