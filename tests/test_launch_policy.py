@@ -162,7 +162,7 @@ NODES = [{"CPU": 4.0, "memory": 8e9}, {"CPU": 4.0, "GPU": 2.0, "memory": 8e9}]
     ("parts", "message"),
     [
         ([part("engine-0", cpus=5)], "engine-0 asks for 5 CPUs, and no node of the cluster has that"),
-        ([part("engine-0", gpus=3)], "engine-0 asks for 1 CPUs, 3 GPUs, and no node"),
+        ([part("engine-0", gpus=3)], "engine-0 asks for 1 CPUs and 3 GPUs, and no node"),
         ([part("trainer-0", memory_gb=9)], "launch.trainer and launch.orchestrator"),
         ([part(f"engine-{i}", cpus=3) for i in range(3)], "3 parts ask for 9 CPUs in all, and the cluster has 8 CPUs"),
     ],

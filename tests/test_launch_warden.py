@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.launch import warden
+from keel.launch import sweeper, warden
 from keel.launch.holder import MARK, Command, Holder
 
 PART = """
@@ -106,3 +106,19 @@ def _pid(log: Path, number: int) -> int:
             return int(lines[number - 1])
         time.sleep(0.02)
     raise AssertionError(log.read_text())
+
+
+def test_what_carries_the_token_of_a_launch_ends_with_it_and_nothing_else_does() -> None:
+    sleeper = ["sleep", "600"]
+    with (
+        subprocess.Popen(sleeper, env={**os.environ, "RAY_AUTH_TOKEN": "word-of-this-test"}) as ours,
+        subprocess.Popen(sleeper, env={**os.environ, "RAY_AUTH_TOKEN": "word-of-this-test-not"}) as other,
+    ):
+        sweeping = sweeper.start("word-of-this-test")
+        try:
+            sweeper.close(sweeping)
+            assert ours.wait(10) == -signal.SIGKILL
+            assert other.poll() is None
+        finally:
+            ours.kill()
+            other.kill()

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import secrets
 import socket
+import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from keel.errors import ConfigError
+from keel.launch import sweeper
 from keel.launch.holder import MARK, Command, Holder, Look, Where
 from keel.launch.plan import Part, Plan
 from keel.launch.supervisor import Lost
@@ -42,9 +44,16 @@ class RayCluster:
         self._holders: dict[str, Any] = {}
         self._nodes: dict[str, Where] = {}
         self._group: Any = None
+        self._sweeper: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self._ray = _connect(self._where)
+        require_ray()
+        address = _found() if self._where == "auto" else self._where
+        if address == "local":
+            token = secrets.token_urlsafe(32)
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+            self._sweeper = sweeper.start(token)
+        self._ray = _connect(address)
         return self
 
     def __exit__(
@@ -60,6 +69,8 @@ class RayCluster:
             with contextlib.suppress(Exception):
                 remove_placement_group(self._group)
         self._ray.shutdown()
+        if self._sweeper is not None:
+            sweeper.close(self._sweeper)
 
     # -- before anything starts ---------------------------------------------------------------------------------------
 
@@ -83,7 +94,7 @@ class RayCluster:
         if not self._group.wait(launch.wait):
             raise ConfigError(
                 f"the parts could not be placed within launch.wait = {launch.wait:g} s: they ask for"
-                f" {_amounts(_sum(bundles))}, and of what the cluster has {_amounts(self._ray.available_resources())}"
+                f" {_amounts(_sum(bundles))}, and {_amounts(self._ray.available_resources(), _sum(bundles))}"
                 " is free, perhaps on nodes that are each too small; wait for the others, raise launch.wait, or ask"
                 " for less (launch.engines, launch.*.cpus)"
             )
@@ -214,30 +225,26 @@ def check(parts: Sequence[Part], nodes: Sequence[Mapping[str, float]]) -> None:
     total, asked = _sum(nodes), _sum([part.bundle for part in parts])
     for part in parts:
         if not any(_fits(part.bundle, node) for node in nodes):
-            largest = "; ".join(sorted({_amounts(node) for node in nodes})) or "none"
+            largest = "; ".join(sorted({_amounts(node, part.bundle) for node in nodes})) or "none"
             raise ConfigError(
                 f"{part.name} asks for {_amounts(part.bundle)}, and no node of the cluster has that (nodes:"
                 f" {largest}); ask for less by launch.{part.role}{_also(part)}, or add a node"
             )
     if not _fits(asked, total):
         raise ConfigError(
-            f"{len(parts)} parts ask for {_amounts(asked)} in all, and the cluster has {_amounts(total)}; ask for less"
-            " (launch.engines, launch.engine.cpus, launch.trainer.cpus, trainer.ranks), or add nodes"
+            f"{len(parts)} parts ask for {_amounts(asked)} in all, and the cluster has {_amounts(total, asked)}; ask"
+            " for less (launch.engines, launch.engine.cpus, launch.trainer.cpus, trainer.ranks), or add nodes"
         )
 
 
-def _connect(where: str) -> Any:
-    """Ray, connected."""
-    require_ray()
+def _connect(address: str) -> Any:
+    """Ray, connected to a head, or as a cluster of its own that ends with this process."""
     # Ray reads these when it is imported
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # a part without GPUs sees none
-    address = _found() if where == "auto" else where
     quiet: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     quiet |= {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True, "namespace": "keel"}
     if address == "local":
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_urlsafe(32)
         # parts inherit the priority of Ray's workers, which is low by default
         os.environ.setdefault("RAY_worker_niceness", "0")
         quiet["object_store_memory"] = STORE
@@ -248,7 +255,7 @@ def _connect(where: str) -> Any:
     try:
         ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"--cluster {where}: Ray refused: {_first_line(error)}") from None
+        raise ConfigError(f"--cluster {address}: Ray refused: {_first_line(error)}") from None
     return ray
 
 
@@ -280,7 +287,7 @@ def _reach(address: str) -> None:
 
 
 def _fits(asked: Mapping[str, float], has: Mapping[str, float]) -> bool:
-    return all(has.get(name, 0.0) + 1e-9 >= amount for name, amount in asked.items())
+    return all(has.get(name, 0.0) + 1e-9 >= amount for name, amount in asked.items() if amount)
 
 
 def _sum(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -291,13 +298,11 @@ def _sum(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def _amounts(table: Mapping[str, float]) -> str:
-    """Resources in words: 2 CPUs and 1 GPUs."""
-    scale = {"memory": 1e9}
-    shown = [
-        f"{table.get(name, 0.0) / scale.get(name, 1.0):.4g} {word}" for name, word in SHOWN.items() if table.get(name)
-    ]
-    return ", ".join(shown) or "0 CPUs"
+def _amounts(table: Mapping[str, float], asked: Mapping[str, float] | None = None) -> str:
+    """Resources in words, such as 2 CPUs and 1 GPUs; of what is asked for if given, also where there is none."""
+    names = [name for name in SHOWN if (table if asked is None else asked).get(name)]
+    shown = [f"{table.get(name, 0.0) / (1e9 if name == 'memory' else 1.0):.4g} {SHOWN[name]}" for name in names]
+    return " and ".join(shown) or "nothing"
 
 
 def _also(part: Part) -> str:
