@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 END, KILL = b"end\n", b"kill\n"
@@ -72,7 +72,7 @@ def _kill(child: "subprocess.Popen[bytes]") -> None:
         os.killpg(child.pid, signal.SIGKILL)
 
 
-def _end_with_parent() -> "ctypes._NamedFuncPointer | None":
+def _end_with_parent() -> Callable[[], None] | None:
     """For the child, before it becomes the part: ask the kernel to end it with this process. Linux alone can."""
     if not sys.platform.startswith("linux"):
         return None
@@ -81,7 +81,7 @@ def _end_with_parent() -> "ctypes._NamedFuncPointer | None":
     def ask() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
-    return ask  # type: ignore[return-value]
+    return ask
 
 
 if __name__ == "__main__":
