@@ -10,8 +10,12 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from keel.errors import KeelError
+
 LARGEST = 64 * 2**20
 """Bytes. Settings, manifests and indexes have a few thousand; the index of a very large model has some megabytes."""
+VALUES = 2**27
+"""Of one column of a parquet file: tokens of a step."""
 
 
 def read_text(path: Path, limit: int = LARGEST) -> str:
@@ -25,6 +29,17 @@ def read_text(path: Path, limit: int = LARGEST) -> str:
     if len(data) > limit:
         raise ValueError(f"it has more than {limit:,} bytes")
     return data.decode("utf-8-sig")
+
+
+def check_values(path: Path, metadata: Any) -> None:
+    """Refuse a parquet file, by its metadata, that unfolds to more values than a step of a run can have.
+
+    A few kilobytes of it can stand for any number of equal values.
+    """
+    for place in range(metadata.num_columns):
+        count = sum(metadata.row_group(group).column(place).num_values for group in range(metadata.num_row_groups))
+        if count > VALUES:
+            raise KeelError(f"{path}: column {place} has {count:,} values; at most {VALUES:,} are read")
 
 
 def parse_json(text: str | bytes) -> Any:

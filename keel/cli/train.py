@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keel.errors import ConfigError
 
@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 TWICE = 1.0
 """Seconds within which a second signal is the same request: wrappers pass on what the terminal has sent already."""
 
-FLAGS = ("--run", "--resume", "--allow-changes", "--json", "--metrics-port")
+FLAGS = ("--run", "--resume", "--allow-changes", "--json", "--metrics-port", "--metrics-host", "--metrics-key-file")
+
+
+class Bound(NamedTuple):
+    """Where the run's numbers are asked for, and the key that asks for them."""
+
+    listener: socket.socket
+    key: str | None
 
 
 def add(subparsers: Any) -> None:
@@ -39,7 +46,8 @@ def add(subparsers: Any) -> None:
         "  keel train recipes/larger_number.toml --steps 5 --objective.name ipo_kl --run runs/ipo\n"
         "  keel train --resume runs/ipo",
         usage="keel train [-h] [--run DIR | --resume RUN] [--allow-changes] [--json]"
-        " [--metrics-port N]\n                  [RECIPE] [--a.b VALUE ...]",
+        " [--metrics-port N]\n                  [--metrics-host HOST] [--metrics-key-file FILE]"
+        "\n                  [RECIPE] [--a.b VALUE ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -52,8 +60,12 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--allow-changes", action="store_true", help="with --resume: go on with other settings")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for machines")
     parser.add_argument(
-        "--metrics-port", metavar="N", type=int, default=0, help="Prometheus metrics on 127.0.0.1 (default: 0, none)"
+        "--metrics-port", metavar="N", type=int, default=0, help="Prometheus metrics on this port (default: 0, none)"
     )
+    parser.add_argument(
+        "--metrics-host", metavar="HOST", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
+    )
+    parser.add_argument("--metrics-key-file", metavar="FILE", type=Path, help="a file that holds the key")
     parser.set_defaults(run=run)
 
 
@@ -67,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
     if args.allow_changes and args.resume is None:
         raise ConfigError("--allow-changes cannot act without --resume")
     # asked for and refused before there is a folder: a run that cannot begin leaves nothing
-    with _bound(args.metrics_port) as listener:
+    with _bound(args) as bound:
         folder = _folder(args, place)
         try:
-            return _train(folder, args.json, listener, place)
+            return _train(folder, args.json, bound, place)
         finally:
             folder.close()
 
@@ -112,7 +124,7 @@ def _folder(args: argparse.Namespace, place: "Place | None") -> "RunFolder":
     return RunFolder.create(args.folder or free_name(Path("runs"), Path(args.recipe).stem), loaded)
 
 
-def _train(folder: "RunFolder", json: bool, listener: socket.socket | None, place: "Place | None") -> int:
+def _train(folder: "RunFolder", json: bool, bound: Bound | None, place: "Place | None") -> int:
     from keel.cli.progress import display
     from keel.run.ending import complete
     from keel.run.loop import Run
@@ -121,7 +133,7 @@ def _train(folder: "RunFolder", json: bool, listener: socket.socket | None, plac
     from keel.run.summary import summary
 
     text = ""
-    with _exported(listener) as exporter:
+    with _exported(bound) as exporter:
         shown = display(json=json)
         # sinks before the display: how they end is shown
         observer = Several(open_sinks(folder, shown.notice), exporter, shown)
@@ -144,31 +156,40 @@ def _abandon(why: str) -> None:
 
 
 @contextmanager
-def _bound(port: int) -> Iterator[socket.socket | None]:
-    """A socket on this machine's own address; none for port 0."""
+def _bound(args: argparse.Namespace) -> Iterator[Bound | None]:
+    """A socket for the metrics, on this machine's own address unless there is a key; none for port 0."""
+    from keel.cli.serve import read_key
+    from keel.web.access import check_binding
+
+    host, port = args.metrics_host, args.metrics_port
     if port == 0:
+        if host != "127.0.0.1" or args.metrics_key_file is not None:
+            raise ConfigError("--metrics-host and --metrics-key-file cannot act without --metrics-port")
         yield None
         return
+    key = read_key(None, args.metrics_key_file)
+    check_binding("--metrics-host", host, key)
     try:
-        listener = socket.create_server(("127.0.0.1", port))
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--metrics-port {port}: cannot listen on 127.0.0.1: {error}; choose another") from error
+        raise ConfigError(f"--metrics-port {port}: cannot listen on {host}: {error}; choose another") from error
     with listener:
-        yield listener
+        yield Bound(listener, key)
 
 
 @contextmanager
-def _exported(listener: socket.socket | None) -> Iterator["Observer"]:
+def _exported(bound: Bound | None) -> Iterator["Observer"]:
     """What the run's numbers are served from, while the block lasts."""
     from keel.run.observer import Silent
 
-    if listener is None:
+    if bound is None:
         yield Silent()
         return
     from keel.run.exporter import Exporter, ExporterServer
 
     exporter = Exporter()
-    server = ExporterServer(exporter, listener)
+    server = ExporterServer(exporter, bound.listener, bound.key)
     server.start()
     try:
         yield exporter

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from keel.compare.columns import COLUMNS, Step, check_columns, is_list, step_of, used
 from keel.errors import KeelError
+from keel.reading import check_values
 
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 _ROWS = 256
@@ -132,6 +133,7 @@ def _parquet_parts(path: Path, only: list[str] | None) -> Iterator[tuple[int | N
     """Stretches of rows of one step, with that step."""
     try:
         with pq.ParquetFile(path) as file:
+            check_values(path, file.metadata)
             there = file.schema_arrow.names
             check_columns(there, str(path))
             names = [name for name in only or COLUMNS if name in there] or ["advantage"]

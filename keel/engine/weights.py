@@ -8,7 +8,6 @@ activations for each call), again after every load; all else in the copy is shar
 """
 
 import copy
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,9 +24,11 @@ from torch import Tensor, nn
 from torch.ao.nn.quantized import dynamic
 from transformers.utils import logging as hf_logging
 
+from keel.adapter import check_adapter
 from keel.engine.fuse import Fused, Part, Shared
 from keel.errors import ModelError
 from keel.manifest import check_weights
+from keel.reading import read_json
 from keel.wire import EngineError
 
 Load = Callable[[str], Mapping[str, Tensor]]
@@ -76,9 +77,9 @@ class Weights:
         """Refuse an adapter that cannot be merged. Changes nothing; may run beside decoding."""
         try:
             check_weights(Path(folder))
+            check_adapter(Path(folder))
         except ModelError as error:
             raise EngineError(f"adapter {folder} is refused: {error}", retryable=False) from error
-        _check_adapter(folder)
 
     @torch.no_grad()
     def adapt(self, folder: str) -> Any:
@@ -133,12 +134,19 @@ class Weights:
 
     def _converted(self, folder: str) -> Mapping[str, Tensor]:
         """Weights in another form than the network has in memory, which transformers knows how to read."""
-        kind = json.loads((Path(folder) / "config.json").read_text()).get("model_type")
+        config = read_json(Path(folder) / "config.json")
+        kind = config.get("model_type")
         if kind != self.network.config.model_type:
             raise ValueError(f"they are of a {kind} model, and this is a {self.network.config.model_type} model")
         with _no_progress_bars():
+            # by the engine's own configuration: that of a folder could ask for any amount of memory
             loaded: Any = type(self.network).from_pretrained(
-                folder, dtype=self.network.dtype, local_files_only=True, output_loading_info=True
+                folder,
+                config=copy.deepcopy(self.network.config),
+                dtype=self.network.dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
             )
         network, report = loaded
         wrong = [str(key) for part in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in report[part]]
@@ -201,21 +209,6 @@ def _int8(weight: Tensor, bias: Tensor | None) -> nn.Module:
     made.set_weight_bias(small, None if bias is None else bias.detach().float())
     module: nn.Module = made
     return module
-
-
-def _check_adapter(folder: str) -> None:
-    path = Path(folder) / "adapter_config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise EngineError(f"adapter {folder} has no adapter_config.json that can be read", retryable=False) from error
-    if config.get("peft_type") != "LORA":
-        raise EngineError(f"adapter {folder} is of type {config.get('peft_type')}, not LORA", retryable=False)
-    for name in ("modules_to_save", "trainable_token_indices"):
-        if config.get(name):
-            raise EngineError(
-                f"adapter {folder} has {name} = {config[name]}: load it merged, as weights", retryable=False
-            )
 
 
 def _put(values: list[tuple[nn.Parameter, Tensor]]) -> None:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from keel.errors import KeelError
+from keel.reading import check_values
 
 log = logging.getLogger("keel.lens")
 
@@ -102,8 +103,10 @@ def _mend(path: Path) -> pa.Table:
     """A step's table with replacement characters where its text is not UTF-8. In memory: one step fits there."""
     log.warning("%s holds text that is not UTF-8; it is shown with replacement characters", path)
     try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
+        with pq.ParquetFile(path) as file:
+            check_values(path, file.metadata)
+            table = file.read()
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise KeelError(f"{path} cannot be read: {error}") from error
     for place, column in enumerate(table.schema):
         if column.type == pa.string():

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from keel.adapter import check_adapter
 from keel.config.policy import CheckpointSettings, ModelSettings
 from keel.errors import ModelError
 from keel.policy import files
@@ -131,6 +132,7 @@ def _load(
     # by the loader of training, which also knows bases that are stored in other forms
     settings = {"name": str(origin.folder), "dtype": name_of(_precise(dtype)), "device": "cpu"}
     network = _rounded(load_model(ModelSettings.model_validate(settings)).network, dtype)
+    check_adapter(folder)
     with quietly():
         wrapper = peft.PeftModel.from_pretrained(network, str(folder), local_files_only=True)
         expected = _logprobs(wrapper)

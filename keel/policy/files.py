@@ -18,6 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from keel import reading
 from keel.errors import ModelError
 from keel.manifest import MANIFEST, Unreadable, check, hash_file, manifest, seal
 
@@ -106,7 +107,7 @@ def write_json(path: Path, content: object) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or an error that names the file."""
     try:
-        content = json.loads(path.read_text())
+        content = reading.read_json(path)
     except FileNotFoundError:
         raise ModelError(f"{path} is missing") from None
     except (OSError, ValueError) as error:

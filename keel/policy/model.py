@@ -5,7 +5,6 @@ came from the checkpoint or from the seed, and that an adapter lent to a referen
 as it was. On several ranks each holds its shard of the network. It takes no step and computes no loss.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -21,11 +20,13 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils.quantization_config import Mxfp4Config
 
+from keel.adapter import check_adapter
 from keel.config.policy import LoraSettings, ModelSettings, TrainerSettings
 from keel.config.settings import nearest
 from keel.errors import ConfigError, ModelError
 from keel.policy import tiny
 from keel.policy.device import device_of, find_device, find_dtype, precision
+from keel.policy.files import read_json
 from keel.policy.shard import shard
 from keel.policy.source import Source, find, quietly
 from keel.policy.world import World
@@ -182,8 +183,8 @@ def load_model(
 
 def _dequantized(source: Source) -> dict[str, Any]:
     """What to tell transformers about weights that are stored in another form than they train in."""
-    stored = json.loads((source.folder / "config.json").read_text()).get("quantization_config")
-    if stored is None:
+    stored = read_json(source.folder / "config.json").get("quantization_config")
+    if not isinstance(stored, dict):
         return {}
     if stored.get("quant_method") == "mxfp4":  # as gpt-oss is published
         return {"quantization_config": Mxfp4Config(dequantize=True)}
@@ -200,7 +201,12 @@ def _load(
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                source.folder, dtype=dtype, local_files_only=True, output_loading_info=True, **_dequantized(source)
+                source.folder,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,  # never a pickle
+                output_loading_info=True,
+                **_dequantized(source),
             )
             network, report = loaded
         except _LOADING as error:
@@ -260,14 +266,9 @@ def _add_lora(network: transformers.PreTrainedModel, settings: LoraSettings, sou
 
 def _check_base(folder: Path, source: Source) -> None:
     """An adapter belongs to this base by its fingerprint where Keel wrote one, by the base's name elsewhere."""
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (folder / file).is_file():
-            raise ModelError(f"adapter {folder} has no {file}")
-    config = json.loads((folder / "adapter_config.json").read_text())
-    if config.get("peft_type") != "LORA":
-        raise ModelError(f"adapter {folder} is of type {config.get('peft_type')}; only LORA can be loaded")
+    config = check_adapter(folder)
     note = folder / "keel.json"
-    marked = json.loads(note.read_text()).get("base_fingerprint") if note.is_file() else None
+    marked = read_json(note).get("base_fingerprint") if note.is_file() else None
     if marked is not None:
         if marked != source.fingerprint:
             raise ModelError(
@@ -275,7 +276,7 @@ def _check_base(folder: Path, source: Source) -> None:
                 f"has {source.fingerprint}"
             )
         return
-    base = config.get("base_model_name_or_path")
+    base = str(config.get("base_model_name_or_path") or "")
     # the same model has one path here and another there: only the last part of its name says which it is
     names = {Path(name).name.lower() for name in (source.name, str(source.folder))}
     if base and Path(base).name.lower() not in names:

@@ -36,7 +36,7 @@ FORMAT = 1
 
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # what says nothing about the function that the model computes
 _INCIDENTAL = ("_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
@@ -104,16 +104,31 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(f"model folder {folder} has no config.json: it is not a Hugging Face model")
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ModelError(f"model folder {folder} has no tokenizer (none of {', '.join(_TOKENIZERS)})")
-    for whole, index in zip(("model.safetensors", "pytorch_model.bin"), _INDEXES, strict=True):
-        if (folder / whole).is_file():
-            return [folder / whole]
-        if (folder / index).is_file():
-            shards = sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
-            missing = [shard for shard in shards if not (folder / shard).is_file()]
-            if missing:
-                raise ModelError(f"model folder {folder} lacks weights that its {index} names: {', '.join(missing)}")
-            return [folder / shard for shard in shards]
-    raise ModelError(f"model folder {folder} has no weights (model.safetensors, or its shards with {_INDEXES[0]})")
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    if (folder / _INDEX).is_file():
+        return _shards(folder)
+    if any(folder.glob("pytorch_model*.bin")):
+        raise ModelError(
+            f"model folder {folder} has its weights as a pickle, which is a program and is not loaded; convert it where"
+            " you trust it: transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)"
+        )
+    raise ModelError(f"model folder {folder} has no weights ({_WEIGHTS}, or its shards with {_INDEX})")
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files that an index names: names of files beside it, and nothing else."""
+    named = files.read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(shard, str) for shard in named.values()) or not named:
+        raise ModelError(f"{folder / _INDEX} has no weight_map from names to files")
+    shards = sorted(set(named.values()))
+    for shard in shards:
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ModelError(f"{folder / _INDEX} names {shard[:200]!r}, which is no safetensors file beside it")
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        raise ModelError(f"model folder {folder} lacks weights that its {_INDEX} names: {', '.join(missing)}")
+    return [folder / shard for shard in shards]
 
 
 def fingerprint(folder: Path) -> str:
@@ -129,9 +144,9 @@ def fingerprint(folder: Path) -> str:
         remembered = json.loads(memory.read_text())
         if remembered["stamps"] == stamps:
             return str(remembered["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass  # nothing remembered, or nothing that can be read: compute it
-    config = json.loads(parts[0].read_text())
+    config = files.read_json(parts[0])
     kept = {key: value for key, value in config.items() if key not in _INCIDENTAL}
     digest = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=20)
     for file in parts[1:]:
@@ -223,7 +238,7 @@ def _from_hub(name: str) -> Path:
         wanted = ["*.json", "*.model", "*.jinja", "*.txt", "*.safetensors"]
         folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
         if not any(folder.glob("*.safetensors")):
-            folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=[*wanted, "pytorch_model*.bin"]))
+            raise ModelError(f'model "{name}" has no safetensors on the hub; a pickle is a program and is not fetched')
     except (OSError, HFValidationError, HfHubHTTPError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(

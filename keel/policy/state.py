@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from keel.errors import ModelError
 from keel.policy.shard import cut_like
+from keel.reading import parse_json
 
 Moments = dict[str, dict[str, Tensor]]
 """By parameter, then by the optimizer's own name: exp_avg, exp_avg_sq, step."""
@@ -56,9 +57,11 @@ def read_optimizer(
 ) -> tuple[Moments, dict[str, float]]:
     """Moments and learning rates by parameter name, checked against the model and the optimizer; nothing is set yet."""
     tensors, said = read_tensors(path)
-    if said["optimizer"] != type(optimizer).__name__:
-        raise ModelError(f"{path} is the state of {said['optimizer']}, the optimizer is {type(optimizer).__name__}")
-    rates: dict[str, float] = said["lr"]
+    if said.get("optimizer") != type(optimizer).__name__:
+        raise ModelError(f"{path} is the state of {said.get('optimizer')}, the optimizer is {type(optimizer).__name__}")
+    rates: dict[str, float] = said["lr"] if isinstance(said.get("lr"), dict) else {}
+    if not all(isinstance(rate, float | int) for rate in rates.values()):
+        raise ModelError(f"{path} has a learning rate that is no number")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     expected = {name for name, parameter in parameters.items() if id(parameter) in held}
     if rates.keys() != expected:
@@ -67,6 +70,8 @@ def read_optimizer(
     moments: Moments = {name: {} for name in rates}
     for key, tensor in tensors.items():
         entry, _, name = key.partition(".")
+        if name not in moments:
+            raise ModelError(f"{path}: {key} is of a parameter that the optimizer does not have")
         if tensor.ndim and tensor.shape != parameters[name].shape:
             raise ModelError(f"{path}: {key} has shape {tuple(tensor.shape)}, not {tuple(parameters[name].shape)}")
         moments[name][entry] = tensor
@@ -119,15 +124,18 @@ def write_random(path: Path) -> None:
 def set_random(path: Path) -> None:
     """Let every generator go on from where `write_random` found it. Devices that are not there are left out."""
     tensors, said = read_tensors(path)
-    version, gauss = said["python"]
-    kind, place, has_gauss, cached = said["numpy"]
-    torch.set_rng_state(tensors["torch"])
-    random.setstate((version, tuple(tensors["python"].tolist()), None if gauss is None else float.fromhex(gauss)))
-    keys = tensors["numpy"].numpy().astype(np.uint32)
-    np.random.set_state((kind, keys, place, has_gauss, float.fromhex(cached)))
-    for index in range(torch.cuda.device_count()):
-        if f"cuda.{index}" in tensors:
-            torch.cuda.set_rng_state(tensors[f"cuda.{index}"], index)
+    try:
+        version, gauss = said["python"]
+        kind, place, has_gauss, cached = said["numpy"]
+        torch.set_rng_state(tensors["torch"])
+        random.setstate((version, tuple(tensors["python"].tolist()), None if gauss is None else float.fromhex(gauss)))
+        keys = tensors["numpy"].numpy().astype(np.uint32)
+        np.random.set_state((kind, keys, place, has_gauss, float.fromhex(cached)))
+        for index in range(torch.cuda.device_count()):
+            if f"cuda.{index}" in tensors:
+                torch.cuda.set_rng_state(tensors[f"cuda.{index}"], index)
+    except (LookupError, ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise ModelError(f"{path} holds no random states: {error}") from error
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], said: dict[str, Any]) -> None:
@@ -141,9 +149,12 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return tensors, json.loads((file.metadata() or {}).get("keel", "{}"))
-    except (OSError, SafetensorError) as error:
+            said = parse_json((file.metadata() or {}).get("keel", "{}"))
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(said, dict):
+        raise ModelError(f"{path} cannot be read: what it says of itself is no object")
+    return tensors, said
 
 
 def _few(names: list[Any], count: int = 3) -> str:

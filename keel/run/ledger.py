@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from keel.errors import KeelError, StorageError
+from keel.reading import LARGEST, parse_json
 from keel.rollout.rollout import Rollout
 from keel.rollout.trajectory import TrainingSample
 
@@ -102,6 +103,8 @@ class Ledger:
                     self._set("format", str(FORMAT))
         except sqlite3.Error as error:
             raise self._broken(error) from error
+        if self._rows("SELECT 1 FROM sqlite_master WHERE type IN ('view', 'trigger')"):
+            raise self._broken("it has a view or a trigger, and no ledger has one")
         found = self.get("format")
         if found != str(FORMAT):
             raise KeelError(f"{path} has format {found}, and this version of keel reads {FORMAT}")
@@ -154,7 +157,10 @@ class Ledger:
 
     @property
     def last_step(self) -> int:
-        return int(self._rows("SELECT coalesce(max(step), 0) FROM steps")[0][0])
+        found = self._rows("SELECT coalesce(max(step), 0) FROM steps")[0][0]
+        if not isinstance(found, int):
+            raise self._broken(f"{str(found)[:40]!r} is the number of a step in it")
+        return found
 
     def write_step(
         self,
@@ -263,22 +269,24 @@ class Ledger:
         """A hash of all that a step wrote."""
         rows = self._rows("SELECT * FROM steps WHERE step = ?", (step,))
         rows += self._rows('SELECT * FROM rollouts WHERE step = ? ORDER BY "group", member, attempt', (step,))
-        return _hash(json.dumps(rows))
+        return _hash(json.dumps(rows, default=repr))
 
     def _json(self, text: str) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads(text)
-        except ValueError as error:
+            found: dict[str, Any] = parse_json(text)
+        except (ValueError, TypeError) as error:
             raise self._broken(error) from error
+        if not isinstance(found, dict):
+            raise self._broken(f"{text[:40]!r} is no object")
         return found
 
     def _rollout(self, group: str, member: int, attempt: int, data: bytes) -> Rollout:
         try:
-            found: dict[str, Any] = json.loads(zlib.decompress(data))
+            found: dict[str, Any] = parse_json(_unpacked(data))
             listed: list[dict[str, Any]] = found.pop("samples")
             samples = tuple(TrainingSample(**{name: _tuple(value) for name, value in one.items()}) for one in listed)
             return Rollout(**found, samples=samples)
-        except (zlib.error, ValueError, LookupError, TypeError) as error:
+        except (zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
             raise self._broken(f"rollout {group}/{member}/{attempt}, which waits in it: {error}") from error
 
     def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
@@ -322,6 +330,15 @@ class Ledger:
             f"{self.path} is damaged or no ledger: {error}; restore it from a copy, or begin a new run with"
             f" model.name = {self.path.parent / 'checkpoints'}/step_N"
         )
+
+
+def _unpacked(data: bytes) -> bytes:
+    """A few kilobytes can stand for gigabytes of zeros; no rollout has them."""
+    stream = zlib.decompressobj()
+    text = stream.decompress(data, LARGEST)
+    if stream.unconsumed_tail:
+        raise ValueError(f"it has more than {LARGEST:,} bytes")
+    return text
 
 
 def _tuple(value: Any) -> Any:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from keel.errors import StorageError
 from keel.policy import Sample, StepReport
 from keel.policy.files import hash_file, replace_file
+from keel.reading import check_values
 from keel.rollout.trajectory import TrainingSample
 
 _TOKENS = pa.list_(pa.float64())
@@ -172,16 +173,28 @@ def read(path: Path, expected: str | None = None) -> list[Row]:
     try:
         if expected is not None and hash_file(path) != expected:
             raise ValueError("it does not have the hash in the ledger: it was changed or cut off")
-        table = pq.read_table(path, columns=wanted)
-    except (OSError, pa.ArrowException, ValueError) as error:
+        with pq.ParquetFile(path) as file:
+            check_values(path, file.metadata)
+            missing = [name for name in wanted if name not in file.schema_arrow.names]
+            if missing:
+                raise ValueError(f"it has no column {missing[0]}")
+            rows = _rows(file.read(columns=wanted).cast(pa.schema([SCHEMA.field(name) for name in wanted])))
+    except (TypeError, OverflowError, OSError, pa.ArrowException, ValueError) as error:
         raise StorageError(
             f"{path} cannot be read: {error}; the step that it records cannot be trained again: restore it from a copy,"
             f" or begin a new run with model.name = {path.parent.parent / 'checkpoints'}/step_N, the last one there"
         ) from error
+    return rows
+
+
+def _rows(table: pa.Table) -> list[Row]:
     rows = []
     for found in table.to_pylist():
         data = None
         if found["token_ids"] is not None:
+            sizes = {len(found[name]) for name in ("token_ids", "trainable", "sampler_logprobs", "versions")}
+            if len(sizes) > 1:
+                raise ValueError(f"rollout {found['group']}/{found['member']} has lists of different lengths")
             data = TrainingSample(
                 token_ids=tuple(found["token_ids"]),
                 trainable=tuple(found["trainable"]),

@@ -142,7 +142,9 @@ class Marks:
                 name: {(int(step), str(environment)) for step, environment in told["evaluations"]}
                 for name, told in content["told"].items()
             }
-        except (KeyError, TypeError, AttributeError) as error:
+        except KeelError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise KeelError(f"{path} is damaged ({error!r}); without it every sink is told everything again") from None
 
     def is_new(self, name: str, one: Late) -> bool:

@@ -5,7 +5,6 @@ trial; the run of a trial is the folder of its name beside them. Whoever goes on
 recipe that is edited meanwhile changes nothing. A plan is never changed after it was written.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Self
 from keel.config import Loaded, RunSettings, load
 from keel.errors import ConfigError, KeelError
 from keel.policy.files import replace_file, write_json
+from keel.reading import read_json
 from keel.run.episodes import arenas
 from keel.run.sinks import require
 
@@ -96,15 +96,22 @@ class Plan:
         """A plan that was written."""
         path = folder / "trials.json"
         try:
-            found = json.loads(path.read_text())
+            found = read_json(path)
         except FileNotFoundError:
             raise ConfigError(f"{folder} holds no trials: there is no trials.json in it") from None
         except (OSError, ValueError) as error:
             raise KeelError(f"{path} cannot be read: {error}") from None
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise KeelError(f"{path} is of another version; this version of keel reads format {FORMAT}")
-        trials = (Trial(one["name"], one["variant"], one["seed"], tuple(one["words"])) for one in found["trials"])
-        return cls(folder, found["recipe"], tuple(trials))
+        try:
+            trials = (Trial(one["name"], one["variant"], one["seed"], tuple(one["words"])) for one in found["trials"])
+            plan = cls(folder, str(found["recipe"]), tuple(trials))
+        except (LookupError, TypeError) as error:
+            raise KeelError(f"{path} is damaged: {error!r}") from None
+        for trial in plan.trials:
+            if not isinstance(trial.name, str) or Path(trial.name).name != trial.name or trial.name == "..":
+                raise KeelError(f"{path}: {trial.name!r} is no name of a folder in {folder}")
+        return plan
 
     def _write(self, recipe: Path) -> None:
         try:
