@@ -18,11 +18,11 @@ from types import TracebackType
 from typing import Self
 
 import torch
-import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from keel.config.policy import TrainerSettings
 from keel.errors import ConfigError, RankError
-from keel.policy.world import Place, World
+from keel.policy.world import START, Place, World
 
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 _PATIENCE = 10.0
@@ -62,14 +62,11 @@ class Crew:
             if self._place is None:
                 store = self._start()
                 with _loopback():
-                    self.world = World(Place(0, self.size, 0, "", 0), store, self._timeout)
+                    self.world = World(Place(0, self.size, 0, "", 0), store, self._timeout, self._missing)
             else:
-                self.world = World(self._place, meet(self._place, self._timeout), self._timeout)
+                self.world = World(self._place, meet(self._place), self._timeout)
         except RuntimeError as error:
-            raise RankError(
-                self._missing(3.0) or f"the {self.size} ranks did not meet within {self._timeout:g} s: {error}"
-            ) from error
-        self.world.missing = self._missing
+            raise RankError(self._missing(3.0) or f"the {self.size} ranks did not come together: {error}") from error
         return self.world
 
     def check(self) -> None:
@@ -93,14 +90,12 @@ class Crew:
         self.world, self._started = None, []
         torch.set_num_threads(self._threads)
 
-    def _start(self) -> dist.Store:
+    def _start(self) -> Store:
         """Start the other ranks, and the store where all meet."""
         # a socket of our own, because the store would listen on every address of the machine
         listener = socket.create_server(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
-        store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         threads = max(1, self._threads // self.size)
         torch.set_num_threads(threads)
         for rank in range(1, self.size):
@@ -147,12 +142,10 @@ def _loopback() -> Iterator[None]:
             del os.environ[name]
 
 
-def meet(place: Place, timeout: float) -> dist.Store:
+def meet(place: Place) -> Store:
     """The store where all ranks meet, which the launcher or rank 0 keeps."""
     host = place.rank == 0 and not place.agent
-    return dist.TCPStore(
-        place.address, place.port, is_master=host, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-    )
+    return TCPStore(place.address, place.port, is_master=host, wait_for_workers=False, timeout=timedelta(seconds=START))
 
 
 def _how(code: int) -> str:

@@ -21,15 +21,16 @@ from keel.policy.weights import gather
 from keel.policy.world import Place, World, end_with_parent
 from keel.signal import Objective
 
-JOIN = 3600.0
-"""Seconds to wait for the others: rank 0 may be finding out something first, and ends this process when it fails."""
+IDLE = 3600.0
+"""Seconds to wait for the others in a collective: rank 0 has the patience that the settings say, and ends this process
+when it has run out."""
 
 
 def follow(place: Place) -> None:
     """Take part in a run as one of its other ranks, to its end."""
     end_with_parent()
     logging.getLogger("keel").setLevel(logging.ERROR)  # rank 0 says the same
-    world = World(place, meet(place, JOIN), JOIN)
+    world = World(place, meet(place), IDLE)
     follower = Follower(world)
     try:
         for command, content in world.commands():

@@ -89,18 +89,18 @@ class Forward:
         sequences = [tokens.samples[number].inputs for number in numbers]
         self._check(tokens, numbers)
         share, ranks = self.layout == "shared", 1 if self.world is None else self.world.size
-        bins: Sequence[list[int] | None]
         if self.layout == "alone":
             bins = [[index] for index, sequence in enumerate(sequences) if len(sequence)]
         else:
             bins = micro_batches(sequences, self.max_tokens, share=share, ranks=ranks)
+        own: Sequence[list[int] | None] = bins
         if self.world is not None:
-            bins = deal(sequences, bins, ranks, share=share)[self.world.rank]
+            own = deal(sequences, bins, ranks, share=share)[self.world.rank]
         return [
             self._nothing()
             if members is None
             else self._pack(tokens, [numbers[index] for index in members], [sequences[index] for index in members])
-            for members in bins
+            for members in own
         ]
 
     def _nothing(self) -> MicroBatch:

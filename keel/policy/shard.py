@@ -41,11 +41,11 @@ def shard(
     if head is None:
         return
     for name, weight in list(head.named_parameters(recurse=False)):
-        whole = getattr(tied, "weight", None) if tied is not None and name == "weight" else None
-        if not isinstance(whole, nn.Parameter):
-            part = distribute_tensor(weight.detach().to(mesh.device_type), mesh, [Shard(0)], src_data_rank=None)
-            whole = nn.Parameter(part, requires_grad=weight.requires_grad)
-        setattr(head, name, whole)
+        cut = getattr(tied, "weight", None) if tied is not None and name == "weight" else None
+        if not isinstance(cut, nn.Parameter):
+            mine = distribute_tensor(weight.detach().to(mesh.device_type), mesh, [Shard(0)], src_data_rank=None)
+            cut = nn.Parameter(mine, requires_grad=weight.requires_grad)
+        setattr(head, name, cut)
 
 
 class WholeHead:
@@ -66,8 +66,8 @@ class WholeHead:
             assert isinstance(weight, DTensor)
             leaf = self.weights[name]
             mine = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).to(self._reduce)
-            summed = DTensor.from_local(mine, weight.device_mesh, [Partial()]).redistribute(placements=[Shard(0)])
-            summed = summed.to(weight.dtype)
+            parts = DTensor.from_local(mine, weight.device_mesh, [Partial()])
+            summed = parts.redistribute(placements=[Shard(0)]).to(weight.dtype)
             weight.grad = summed if weight.grad is None else weight.grad + summed
             leaf.grad = None
 

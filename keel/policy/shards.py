@@ -5,14 +5,16 @@ included, and nothing of them is pickled. Weights are here too, in the precision
 one that all ranks see; it is sealed with the rest of the checkpoint, by whoever calls.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from keel.errors import ModelError
 from keel.policy.files import read_json, write_json
@@ -40,7 +42,7 @@ def write_shards(
     folder = training / FOLDER
     folder.mkdir(exist_ok=True)
     try:
-        dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     except CheckpointException as error:
         raise ModelError(f"{folder} could not be written: {_said(error)}") from error
     if first:
@@ -74,7 +76,10 @@ def read_shards(
     if lacking or said["lr"].keys() != parameters.keys():
         raise ModelError(f"{folder} is of other parameters than the model's: it lacks {(lacking or ['some'])[0]}")
     try:
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
+        with warnings.catch_warnings():
+            # it warns of reading alone, which is what was asked for
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
     except (CheckpointException, OSError, ValueError) as error:
         raise ModelError(f"{folder} cannot be read: {_said(error)}") from error
     weights = {name: state.pop(f"{_WEIGHT}.{name}") for name in parameters}
@@ -87,7 +92,7 @@ def read_shards(
     return weights, moments, dict(said["lr"])
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if not failures:
         return str(error)

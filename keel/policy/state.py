@@ -87,7 +87,7 @@ def set_optimizer(
     """Put what was read in its place, this rank's part of what is whole. Bits are kept: nothing is cast."""
     for parameter, name, group in names_of(parameters, optimizer):
         # torch keeps step counts on the CPU unless its kernels read them
-        on_device = group.get("capturable") or group.get("fused")
+        on_device = bool(group.get("capturable") or group.get("fused"))
         group["lr"] = rates[name]
         optimizer.state.pop(parameter, None)
         if moments[name]:

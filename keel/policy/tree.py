@@ -103,10 +103,13 @@ def micro_batches(sequences: Sequence[Ints], max_tokens: int, *, share: bool = T
     length = np.array([len(sequences[index]) for index in order])
     common = _shared_with_last(sequences, order, share)
     bounds = _cut(length, common, max_tokens)
-    if ranks > 1:
-        wanted = min(-(-(len(bounds) - 1) // ranks) * ranks, len(order))
-        bounds = _cut(length, common, max_tokens, _least_price(length, common, max_tokens, wanted))
-    return [order[first:last] for first, last in itertools.pairwise(bounds)]
+    if ranks == 1:
+        return [order[first:last] for first, last in itertools.pairwise(bounds)]
+    wanted = min(-(-(len(bounds) - 1) // ranks) * ranks, len(order))
+    bounds = _cut(length, common, max_tokens, _least_price(length, common, max_tokens, wanted))
+    whole = [[piece] for piece in itertools.pairwise(bounds)]
+    dealt = min((whole, _spread(length, common, max_tokens, wanted)), key=lambda one: _dearest(length, common, one))
+    return [[index for first, last in pieces for index in order[first:last]] for pieces in dealt]
 
 
 def deal(
@@ -154,6 +157,37 @@ def _least_price(length: Ints, common: Ints, max_tokens: int, wanted: int) -> fl
         middle = (low + high) / 2
         low, high = (low, middle) if count(middle) <= wanted else (middle, high)
     return high * (1 + 1e-9)  # not to be missed by a rounding
+
+
+Piece = tuple[int, int]
+"""A run of neighbours: its first, and one past its last."""
+
+
+def _spread(length: Ints, common: Ints, max_tokens: int, wanted: int) -> list[list[Piece]]:
+    """Short runs of neighbours, the dearest first, each to whichever has the least so far; none if they do not fit.
+
+    A long sequence between short ones cannot be balanced by cutting alone.
+    """
+    tokens, prices, tokens_before, prices_before = _sums(length, common)
+    bounds = _cut(length, common, max_tokens, float(prices[-1]) / (4 * wanted))
+    pieces = sorted(itertools.pairwise(bounds), key=lambda one: prices_before[one[0]] - prices[one[1]])
+    found: list[list[Piece]] = [[] for _ in range(wanted)]
+    held, spent = np.zeros(wanted, np.int64), np.zeros(wanted)
+    for first, last in pieces:
+        room = held + tokens[last] - tokens_before[first] <= max_tokens
+        if not room.any():
+            return []
+        place = int(np.argmin(np.where(room, spent, np.inf)))
+        found[place].append((first, last))
+        held[place] += tokens[last] - tokens_before[first]
+        spent[place] += prices[last] - prices_before[first]
+    return [sorted(members) for members in found if members]
+
+
+def _dearest(length: Ints, common: Ints, dealt: Sequence[Sequence[Piece]]) -> float:
+    _, prices, _, prices_before = _sums(length, common)
+    totals = [sum(prices[last] - prices_before[first] for first, last in pieces) for pieces in dealt]
+    return float(max(totals, default=math.inf))
 
 
 def _sums(length: Ints, common: Ints) -> tuple[Ints, Any, Ints, Any]:

@@ -19,12 +19,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from keel.errors import ConfigError, KeelError, RankError
 
 END = "end"
 """The command after which a rank leaves."""
+START = 600.0
+"""Seconds in which all ranks must be there."""
 GRACE = 60.0
 """Seconds that a rank which failed alone waits for rank 0 to fail too, before it takes itself for the only one."""
 _LOOK = timedelta(seconds=5)
@@ -64,25 +67,39 @@ class Place:
 class World:
     """The ranks, seen from one of them."""
 
-    def __init__(self, place: Place, store: dist.Store, timeout: float) -> None:
-        """Returns when all ranks are here, or refuses after `timeout` seconds."""
+    def __init__(
+        self, place: Place, store: Store, timeout: float, missing: Callable[[float], str] = lambda _seconds: ""
+    ) -> None:
+        """Returns when all ranks are here. `missing` says in words which rank is gone, within so many seconds."""
         self.rank, self.size, self.local_rank = place.rank, place.size, place.local_rank
-        self.timeout = timeout
-        self.missing: Callable[[float], str] = lambda _seconds: ""
-        """Which rank is gone, as words; waits for so many seconds to find out. Set by whoever started the processes."""
-        self._store = dist.PrefixStore(f"keel/{place.attempt}", store)
+        self.timeout, self.missing = timeout, missing
+        self._store = PrefixStore(f"keel/{place.attempt}", store)
         self._lock = threading.RLock()
         self._depth = self._said = 0
         self._broken = ""
         self._meshes: dict[str, DeviceMesh] = {}
+        self._meet()
         both = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(
             both,
-            store=dist.PrefixStore("group", self._store),
+            store=PrefixStore("group", self._store),
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=timeout),
         )
+
+    def _meet(self) -> None:
+        """Wait for all ranks before the first collective: to start takes longer than to answer may."""
+        self._store.set(f"here/{self.rank}", "1")
+        deadline = time.monotonic() + START
+        for rank in range(self.size):
+            while not self._store.check([f"here/{rank}"]):
+                gone = self.missing(0.0)
+                if gone or time.monotonic() > deadline:
+                    raise RankError(
+                        gone or f"rank {rank} of {self.size} was not there after {START:g} s; was it started?"
+                    )
+                time.sleep(0.05)
 
     # -- what is done together ----------------------------------------------------------------------------------------
 
