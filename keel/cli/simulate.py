@@ -90,8 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if args.recipe is None and args.run_folder is None:
         raise ConfigError("give a RECIPE, or --from RUN; keel simulate recipes/gpu_pool.toml is one to begin with")
     origins, table, observed, own_recipe = _assumptions(args)
-    recipe = args.recipe or own_recipe
-    cases = _cases(args, recipe, table)
+    cases = _cases(args, args.recipe or own_recipe, table)
     found: list[tuple[Case, Prediction, str]] = []
     for number, case in enumerate(cases, start=1):
         with _watching(f"{number}/{len(cases)} " if len(cases) > 1 else "") as watch:
@@ -151,7 +150,7 @@ def _value(name: str, text: str) -> Any:
     return parse_overrides([f"--{name}={text}"])[0][1]
 
 
-def _cases(args: argparse.Namespace, recipe: Path | str, table: Mapping[str, Any]) -> list[Case]:
+def _cases(args: argparse.Namespace, recipe: Path | str | None, table: Mapping[str, Any]) -> list[Case]:
     """Every combination of what is swept over; all are checked before the first is simulated."""
     axes = [_axis(text) for text in args.sweeps or ()]
     names = [name for name, _ in axes]

@@ -1,7 +1,7 @@
 """What `keel simulate` prints: a prediction in a dozen lines, a sweep as a table, or either as JSON."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keel.config.simulate import SimulateSettings
@@ -66,7 +66,7 @@ def as_json(
     return json.dumps(told, indent=2) + "\n"
 
 
-COLUMNS = (
+COLUMNS: "tuple[tuple[str, Callable[[Prediction], str]], ...]" = (
     ("steps/hour", lambda found: f"{found.steps_per_hour:,.1f}"),
     ("s/step", lambda found: f"{found.step_seconds:,.2f}"),
     ("tok/s", lambda found: f"{found.trained_tokens_per_second:,.0f}"),
@@ -144,7 +144,8 @@ def _value(assumed: SimulateSettings, name: str) -> str:
 
 
 def _wrapped(title: str, parts: Sequence[str]) -> list[str]:
-    lines, row = [], ""
+    lines: list[str] = []
+    row = ""
     for part in parts:
         if row and len(row) + len(part) + 2 > WIDTH - 12:
             lines.append(_line("" if lines else title, row + ","))

@@ -8,7 +8,7 @@ Waiting for an engine has no time limit here.
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from keel.config import EnvironmentSettings, RunSettings
@@ -84,8 +84,7 @@ class Fleet:
         self._timers: dict[int, asyncio.TimerHandle] = {}
         if assumed.engine_crash_hours is not None:
             for engine in self.engines:
-                gaps = self._chance.crashes(engine.number, assumed.engine_crash_hours)
-                self._await_crash(engine, lambda gaps=gaps: next(gaps))
+                self._await_crash(engine, self._chance.crashes(engine.number, assumed.engine_crash_hours))
 
     # requests
 
@@ -203,16 +202,16 @@ class Fleet:
 
     # crashes
 
-    def _await_crash(self, engine: Engine, gap: Callable[[], float]) -> None:
-        self._timers[engine.number] = self._loop.call_later(gap(), self._crash, engine, gap)
+    def _await_crash(self, engine: Engine, gaps: Iterator[float]) -> None:
+        self._timers[engine.number] = self._loop.call_later(next(gaps), self._crash, engine, gaps)
 
-    def _crash(self, engine: Engine, gap: Callable[[], float]) -> None:
+    def _crash(self, engine: Engine, gaps: Iterator[float]) -> None:
         engine.advance()
         self._totals.crashed += sum(engine.sampled_of(one) for one in engine.running)
         self._totals.crashes += 1
         back = self._assumed.engine_restart_seconds + self.load_seconds(1)
         lost = engine.crash()
-        self._timers[engine.number] = self._loop.call_later(back, self._return, engine, gap)
+        self._timers[engine.number] = self._loop.call_later(back, self._return, engine, gaps)
         for request in lost:
             request.tries += 1
             if request.tries < self._attempts:
@@ -220,11 +219,11 @@ class Fleet:
             else:
                 self._land(request, Answer([], error_kind="engine", error="simulated: the engine crashed"))
 
-    def _return(self, engine: Engine, gap: Callable[[], float]) -> None:
+    def _return(self, engine: Engine, gaps: Iterator[float]) -> None:
         self._totals.down += self._loop.time() - engine.down_since
         engine.come_back(self.version)
         heapq.heappush(self._free, (0, engine.number))
-        self._await_crash(engine, gap)
+        self._await_crash(engine, gaps)
         homeless, self._homeless = self._homeless, deque()
         for request in homeless:
             if not request.done():

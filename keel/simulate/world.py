@@ -146,7 +146,8 @@ class World:
     async def _batch(self, number: int, scheduler: Scheduler) -> Batch:
         self._patience = PATIENCE * self._settings.scheduler.groups * self._settings.scheduler.group_size
         taking = asyncio.ensure_future(scheduler.next_batch(self._version))
-        await asyncio.wait({taking, self._hopeless}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {taking, self._hopeless}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not taking.done():
             taking.cancel()
             raise KeelError(
