@@ -71,7 +71,7 @@ def _rank(folder: Path, config: Mapping[str, Any]) -> int:
     ranks = [config.get("r", 8), *(config.get("rank_pattern") or {}).values()]
     if not all(type(rank) is int and rank > 0 for rank in ranks):
         raise ModelError(f"adapter {folder} has a rank that is no whole number above 0: {str(ranks)[:80]}")
-    return max(ranks)
+    return int(max(ranks))
 
 
 def _stored_rank(folder: Path) -> int:
