@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 
 from keel.config import Loaded, load
+from keel.config.load import put
+from keel.config.write import toml
 from keel.run.evaluate import Evaluation
 from keel.run.folder import RunFolder
 from keel.run.loop import Run
@@ -44,6 +47,14 @@ every = 3
 tasks = 4
 every = 3
 """
+
+
+def tiny(**changes: Any) -> str:
+    """The recipe with changes, `scheduler__groups=2` for scheduler.groups, as TOML."""
+    tree = tomllib.loads(RECIPE)
+    for name, value in changes.items():
+        put(tree, name.replace("__", "."), value)
+    return "".join(f"{name} = {toml(value)}\n" for name, value in tree.items())
 
 
 class Watcher(Silent):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from run_world import tiny
 
 from keel.cli import main
 from keel.compare.svg import HEIGHT, lines
@@ -23,25 +24,14 @@ from keel.trials.page import page
 from keel.trials.results import MEASURES, Results, results
 from keel.trials.variants import of_objectives, of_settings
 
-RECIPE = """
-steps = 3
-[model]
-name = "tiny"
-warm_up_steps = 100
-[environments.larger_number]
-options = { shots = 0, digits = 1 }
-[sampling]
-max_tokens = 4
-[scheduler]
-groups = 4
-group_size = 4
-max_off_policy_steps = 0
-[trainer.optimizer]
-lr = 3e-3
-[evaluation]
-when = "ends"
-tasks = 4
-"""
+RECIPE = tiny(
+    steps=3,
+    model__warm_up_steps=100,
+    scheduler__max_off_policy_steps=0,
+    trainer__optimizer__lr=3e-3,
+    checkpoints={},
+    evaluation={"when": "ends", "tasks": 4},
+)
 NAMES = ["name=icepop-seed0", "name=icepop-seed1", "name=reinforce-seed0", "name=reinforce-seed1"]
 
 
@@ -322,7 +312,7 @@ def test_several_sets_give_their_product_in_order() -> None:
 def test_objectives_take_the_place_of_the_recipes_own(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text('[[objective.gates]]\non = "ratio"\nhigh = 2.0\n')
-    text = RECIPE + '[objective]\nname = "dapo"\neps = 0.1\n'
+    text = RECIPE + 'objective = { name = "dapo", eps = 0.1 }\n'
     variants = of_objectives(f"ipo_kl(kl_tau=0.5),{mine}")
     plan = Plan.create(tmp_path / "trials", recipe(tmp_path, text), ["--seed=7"], variants, seeds=2)
     settings = [plan.load(trial).settings for trial in plan.trials]
@@ -335,7 +325,7 @@ def test_objectives_take_the_place_of_the_recipes_own(tmp_path: Path) -> None:
 def test_a_recipe_that_is_edited_meanwhile_changes_nothing(tmp_path: Path) -> None:
     path = recipe(tmp_path)
     plan = Plan.create(tmp_path / "trials", path, [], of_settings(["steps=1,2"]), seeds=1)
-    path.write_text(RECIPE.replace("3e-3", "9e-3"))
+    path.write_text(RECIPE.replace("0.003", "0.009"))
     assert plan.load(plan.trials[0]).settings.trainer.optimizer.lr == 3e-3
     assert Plan.read(tmp_path / "trials") == plan
 
