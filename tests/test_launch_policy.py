@@ -1,5 +1,6 @@
 """What a launch decides: its plan, what it refuses, what it does when parts die; on a scripted cluster and clock."""
 
+import io
 import itertools
 import re
 import shlex
@@ -12,8 +13,10 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from keel.cli import build_parser, join_overrides, main
+from keel.cli.launch_view import Follower, table
 from keel.config.launch import Resources
 from keel.errors import ConfigError
 from keel.launch.cluster import check
@@ -401,3 +404,30 @@ def _written(plan: Plan) -> Path:
     file = plan.run / "config.toml"
     file.write_text("".join(f"{line}{comment}\n" for line, comment in toml_lines(plan.loaded)))
     return file
+
+
+# what is shown
+
+
+def test_a_log_is_followed_by_whole_lines_and_escape_sequences_are_written_out(tmp_path: Path) -> None:
+    log = tmp_path / "trainer-0.log"
+    log.write_text("of an earlier launch\n")
+    follower = Follower(log)
+    with log.open("a") as file:
+        file.write("--- 2026-01-01 00:00:00 on node\nstep 1/2\nhalf")
+        file.flush()
+        assert follower.lines() == ["step 1/2"]
+        file.write(" a line \x1b[2J\nstopped after step 1; go on with: keel train --resume x\n")
+        file.flush()
+    assert follower.lines() == ["half a line \\x1b[2J"], "and the trainer's own advice is not that of a launch"
+
+
+def test_the_table_shows_where_a_part_is_and_why_it_died() -> None:
+    up = Life(part("engine-0"), "up", since=1.0, url="http://127.0.0.1:8000")
+    down = Life(part("trainer-0"), "down", since=60.0, restarts=2, last="was killed by SIGKILL")
+    screen = Console(width=100, file=io.StringIO())
+    screen.print(table([up, down], lambda name: f"node-of-{name}", clock=lambda: 61.0))
+    rows = [line.split() for line in screen.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert rows[1] == ["engine-0", "node-of-engine-0", "up", "1m00s", "http://127.0.0.1:8000"]
+    assert rows[2][:5] == ["trainer-0", "node-of-trainer-0", "down", "1s", "2"]
+    assert " ".join(rows[2][5:]) == "was killed by SIGKILL"
