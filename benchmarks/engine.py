@@ -1,7 +1,8 @@
 """What sampling costs in the local engine, against `generate` of transformers, on the real 135M model.
 
 Both sides answer the same prompts with the same sampling, 8 prompts x 8 answers of up to 16 tokens that may end
-earlier, in one process and interleaved, with the allocator told to keep its memory. `generate` gets all rows in one
+earlier, in one process and interleaved, with the allocator told to keep its memory; each gives its helper threads back
+when it is done, for with those of both at once either would wait for sleeping threads. `generate` gets all rows in one
 padded batch, as is usual. The engine forgets its prompts before each round, as it does when new weights come, and the
 time for that counts. The log-probs that it records are compared with a full forward pass. Exits 1 when a bar is missed.
 SmolLM2-135M, float32, on CPU.
@@ -34,6 +35,7 @@ from keel.engine.local import LocalEngine
 from keel.policy import load_model
 from keel.policy.allocator import keep_memory
 from keel.policy.model import Model
+from keel.threads import release
 from keel.wire import Generation
 
 BARS = {50: 2.5, 110: 4.0}
@@ -119,6 +121,7 @@ class Theirs:
             use_cache=True,
             pad_token_id=self.end,
         )[:, self.ids.shape[1] :]
+        release()
         ended = (found == self.end).int().cumsum(1)
         # up to the first end, that one included
         self.sampled.append(int(((ended == 0) | ((ended == 1) & (found == self.end))).sum()))
@@ -134,6 +137,7 @@ def off_full_forward(model: Model, prompts: list[list[int]], found: list[Generat
             # float32 would lose a digit in the sum over all words
             truth = logits.double().log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
             differences.append((truth - torch.tensor(one.logprobs)).abs())
+    release()
     return float(torch.cat(differences).mean())
 
 

@@ -33,6 +33,7 @@ from keel.engine.broadcast import receive
 from keel.engine.decoders import choose
 from keel.engine.sampler import StopText
 from keel.engine.weights import Load, Weights
+from keel.threads import release
 from keel.wire import EngineError, Generation, Health, Seat
 
 HOPS = 16
@@ -80,6 +81,7 @@ class LocalEngine:
         self._limit: int | None = getattr(config, "max_position_embeddings", None)
         self._ends = _ends(network, tokenizer)
         decoder = choose(network, type(network).__name__)
+        release()  # the worker computes from now on
         self._weights = Weights(network, int8=settings.int8, load=load, fused=decoder.fused)
         decoder.network = self._weights.live
         self._batch = Batch(decoder, settings.max_batch)
@@ -265,6 +267,7 @@ class LocalEngine:
         """Wait for something to do and take what has come; False when closed."""
         with self._wake:
             while not (self._closed or self._inbox or self._orders or self._batch.busy):
+                release()
                 self._wake.wait()
             self._take()
             return not self._closed

@@ -8,7 +8,6 @@ ledger of rollouts: the loop is the caller's.
 
 import asyncio
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +25,7 @@ from keel.run.api_record import NoSignal, batch_of
 from keel.run.api_server import Server
 from keel.run.api_wish import Signal, Wish
 from keel.run.trajectories import TrajectoryGroup
+from keel.threads import Workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ class _Registered:
         self.folder = backend.path / model.name
         self._lock = FileLock(self.folder / ".lock", timeout=0)
         # a thread of its own: torch keeps its worker threads with the thread that calls it
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"keel-train-{model.name}")
+        self._thread = Workers(1, thread_name_prefix=f"keel-train-{model.name}")
         self._turns = asyncio.Lock()
         self._under_way: set[asyncio.Task[TrainResult]] = set()
         self.server: Server | None = None

@@ -39,6 +39,7 @@ from keel.run.records import Row
 from keel.run.watchdog import STALL, Watchdog
 from keel.signal import MovingBaseline
 from keel.signal import objective as make_objective
+from keel.threads import Workers
 from keel.wire import Engine
 
 Done = TypeVar("Done")
@@ -95,6 +96,7 @@ class Run:
         self.ledger.set_status("running")
         try:
             keep_memory(self.settings.trainer.keep_memory)
+            asyncio.get_running_loop().set_default_executor(Workers())
             with self._watchdog, self._crew:
                 await asyncio.to_thread(self._prepare)
                 self._watchdog.say("starting the engine")
@@ -287,11 +289,10 @@ class Run:
         settings = self.settings
         self.observer.waiting(f"loading {settings.model.name}")
         self._watchdog.say(f"loading {settings.model.name}")
-        world = self._crew.join()
-        self._threads = torch.get_num_threads()  # fewer, where ranks share a machine
         self.trainer = Trainer(
-            settings.model, settings.trainer, teacher=settings.teacher, seed=settings.seed, world=world
+            settings.model, settings.trainer, teacher=settings.teacher, seed=settings.seed, world=self._crew.join()
         )
+        self._threads = torch.get_num_threads()  # fewer, where ranks share a machine
         self.renderer = Renderer(self.trainer.model.tokenizer, settings.renderer)
         if self.objective.composition.reads("reference"):
             self._reference()

@@ -1,0 +1,38 @@
+"""Threads that OpenMP keeps for a thread that has computed, given back.
+
+Every thread that runs parallel work gets helpers of its own, which it keeps. When there are more helpers in a process
+than it has cores, the library lets none of them wait actively any more, and each small product then wakes sleeping
+threads: an engine decoded at 1.3 of two cores beside a trainer that was not even working. So whoever has computed and
+now waits gives its helpers back. Costs the start of threads at the next product; does nothing without such a library.
+"""
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import ParamSpec, TypeVar
+
+_SOFT = 1
+
+P = ParamSpec("P")
+Done = TypeVar("Done")
+
+
+def release() -> None:
+    """Give back the helpers of the thread that calls; they must not be at work."""
+    with suppress(AttributeError, OSError):  # no OpenMP, or one from before 5.0
+        ctypes.CDLL(None).omp_pause_resource_all(ctypes.c_int(_SOFT))
+
+
+class Workers(ThreadPoolExecutor):
+    """Threads that give their helpers back after each piece of work: the next may be done by another one."""
+
+    def submit(self, work: Callable[P, Done], /, *args: P.args, **named: P.kwargs) -> Future[Done]:
+        return super().submit(_released, work, *args, **named)
+
+
+def _released(work: Callable[P, Done], *args: P.args, **named: P.kwargs) -> Done:
+    try:
+        return work(*args, **named)
+    finally:
+        release()
