@@ -28,11 +28,10 @@ class Workers(ThreadPoolExecutor):
     """Threads that give their helpers back after each piece of work: the next may be done by another one."""
 
     def submit(self, work: Callable[P, Done], /, *args: P.args, **named: P.kwargs) -> Future[Done]:
-        return super().submit(_released, work, *args, **named)
+        def released() -> Done:
+            try:
+                return work(*args, **named)
+            finally:
+                release()
 
-
-def _released(work: Callable[P, Done], *args: P.args, **named: P.kwargs) -> Done:
-    try:
-        return work(*args, **named)
-    finally:
-        release()
+        return super().submit(released)

@@ -24,7 +24,8 @@ def dealt(network: Any, threads: Callable[[], int]) -> Iterator[None]:
         take()
         for state in (*given, *named.values()):
             if isinstance(state, Tensor) and state.requires_grad:
-                state.register_hook(take)  # the layer has been gone back through when its input gets a gradient
+                # the layer has been gone back through when its input gets a gradient
+                state.register_hook(take)  # type: ignore[no-untyped-call]
                 return
 
     names = set(getattr(network, "_no_split_modules", None) or ())

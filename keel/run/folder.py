@@ -79,8 +79,8 @@ class RunFolder:
             text = _write_config(path, loaded)
             write_json(path / "run.json", _origin(path.name))
             temporary = path / "run.db.new"
-            for left in path.glob("run.db.new*"):
-                left.unlink()
+            for old in path.glob("run.db.new*"):
+                old.unlink()
             ledger = Ledger(temporary, create=True)
             ledger.set("config", text)
             ledger.close()

@@ -226,7 +226,10 @@ class Ledger:
     def left_over(self) -> list[tuple[str, int, int, Rollout]]:
         """Those whose fate was never written."""
         rows = self._rows('SELECT * FROM finished ORDER BY "group", member, attempt')
-        return [(*name, self._rollout(*name, data)) for *name, data in rows]
+        return [
+            (group, member, attempt, self._rollout(group, member, attempt, data))
+            for group, member, attempt, data in rows
+        ]
 
     # -- evaluations --------------------------------------------------------------------------------------------------
 
