@@ -77,9 +77,9 @@ def model(name: str = "tiny", *, lora: bool = False, **settings: Any) -> ModelSe
     return ModelSettings.model_validate({"name": name, "device": "cpu", "lora": LORA if lora else None, **settings})
 
 
-def rollouts(**fields: Any) -> list[Sample]:
+def rollouts() -> list[Sample]:
     """Uneven groups, one of them alone, as a sampler near the policy would have written them."""
-    samples = [*branching_samples(**fields)[:10], *branching_samples(7, **fields)[3:4]]
+    samples = [*branching_samples(version=2)[:10], *branching_samples(7, version=2)[3:4]]
     recorded = Trainer(model(), TrainerSettings()).logprobs(samples)
     chance = np.random.default_rng(5)
     return [
@@ -137,7 +137,7 @@ def steps(trainer: Trainer, samples: list[Sample], rule: keel.Objective, count: 
 def assert_one_process(crews: Crews, ranks: int, case: str, folder: Path) -> None:
     """Loss, metrics, gradients and weights of five steps are those of one process with one micro-batch."""
     objective, lora, max_tokens, shape, more = CASES[case]
-    rule, samples = OBJECTIVES[objective], rollouts(version=2)
+    rule, samples = OBJECTIVES[objective], rollouts()
     alone = crews.trainer(1, model(lora=lora), **more)
     wanted = steps(alone, samples, rule)
     assert any((report.tokens.gradient == 0).any() for report in wanted), "nothing is dropped or clipped: a weak case"
@@ -149,7 +149,7 @@ def assert_one_process(crews: Crews, ranks: int, case: str, folder: Path) -> Non
 
 def assert_idle_ranks_take_part(crews: Crews, ranks: int, objective: str) -> None:
     """One sequence, and sequences that train nothing: all ranks but one have no work, or all have none."""
-    (sample,) = rollouts(version=2)[1:2]
+    (sample,) = rollouts()[1:2]
     silent = dataclasses.replace(sample, trainable=np.zeros(len(sample), bool))
     alone, trainer = crews.trainer(1, model()), crews.trainer(ranks, model())
     for samples in ([sample], [sample, silent, silent], [silent], []):

@@ -133,7 +133,7 @@ def test_a_run_whose_rank_0_was_killed_leaves_no_process_and_goes_on_to_the_same
 
 def test_under_torchrun_the_run_is_the_same(straight: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "--")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--")
     with running(folder, *SYNCHRONOUS, launcher=launcher) as process:
         _, said = process.communicate()
         assert process.returncode == 0, said
@@ -168,8 +168,7 @@ def test_a_rank_that_hangs_is_given_up_after_the_timeout(tmp_path: Path) -> None
 
 def test_with_lora_references_and_asynchronous_sampling(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    changes = {"model__lora": {"rank": 4, "alpha": 8.0}, "objective": {"name": "icepop", "kl_penalty_coef": 0.05}}
-    watcher = train(folder, trainer__ranks=2, steps=3, **changes)
+    watcher = train(folder, trainer__ranks=2, steps=3, model__lora__rank=4, objective__kl_penalty_coef=0.05)
     assert list(watcher.steps) == [1, 2, 3] and "drift/base" in watcher.steps[3]
     assert (folder / "checkpoints" / "step_3" / "adapter_model.safetensors").is_file()
 

@@ -91,9 +91,12 @@ def _place() -> "Place | None":
     """Where torchrun, or whoever speaks as it does, has put this process; None: it was started alone."""
     if "RANK" not in os.environ:
         return None  # without asking torch, so that a refusal is quick
-    from keel.policy.world import Place
+    from keel.policy.world import Place, end_with_parent
 
-    return Place.of(os.environ)
+    place = Place.of(os.environ)
+    if place is not None and (place.rank or place.agent):
+        end_with_parent()  # a launcher that was killed must not leave its ranks behind
+    return place
 
 
 def _follow(place: "Place") -> int:

@@ -18,7 +18,7 @@ from keel.policy.parcel import unpack
 from keel.policy.sample import Sample
 from keel.policy.trainer import Trainer
 from keel.policy.weights import gather
-from keel.policy.world import Place, World, end_with_parent
+from keel.policy.world import Place, World
 from keel.signal import Objective
 
 IDLE = 3600.0
@@ -28,7 +28,6 @@ when it has run out."""
 
 def follow(place: Place) -> None:
     """Take part in a run as one of its other ranks, to its end."""
-    end_with_parent()
     logging.getLogger("keel").setLevel(logging.ERROR)  # rank 0 says the same
     world = World(place, meet(place), IDLE)
     follower = Follower(world)
@@ -62,7 +61,7 @@ class Follower:
             return
         assert self.trainer is not None
         parts: dict[str, Callable[..., Any]] = {
-            "step": lambda version: self._step(samples, objective, version),
+            "step": lambda version, steps: self._step(samples, objective, version, steps),
             "score": lambda: self._trainer.logprobs(samples),
             "refer": self._refer,
             "save": lambda folder, step: write_ranked(Path(folder), *self._both, step),
@@ -92,8 +91,9 @@ class Follower:
             world=self.world,
         )
 
-    def _step(self, samples: list[Sample], objective: Objective | None, version: int | None) -> None:
+    def _step(self, samples: list[Sample], objective: Objective | None, version: int | None, steps: int) -> None:
         assert objective is not None
+        self._trainer.steps = steps  # rank 0 counts: the learning rate is a function of it
         self._trainer.step(samples, objective, version=version)
 
     def _refer(self, named: dict[str, Any], checkpoints: str) -> None:

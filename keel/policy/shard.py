@@ -116,6 +116,8 @@ def _holds(module: nn.Module, weight: Any) -> bool:
 
 
 def _layers(network: transformers.PreTrainedModel, body: nn.Module) -> list[nn.Module]:
-    """The modules that the network itself names as not to be split: its decoder layers."""
+    """The modules that the network itself names as not to be split: its decoder layers, not what is inside of them."""
     names = set(network._no_split_modules or ())
-    return [module for module in body.modules() if module is not body and type(module).__name__ in names]
+    found = [module for module in body.modules() if module is not body and type(module).__name__ in names]
+    inner = {id(part) for module in found for part in module.modules() if part is not module}
+    return [module for module in found if id(module) not in inner]

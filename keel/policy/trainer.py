@@ -67,7 +67,7 @@ class Trainer:
     def step(self, samples: Sequence[Sample], objective: Objective | str, *, version: int | None = None) -> StepReport:
         """Train on these samples once. `version` is the version being trained, from which staleness counts."""
         objective = make_objective(objective) if isinstance(objective, str) else objective
-        with self._together("step", lambda: pack(samples, objective, version=version)):
+        with self._together("step", lambda: pack(samples, objective, version=version, steps=self.steps)):
             return self._step(samples, objective, version)
 
     def _step(self, samples: Sequence[Sample], objective: Objective, version: int | None) -> StepReport:
