@@ -157,4 +157,7 @@ def _temporary(target: Path) -> Path:
 
 
 def _not_written(target: Path, error: Exception) -> ModelError:
-    return ModelError(f"{target} could not be written: {error}; what was there before is as it was")
+    return ModelError(
+        f"{target} could not be written: {error}; make room, or check who may write there. What was there before is as"
+        " it was"
+    )
