@@ -114,6 +114,8 @@ class Member:
         failed."""
         self._failed_in_a_row = 0
         self._absent_in_a_row = 0
+        self._lost = False
+        """Whether its last load ended in a way that may pass, as a broken connection does."""
 
     @property
     def load(self) -> int:
@@ -127,8 +129,8 @@ class Member:
 
     @property
     def gone(self) -> bool:
-        """Whether nobody was there at the last look."""
-        return self.state == "unhealthy" and self._absent_in_a_row > 0
+        """Whether nobody was there at the last look, or went away while it was given weights."""
+        return self.state == "unhealthy" and (self._absent_in_a_row > 0 or self._lost)
 
     def connected(self) -> Engine:
         """The server, to talk to."""
@@ -256,8 +258,13 @@ class Member:
     async def _load(self, load: Load) -> None:
         self.held = None  # until it is live, nobody knows what a failure leaves behind
         self._full = load.version if load.kind == "weights" else None
-        async with asyncio.timeout(self._settings.load_timeout):
-            await load.into(self.connected())
+        self._lost = False
+        try:
+            async with asyncio.timeout(self._settings.load_timeout):
+                await load.into(self.connected())
+        except EngineError as error:
+            self._lost = error.retryable
+            raise
         self.version = load.version
 
     def _holds(self, wanted: Weights) -> bool:
