@@ -75,10 +75,9 @@ class Proxy:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        server = asyncio.run_coroutine_threadsafe(
-            asyncio.start_server(self._serve, "127.0.0.1", 0), self._loop
-        ).result()
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        starting = asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,10 +87,12 @@ class Proxy:
         self._loop.close()
 
     async def _end(self) -> None:
+        self._server.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0.05)  # for connections that are being closed
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -48,7 +48,7 @@ def test_a_synchronous_run_is_killed_at_the_worst_moments_and_ends_with_the_same
 def test_trainer_and_servers_of_an_asynchronous_run_are_killed_and_nothing_is_lost_or_trained_twice(
     lives: Lives, tmp_path: Path
 ) -> None:
-    assert_held(kills.campaign(lives, tmp_path, kind="pool", synchronous=False, victims=["both", "engine"], kills=3))
+    assert_held(kills.campaign(lives, tmp_path, kind="pool", synchronous=False, victims=["both", "engine"], kills=2))
 
 
 def test_answers_that_are_late_lost_cut_off_or_impossible_are_asked_for_again(lives: Lives, tmp_path: Path) -> None:
