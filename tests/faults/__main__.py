@@ -186,7 +186,8 @@ def main() -> int:
     folder = given.keep or Path(tempfile.mkdtemp(prefix="keel-faults-"))
     try:
         with Lives() as lives, given.out.open("a") as out:
-            for number, (name, make) in enumerate(Suite(lives, folder, given.kills).rows()):
+            rows = list(Suite(lives, folder, given.kills).rows())
+            for number, (name, make) in enumerate(rows):
                 if given.only not in name or name in {row["fault"] for row in known}:
                     continue
                 began = time.monotonic()
@@ -199,7 +200,8 @@ def main() -> int:
     finally:
         if given.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    sys.stdout.write(table(known))
+    order = [name for name, _ in rows]
+    sys.stdout.write(table(sorted(known, key=lambda row: order.index(row["fault"]))))
     return int(any(row["violations"] for row in known))
 
 
