@@ -2,8 +2,8 @@
 
 Guarantees that it listens before the block begins, that one that was killed is replaced, and that none is left when the
 block ends. What a new one holds is the pool's business: it is another member, under another address, and gets the
-weights before it gets a request. A server that cannot start at all ends the run; one that dies later is tried again for
-as long as the run's own watchdog waits.
+weights before it gets a request. A server that ends by itself before it listens ends the run; one that is killed then
+has a few tries, and one that dies later is started again for as long as the run's own watchdog waits.
 """
 
 import asyncio
@@ -23,6 +23,8 @@ logger = logging.getLogger("keel")
 
 START = 300.0
 """Seconds that a server may take to load its model."""
+TRIES = 3
+"""How often one that is killed while it starts is started at the beginning of a run."""
 PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before it is started again, doubled each time it ended before it had answered for as long."""
 
@@ -63,6 +65,18 @@ class Served:
             raise KeelError(f"the engine's server did not start (exit code {code}); see its message above")
         self._url = line.split()[-1]
 
+    async def begin(self) -> None:
+        """Start it for the first time: what is wrong with its settings would be wrong again, a kill need not be."""
+        for left in reversed(range(TRIES)):
+            try:
+                await self.start()
+                return
+            except KeelError as error:
+                killed = self._process is not None and (self._process.returncode or 0) < 0
+                if not (killed and left):
+                    raise
+                logger.warning("%s; it was killed, and is started again", error)
+
     async def keep(self) -> None:
         """Start it again whenever it has ended."""
         loop = asyncio.get_running_loop()
@@ -101,7 +115,7 @@ async def served(words: Sequence[str]) -> AsyncIterator[Served]:
     server = Served(words)
     keeper: asyncio.Task[None] | None = None
     try:
-        await server.start()
+        await server.begin()
         keeper = asyncio.create_task(server.keep(), name="engine server")
         yield server
     finally:
