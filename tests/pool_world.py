@@ -180,7 +180,7 @@ class FakeEngine:
         if self.server.life != life:
             raise EngineError(f"{self.server.url} broke the connection")
         if self.server.loads_fail:
-            raise EngineError(f"{self.server.url} has no folder {load.folder}")
+            raise EngineError(f"{self.server.url} has no folder {load.folder}", retryable=False)
         below = tuple(each for each in self.server.loads if each.kind == "weights")
         self.server.loads = (load,) if load.kind == "weights" else (*below, load)
         self.server.version = load.version

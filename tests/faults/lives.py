@@ -82,7 +82,9 @@ class Life:
     def kill_child(self, word: str) -> int:
         """SIGKILL of the processes that it started and that have this word in their command; how many there were."""
         killed = 0
-        for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
+        # a child is listed with the thread that started it
+        lists = [path.read_text().split() for path in Path(f"/proc/{self.pid}/task").glob("*/children")]
+        for child in [child for found in lists for child in found]:
             if word.encode() in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
                 os.kill(int(child), signal.SIGKILL)
                 killed += 1
