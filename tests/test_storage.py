@@ -63,9 +63,11 @@ def test_a_rollout_that_waits_in_a_damaged_ledger_is_named(run: Path) -> None:
         db.execute("UPDATE finished SET data = substr(data, 1, length(data) - 3)")
     db.close()
     folder = RunFolder.open(run)
-    with pytest.raises(StorageError, match="rollout words#1/0/0, which waits in it"):
-        folder.ledger.recall("words#1", 0, 0)
-    folder.close()
+    try:
+        with pytest.raises(StorageError, match="rollout words#1/0/0, which waits in it"):
+            folder.ledger.recall("words#1", 0, 0)
+    finally:
+        folder.close()
 
 
 def test_a_rollout_that_ends_after_it_was_given_up_does_not_get_a_second_fate(run: Path) -> None:

@@ -341,6 +341,8 @@ def _unpacked(data: bytes) -> bytes:
     text = stream.decompress(data, LARGEST)
     if stream.unconsumed_tail:
         raise ValueError(f"it has more than {LARGEST:,} bytes")
+    if not stream.eof:
+        raise ValueError("it is cut off")  # with its checksum
     return text
 
 
