@@ -24,7 +24,7 @@ STALL = 3600.0
 ASLEEP = 20
 """Looks that have to be missed in a row before the process counts as stopped."""
 GRACE = 60.0
-"""Seconds for a run that was told to end, since closing engines and episodes takes some; twice the limit, if less."""
+"""Seconds for a run that was told to end, since closing engines and episodes takes some; the limit, if less."""
 
 
 class Stalled(KeelError):
@@ -42,7 +42,7 @@ class Watchdog:
     ) -> None:
         """`notice` is called in the event loop, `abandon` in the watchdog's own thread."""
         self.limit, self.verdict = limit, ""
-        self._notice, self._abandon, self._grace = notice, abandon, min(GRACE, 2 * limit)
+        self._notice, self._abandon, self._grace = notice, abandon, min(GRACE, limit)
         self._what, self._mark = "starting", object()
         self._since = time.monotonic()
         self._ended = threading.Event()

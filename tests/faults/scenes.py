@@ -106,7 +106,7 @@ def episodes(lives: Lives, folder: Path, fault: str, options: dict[str, object],
 def held(lives: Lives, folder: Path) -> Result:
     """An environment that never lets the event loop go on: only a thread can see it."""
     result = Result("an episode that holds the event loop", injected=1)
-    world = World(lives, folder, steps=6, stall_after=3)
+    world = World(lives, folder, steps=6, stall_after=6)
     world.words += ["--environments.tokens.options.share=0.2", '--environments.tokens.options.way="hold"']
     stops(world.start(), result, r"nothing has come for .* the process is held by environments\.py:\d+ in _wrong")
     return result
