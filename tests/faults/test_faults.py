@@ -83,7 +83,7 @@ def test_a_ledger_that_lost_its_log_is_refused(stopped: World, straight: Path, t
 
 
 def test_episodes_that_fail_in_every_way_under_a_clock_that_jumps_are_tried_again(lives: Lives, tmp_path: Path) -> None:
-    options = {"share": 0.3, "way": ["raise", "nan", "exit", "wait", "deaf"], "clock": True}
+    options = {"share": 0.3, "way": ["raise", "nan", "exit", "wait"], "clock": True}
     assert_held(scenes.episodes(lives, tmp_path, "all of them", options, seconds=1.0))
 
 
