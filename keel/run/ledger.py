@@ -93,6 +93,16 @@ class Ledger:
         try:
             # one connection for the event loop and the threads that it starts; the lock keeps them apart
             self._db = sqlite3.connect(path, isolation_level=None, timeout=30, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise self._broken(error) from error
+        try:
+            self._prepare(create)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _prepare(self, create: bool) -> None:
+        try:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             if create:
@@ -107,7 +117,7 @@ class Ledger:
             raise self._broken("it has a view or a trigger, and no ledger has one")
         found = self.get("format")
         if found != str(FORMAT):
-            raise KeelError(f"{path} has format {found}, and this version of keel reads {FORMAT}")
+            raise KeelError(f"{self.path} has format {found}, and this version of keel reads {FORMAT}")
 
     def close(self) -> None:
         self._db.close()
