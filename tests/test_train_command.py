@@ -68,6 +68,12 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path: Path) ->
     assert (folder / "checkpoints" / f"step_{last}" / "model.safetensors").is_file()
 
 
+def test_a_table_for_the_launcher_is_said_to_be_left_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", recipe(tmp_path), "--run", str(tmp_path / "run"), "--steps", "1", "--evaluation.when", "never"]
+    assert main([*words, "--launch.engines", "2"]) == 0
+    assert "the table launch is for `keel launch`" in capsys.readouterr().out
+
+
 def test_a_run_that_was_stopped_goes_on_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     train(folder, stop_after=2)

@@ -140,6 +140,8 @@ def _train(folder: "RunFolder", json: bool, bound: Bound | None, place: "Place |
         shown = display(json=json)
         # sinks before the display: how they end is shown
         observer = Several(open_sinks(folder, shown.notice), exporter, shown)
+        if folder.settings.launch is not None and place is None:
+            shown.notice("the table launch is for `keel launch`: this run uses this machine alone")
         try:
             going = Run(folder, observer, abandon=_abandon, place=place)
             complete(_watched(going))

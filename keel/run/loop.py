@@ -79,7 +79,6 @@ class Run:
         limit = settings.stall_after or max(STALL, 3 * self._longest)
         self._watchdog = Watchdog(limit, self.observer.notice, abandon)
         self._engine: Engine | None = None
-        self._pieces: dict[int, str] = {}
         self._moving = MovingBaseline() if settings.advantages.name == "moving_baseline" else None
 
     @property
@@ -225,7 +224,7 @@ class Run:
     ) -> dict[str, float]:
         """Commit the step; its numbers."""
         step, stepped = self.step + 1, report is not None and report.stepped
-        record = records.write(self.folder.rollouts, step, self.version, rows, self._texts(rows))
+        record = records.write(self.folder.rollouts, step, self.version, rows, self._pieces.of(rows))
         numbers = report.numbers() if report is not None else {}
         numbers |= scoring.numbers(batch, rows, self.version) | dict(times) | {"seconds": time.monotonic() - began}
         numbers["tokens_per_second"] = numbers.get("tokens", 0.0) / numbers["seconds"]
@@ -293,6 +292,7 @@ class Run:
             settings.model, settings.trainer, teacher=settings.teacher, seed=settings.seed, world=self._crew.join()
         )
         self._threads = torch.get_num_threads()  # fewer, where ranks share a machine
+        self._pieces = records.Pieces(self.trainer.model.tokenizer)
         self.renderer = Renderer(self.trainer.model.tokenizer, settings.renderer)
         if self.objective.composition.reads("reference"):
             self._reference()
@@ -391,12 +391,3 @@ class Run:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
-
-    def _texts(self, rows: list[Row]) -> Mapping[int, str]:
-        """The text of every token id in the rows."""
-        tokenizer: Any = self.trainer.model.tokenizer
-        for row in rows:
-            for token in row.data.token_ids if row.data is not None else ():
-                if token not in self._pieces:
-                    self._pieces[token] = tokenizer.decode([token])
-        return self._pieces

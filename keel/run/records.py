@@ -80,6 +80,22 @@ class Row:
     """Columns of the trainer's account, over all tokens of the sample."""
 
 
+class Pieces:
+    """The texts of token ids, each decoded once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def of(self, rows: Iterable[Row]) -> Mapping[int, str]:
+        """Of every token id in the rows, and of those before."""
+        for row in rows:
+            for token in row.data.token_ids if row.data is not None else ():
+                if token not in self._known:
+                    self._known[token] = self._tokenizer.decode([token])
+        return self._known
+
+
 def path_of(folder: Path, step: int) -> Path:
     """Where the rollouts of a step are."""
     return folder / f"step_{step:06d}.parquet"
