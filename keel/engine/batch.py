@@ -8,7 +8,7 @@ loops: `step` is called by whoever owns the batch.
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -104,8 +104,8 @@ class Decoder(Protocol):
     def clear(self, number: int) -> None:
         """The row with this number held what must not be seen again."""
 
-    def keep(self, number: int, row: Request) -> None:
-        """The row is finished: what it has computed may be the beginning of a prompt to come."""
+    def keep(self, rows: Mapping[int, Request]) -> None:
+        """Rows with these numbers are finished: what they have computed may be the beginning of a prompt to come."""
 
     def forget(self) -> None:
         """The weights have changed, or a step failed: compute new prompts anew."""
@@ -135,17 +135,19 @@ class Batch:
             request.leaf = request.leaf or self.decoder.known(request.prompt)
         chance = [row.chance.random() for row in self.rows]
         tokens, logprobs = draw(logits, [row.sampling for row in self.rows], chance)
-        drawn = list(zip(self.rows, tokens, logprobs, strict=True))
-        for number in reversed(range(len(drawn))):
-            row, token, logprob = drawn[number]
-            if not math.isfinite(logprob):
-                self._remove(number, broken=True)
+        ended: dict[int, Finish | None] = {}
+        """Rows that leave, with None for those whose logits are not finite."""
+        for number, (row, token, logprob) in enumerate(zip(self.rows, tokens, logprobs, strict=True)):
+            why = row.add(token, logprob, version) if math.isfinite(logprob) else None
+            if why is not None or not math.isfinite(logprob):
+                ended[number] = why
+        self.decoder.keep({number: self.rows[number] for number, why in ended.items() if why is not None})
+        for number in reversed(ended):
+            row, why = self.rows[number], ended[number]
+            self._remove(number, broken=why is None)
+            if why is None:
                 row.fail(EngineError(f"the model of version {version} gives logits that are not finite"))
-                continue
-            why = row.add(token, logprob, version)
-            if why is not None:
-                self.decoder.keep(number, row)
-                self._remove(number)
+            else:
                 row.finish(why)
 
     def forget(self) -> None:

@@ -8,14 +8,16 @@ model code is changed.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from keel.engine.prefix import Node
+from keel.engine.prefix import Node, Shelf
 
 DECODE = "keel_decode"
 
@@ -78,13 +80,13 @@ class Tails:
 
 
 class Run:
-    """Rows that stand on neighbouring nodes of one shelf, each node with as many places for rows as the fullest has."""
+    """Rows that stand on nodes of one shelf, `first` to `last`, each with as many places for rows as the fullest has."""
 
-    def __init__(self, nodes: Sequence[Node], rows: Sequence[Sequence[int]], count: int, device: torch.device) -> None:
-        self.shelf, self.first, self.last = nodes[0].shelf, nodes[0].place, nodes[-1].place + 1
-        self.nodes, self.room = len(nodes), max(map(len, rows))
-        # a place that no row has is filled with the node's first row, and what comes of it is never read
-        take = [row for some in rows for row in (*some, *[some[0]] * (self.room - len(some)))]
+    def __init__(self, shelf: Shelf, first: int, rows: Sequence[Sequence[int]], count: int, device: torch.device):
+        self.shelf, self.first, self.last = shelf, first, first + len(rows)
+        self.nodes, self.room = len(rows), max(map(len, rows))
+        # a place that no row has is filled with some row, and what comes of it is never read
+        take = [row for some in rows for row in (*some, *[0] * (self.room - len(some)))]
         where = [(row, node * self.room + place) for node, some in enumerate(rows) for place, row in enumerate(some)]
         where.sort()
         self.every = len(where) == count
@@ -104,12 +106,59 @@ class Run:
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         groups, rest = left.shape[1:3]
         left = left if self.take is None else left.index_select(0, self.take)
-        left = left.reshape(self.nodes, self.room, groups, rest, -1).transpose(1, 2)
+        left = left.unflatten(0, (self.nodes, self.room)).transpose(1, 2)
         left = left.reshape(self.nodes * groups, self.room * rest, -1)
         found = torch.bmm(left, right[self.first : self.last].flatten(0, 1))
-        found = found.view(self.nodes, groups, self.room, rest, -1).transpose(1, 2)
-        found = found.reshape(self.nodes * self.room, groups, rest, -1)
+        found = found.view(self.nodes, groups, self.room, rest, -1).transpose(1, 2).flatten(0, 1)
         return found if self.back is None else found.index_select(0, self.back)
+
+
+class Side:
+    """The new nodes of one shelf, computed side by side."""
+
+    def __init__(self, nodes: Sequence[Node], first: Sequence[int], device: torch.device) -> None:
+        """`first`: where in the step the tokens of each begin."""
+        self.shelf, self.parent = nodes[0].shelf, nodes[0].parent
+        self.length = self.shelf.length - self.shelf.before
+        places = [list(range(start, start + len(node))) for node, start in zip(nodes, first, strict=True)]
+        # a shorter one is filled up with its last token: what comes of that stands behind everything that is read
+        take = [place for some in places for place in some + some[-1:] * (self.length - len(some))]
+        self.take = torch.tensor(take, device=device)
+        self.back = torch.tensor(
+            [node * self.length + place for node, some in enumerate(places) for place in range(len(some))], device=device
+        )
+        self.where = torch.tensor([place for some in places for place in some], device=device)
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """From all keys and values [key heads, T, D] of the step; gives what the shelf holds, as it holds it."""
+        shelf, parent = self.shelf, self.parent
+        for store, new, read in ((shelf.keys, key, Node.keys), (shelf.values, value, Node.values)):
+            held = new.new_empty(shelf.count, len(new), shelf.length, new.shape[-1])
+            if shelf.before and parent is not None:
+                held[:, :, : shelf.before] = torch.cat([read(one, layer) for one in parent.path], 1)
+            held[:, :, shelf.before :] = new.index_select(1, self.take).unflatten(1, (shelf.count, -1)).transpose(0, 1)
+            store[layer] = held
+        return shelf.keys[layer], shelf.values[layer]
+
+
+Piece = tuple[Node, slice]
+"""A node that is computed by itself, and where in the step its tokens are."""
+
+
+def _pieces(nodes: Sequence[Node], device: torch.device) -> list[Side | Piece]:
+    """New nodes, parents first, in the order of their tokens in the step."""
+    starts = dict(zip(nodes, accumulate((len(node) for node in nodes), initial=0), strict=False))
+    shelves: dict[Shelf, list[Node]] = {}
+    for node in nodes:
+        shelves.setdefault(node.shelf, []).append(node)
+    found: list[Side | Piece] = []
+    for shelf, some in shelves.items():
+        alone = some[0].parent is not None and not shelf.before
+        if alone or shelf.length > QUERIES:
+            found += [(node, slice(starts[node], starts[node] + len(node))) for node in some]
+        else:
+            found.append(Side(some, [starts[node] for node in some], device))
+    return found
 
 
 class Step:
@@ -123,8 +172,10 @@ class Step:
     def __init__(
         self, nodes: Sequence[Node], leaves: Sequence[Node], lengths: Sequence[int], tails: Tails, device: torch.device
     ) -> None:
-        self.nodes, self.tails, self.device = nodes, tails, device
-        self.count = len(leaves)
+        self.tails, self.device = tails, device
+        self.pieces = _pieces(nodes, device)
+        self.first, self.count = sum(map(len, nodes)), len(leaves)
+        """Where the rows begin, and how many there are."""
         self.own = max(lengths, default=0) + 1
         self._masks: dict[int | None, Tensor] = {}
         if not leaves:
@@ -143,15 +194,15 @@ class Step:
         for depth in range(max(map(len, self._paths))):
             here = [path[depth] if depth < len(path) else None for path in self._paths]
             width = max(node.shelf.length for node in here if node)
-            starts = torch.tensor([node.start if node else 0 for node in here], device=device)
-            sizes = torch.tensor([len(node) if node else 0 for node in here], device=device)
+            starts = torch.tensor([node.first if node else 0 for node in here], device=device)
+            sizes = torch.tensor([node.end - node.first if node else 0 for node in here], device=device)
             self._depths.append((width, starts, sizes))
             for run in _runs(here, device):
                 self.runs.append((slice(self.prompt, self.prompt + run.shelf.length), run))
             self.prompt += width
 
-    def hidden(self, window: int | None) -> Tensor:
-        """[n, 1, 1, columns] what the rows do not see."""
+    def mask(self, window: int | None, kind: torch.dtype) -> Tensor:
+        """[n, 1, 1, columns] to add to scores: -inf where the rows do not see, 0 elsewhere."""
         if window not in self._masks:
             first = None if window is None else (self._ends + self.places - window)[:, None]
             parts = []
@@ -162,7 +213,10 @@ class Step:
                 if first is not None:  # positions up to this one are out of the window
                     part |= starts[:, None] + place <= first
                 parts.append(part)
-            self._masks[window] = torch.cat(parts, 1)[:, None, None]
+            hidden = torch.cat(parts, 1)[:, None, None]
+            self._masks[window] = torch.zeros(hidden.shape, dtype=kind, device=self.device).masked_fill_(
+                hidden, -math.inf
+            )
         return self._masks[window]
 
 
@@ -176,12 +230,20 @@ def _runs(nodes: Sequence[Node | None], device: torch.device) -> Iterator[Run]:
     for node in sorted(rows, key=lambda node: (id(node.shelf), node.place)):
         if some:
             fullest = max(len(rows[one]) for one in (*some, node))
-            padded, there = fullest * (len(some) + 1), sum(len(rows[one]) for one in (*some, node))
-            if some[-1].shelf is not node.shelf or some[-1].place + 1 != node.place or padded > 2 * there:
-                yield Run(some, [rows[one] for one in some], len(nodes), device)
+            padded, there = fullest * (node.place - some[0].place + 1), sum(len(rows[one]) for one in (*some, node))
+            if some[0].shelf is not node.shelf or padded > 2 * there:
+                yield _run(some, rows, len(nodes), device)
                 some = []
         some.append(node)
-    yield Run(some, [rows[one] for one in some], len(nodes), device)
+    yield _run(some, rows, len(nodes), device)
+
+
+def _run(nodes: Sequence[Node], rows: Mapping[Node, Sequence[int]], count: int, device: torch.device) -> Run:
+    """Of these nodes and what stands between them on their shelf."""
+    here: list[Sequence[int]] = [()] * (nodes[-1].place - nodes[0].place + 1)
+    for node in nodes:
+        here[node.place - nodes[0].place] = rows[node]
+    return Run(nodes[0].shelf, nodes[0].place, here, count, device)
 
 
 def decode_attention(
@@ -200,36 +262,41 @@ def decode_attention(
 ) -> tuple[Tensor, None]:
     """What a model calls: query [1, heads, T, D], key and value [1, key heads, T, D]; gives [1, T, heads, D]."""
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    rule = _Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     heads, size = query.shape[1:3]
-    query, key, value = query[0].view(key.shape[1], -1, size, query.shape[-1]), key[0], value[0]
     out = query.new_empty(size, heads, value.shape[-1])
-    first = 0
-    for node in decode.nodes:
-        here = slice(first, first + len(node))
-        node.store(layer, key[:, here], value[:, here])
-        _prefill(node, layer, query[:, :, here], rule, out[here])
-        first += len(node)
-    if decode.count:
-        here = slice(first, first + decode.count)
-        _rows(decode, layer, query[:, :, here], key[:, here], value[:, here], rule, out[here])
-        first += decode.count
-    out[first:] = 0  # what the step was filled up with
+    attend(decode, layer, query[0].view(key.shape[1], -1, size, query.shape[-1]), key[0], value[0], rule, out)
     return out[None], None
 
 
-class _Rule:
+def attend(decode: Step, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: "Rule", out: Tensor) -> None:
+    """Query [key heads, heads of each, T, D], key and value [key heads, T, D]; fills out [T, heads, D]."""
+    for piece in decode.pieces:
+        if isinstance(piece, Side):
+            _together(piece, layer, query, key, value, rule, out)
+        else:
+            node, here = piece
+            node.store(layer, key[:, here], value[:, here])
+            _prefill(node, layer, query[:, :, here], rule, out[here])
+    if decode.count:
+        here = slice(decode.first, decode.first + decode.count)
+        _rows(decode, layer, query[:, :, here], key[:, here], value[:, here], rule, out[here])
+    out[decode.first + decode.count :] = 0  # what the step was filled up with
+
+
+class Rule:
     """From scores to shares, as one layer wants it."""
 
-    def __init__(self, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None) -> None:
+    def __init__(
+        self, scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None
+    ) -> None:
         self.scale, self.window, self.softcap, self.sinks = scale, window, softcap, sinks
 
-    def shares(self, scores: Tensor, hidden: Tensor, first: int) -> Tensor:
-        """Scores have keys last, of which `hidden` do not count, and [key heads, heads of each] from `first` on."""
-        scores.mul_(self.scale)
+    def shares(self, scores: Tensor, mask: Tensor, first: int) -> Tensor:
+        """Scores have keys last, to which the mask is added, and [key heads, heads of each] from `first` on."""
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
-        scores.masked_fill_(hidden, -math.inf)
+        scores += mask
         kind = torch.promote_types(scores.dtype, torch.float32)  # softmax is never taken in half precision
         if self.sinks is None:
             return torch.softmax(scores, -1, dtype=kind).to(scores.dtype)
@@ -237,46 +304,74 @@ class _Rule:
         sinks = self.sinks.to(scores.dtype).view(heads).expand(*scores.shape[:-1], 1)
         return torch.softmax(torch.cat([scores, sinks], -1), -1, dtype=kind)[..., :-1].to(scores.dtype)
 
+    def scaled(self, query: Tensor) -> Tensor:
+        """Times the scale, and with its numbers side by side."""
+        return torch.mul(query, self.scale, out=query.new_empty(query.shape))
 
-def _prefill(node: Node, layer: int, query: Tensor, rule: _Rule, out: Tensor) -> None:
+
+def _together(side: Side, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule, out: Tensor) -> None:
+    """All new nodes of a shelf against what comes before them and themselves; the tensors are of the whole step."""
+    groups, rest, _, width = query.shape
+    keys, values = side.store(layer, key, value)
+    count, length, before = side.shelf.count, side.length, side.shelf.before
+    some = query.index_select(2, side.take).unflatten(2, (count, length)).permute(2, 0, 1, 3, 4)
+    some = rule.scaled(some).view(count * groups, rest * length, width)
+    scores = torch.bmm(some, keys.flatten(0, 1).transpose(1, 2)).view(count * groups, rest, length, -1)
+    mask = _causal(0, before, before + length, rule.window, scores.dtype, scores.device)
+    shares = rule.shares(scores.unflatten(0, (count, groups)), mask, 1)
+    mixed = torch.bmm(shares.view(count * groups, rest * length, -1), values.flatten(0, 1))
+    mixed = mixed.view(count, groups, rest, length, -1).permute(0, 3, 1, 2, 4)
+    out.index_copy_(0, side.where, mixed.reshape(count * length, groups * rest, -1).index_select(0, side.back))
+
+
+def _prefill(node: Node, layer: int, query: Tensor, rule: Rule, out: Tensor) -> None:
     """A piece of prompt, query [key heads, rest, T, D], against the pieces before it and itself."""
-    keys = torch.cat([one.keys(layer) for one in node.path], 1) if node.parent else node.keys(layer)
-    values = torch.cat([one.values(layer) for one in node.path], 1) if node.parent else node.values(layer)
+    keys = torch.cat([one.keys(layer) for one in node.path], 1) if node.under else node.keys(layer)
+    values = torch.cat([one.values(layer) for one in node.path], 1) if node.under else node.values(layer)
     groups, rest = query.shape[:2]
     for first in range(0, len(node), QUERIES):
-        some = query[:, :, first : first + QUERIES]
+        some = rule.scaled(query[:, :, first : first + QUERIES])
         count = some.shape[2]
         start, end = node.start + first, node.start + first + count
         lowest = 0 if rule.window is None else max(0, start - rule.window + 1)
-        places = torch.arange(lowest, end, device=query.device)
-        mine = torch.arange(start, end, device=query.device)[:, None]
-        hidden = places > mine
-        if rule.window is not None:
-            hidden |= places <= mine - rule.window
-        scores = torch.bmm(some.reshape(groups, -1, query.shape[-1]), keys[:, lowest:end].transpose(1, 2))
-        shares = rule.shares(scores.view(groups, rest, count, -1), hidden, 0)
+        scores = torch.bmm(some.view(groups, rest * count, -1), keys[:, lowest:end].transpose(1, 2))
+        mask = _causal(lowest, start, end, rule.window, scores.dtype, scores.device)
+        shares = rule.shares(scores.view(groups, rest, count, -1), mask, 0)
         mixed = torch.bmm(shares.view(groups, rest * count, -1), values[:, lowest:end])
         out[first : first + count] = mixed.view(groups * rest, count, -1).transpose(0, 1)
 
 
-def _rows(decode: Step, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: _Rule, out: Tensor) -> None:
+@lru_cache(maxsize=64)
+def _causal(
+    lowest: int, start: int, end: int, window: int | None, kind: torch.dtype, device: torch.device
+) -> Tensor:
+    """[start..end, lowest..end] to add to scores: -inf for keys behind the query, or out of its window."""
+    places = torch.arange(lowest, end, device=device)
+    mine = torch.arange(start, end, device=device)[:, None]
+    hidden = places > mine
+    if window is not None:
+        hidden |= places <= mine - window
+    return torch.zeros(hidden.shape, dtype=kind, device=device).masked_fill_(hidden, -math.inf)
+
+
+def _rows(decode: Step, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule, out: Tensor) -> None:
     """Answers under way, query [key heads, rest, n, D], each against its prompt and its own tokens."""
     groups, rest, count, width = query.shape
     keys, values = decode.tails.write(layer, decode.slots, decode.target, key.transpose(0, 1), value.transpose(0, 1))
     keys = keys[:count].flatten(0, 1)[:, : decode.own]
     values = values[:count].flatten(0, 1)[:, : decode.own]
-    query = query.permute(2, 0, 1, 3)
-    # columns that a row does not have are never written: hidden, whatever they hold
-    scores = query.new_empty(count, groups, rest, decode.prompt + decode.own)
-    own = torch.bmm(query.reshape(count * groups, rest, width), keys.transpose(1, 2))
+    query = rule.scaled(query.permute(2, 0, 1, 3))
+    # zeros: columns that a row does not have are hidden, but must not be NaN
+    scores = query.new_zeros(count, groups, rest, decode.prompt + decode.own)
+    own = torch.bmm(query.view(count * groups, rest, width), keys.transpose(1, 2))
     scores[..., decode.prompt :] = own.view(count, groups, rest, decode.own)
     for columns, run in decode.runs:
         if run.every:
             scores[..., columns] = run.scores(layer, query)
         else:
             scores[..., columns].index_copy_(0, run.rows, run.scores(layer, query))
-    shares = rule.shares(scores, decode.hidden(rule.window), 1)
-    own = shares[..., decode.prompt :].reshape(count * groups, rest, decode.own)
+    shares = rule.shares(scores, decode.mask(rule.window, scores.dtype), 1)
+    own = shares[..., decode.prompt :].flatten(0, 1)
     mixed = torch.bmm(own, values).view(count, groups, rest, -1)
     for columns, run in decode.runs:
         if run.every:

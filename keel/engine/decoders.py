@@ -7,7 +7,7 @@ says why. It keeps no state between steps, so that new weights count for the who
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from keel.config import Sampling
 from keel.engine.batch import Decoder, Request
+from keel.engine.columns import Columns
 from keel.engine.decode import DECODE, Step, Tails
 from keel.engine.fuse import Fused
-from keel.engine.prefix import KEEP, Ids, Node, Prefixes, shelve
+from keel.engine.prefix import KEEP, Ids, Node, Prefixes, Shelf, shelve
 from keel.engine.sampler import StopText
 from keel.hook import obstacle
 
@@ -39,8 +40,9 @@ _OBSTACLES = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, Ind
 class Together:
     """All rows of a step, and the prompts of new ones, in one forward pass."""
 
-    def __init__(self, network: Any, keep: int = KEEP) -> None:
-        self.network = network
+    def __init__(self, network: Any, keep: int = KEEP, columns: Columns | None = None) -> None:
+        self.network, self.columns = network, columns
+        """With a faster way to compute it, while that network is what is run."""
         self.prefixes, self.tails = Prefixes(keep), Tails()
         self.fused: Fused | None = None
         self.multiple = ROWS if network.device.type == "cpu" else 1
@@ -71,7 +73,7 @@ class Together:
 
     def _extended(self, slot: int, row: Request, size: int, before: list[Node]) -> Node:
         """A node with what the nodes `before`, the last of the row's path, hold and the row has stored."""
-        parent = before[0].parent if before else row.leaf
+        parent = before[0].under if before else row.leaf
         node = Node((*row.prompt, *row.tokens[:-1]), parent)
         shelve([node])
         for layer, own in self.tails.keys.items():
@@ -83,16 +85,37 @@ class Together:
         return node
 
     @torch.inference_mode()
-    def keep(self, number: int, row: Request) -> None:
-        leaf, size = row.leaf, row.stored
-        prompt = self.prefixes.get(row.prompt)
-        # a prompt that cannot be found was computed by other weights, and so may be what stands on it
-        if leaf is None or prompt is None or prompt not in (leaf, leaf.parent) or not self.prefixes.kept.limit:
+    def keep(self, rows: Mapping[int, Request]) -> None:
+        if not self.prefixes.kept.limit:
             return
-        if size:
-            found = self.prefixes.get((*row.prompt, *row.tokens[:-1]))
-            leaf = found or self._extended(number, row, size, leaf.path if leaf.depth >= DEEP else [])
-        self.prefixes.keep(leaf)
+        new: dict[Node, int] = {}
+        ends: dict[Ids, Node] = {}
+        for number, row in rows.items():
+            leaf, prompt, ids = row.leaf, self.prefixes.get(row.prompt), (*row.prompt, *row.tokens[:-1])
+            # a prompt that cannot be found was computed by other weights, and so may be what stands on it
+            if leaf is None or prompt is None or prompt not in (leaf, leaf.parent) or ids in ends:
+                continue
+            found = self.prefixes.get(ids) or (None if row.stored else leaf)
+            if found is None and leaf.depth >= DEEP:
+                found = self._extended(number, row, row.stored, leaf.path)
+            if found is None:
+                found = Node(ids, leaf)
+                new[found] = number
+            ends[ids] = found
+        shelve(list(new))
+        self._copy(new)
+        for node in ends.values():
+            self.prefixes.keep(node)
+
+    def _copy(self, nodes: Mapping[Node, int]) -> None:
+        """What the rows of these numbers have stored into the nodes, which have their shelves to themselves."""
+        shelves: dict[Shelf, list[int]] = {}
+        for node in sorted(nodes, key=lambda node: node.place):
+            shelves.setdefault(node.shelf, []).append(nodes[node])
+        for shelf, numbers in shelves.items():
+            which = torch.tensor(numbers, device=self.network.device)
+            for store, own in ((shelf.keys, self.tails.keys), (shelf.values, self.tails.values)):
+                store |= {layer: one[:, :, : shelf.length].index_select(0, which) for layer, one in own.items()}
 
     def _forward(self, nodes: Sequence[Node], rows: Sequence[Request]) -> Tensor:
         """[rows, V]; the nodes get theirs."""
@@ -109,19 +132,27 @@ class Together:
         ends += range(last + 1, last + 1 + len(rows))
         count = len(ends)
         inputs, positions, ends = (_padded(numbers, self.multiple) for numbers in (inputs, positions, ends))
-        output = self.network(
-            input_ids=torch.tensor([inputs], device=device),
-            position_ids=torch.tensor([positions], device=device),
-            # a mask of four dimensions is passed on as it is, so that the model does not make one of T x T
-            attention_mask=torch.zeros(1, 1, 1, 1, device=device),
-            use_cache=False,
-            logits_to_keep=torch.tensor(ends, device=device),
-            decode=Step(nodes, leaves, lengths, self.tails, device),
-        )
-        logits: Tensor = output.logits[0, :count]
+        numbers = [torch.tensor(some, device=device) for some in (inputs, positions, ends)]
+        step = Step(nodes, leaves, lengths, self.tails, device)
+        columns = self.columns if self.columns and self.columns.network is self.network else self._own
+        logits = columns(*numbers, step)[:count]
         for place, node in enumerate(nodes):
             node.logits = logits[place].clone()
         return logits[len(nodes) :]
+
+    def _own(self, inputs: Tensor, positions: Tensor, wanted: Tensor, step: Step) -> Tensor:
+        """Logits [wanted, V] by the model's own code."""
+        output = self.network(
+            input_ids=inputs[None],
+            position_ids=positions[None],
+            # a mask of four dimensions is passed on as it is, so that the model does not make one of T x T
+            attention_mask=torch.zeros(1, 1, 1, 1, device=inputs.device),
+            use_cache=False,
+            logits_to_keep=wanted,
+            decode=step,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
 
     def move(self, source: int, target: int, row: Request) -> None:
         self.tails.move(source, target, row.stored)
@@ -158,7 +189,7 @@ class Alone:
     def clear(self, number: int) -> None:
         """Nothing is kept."""
 
-    def keep(self, number: int, row: Request) -> None:
+    def keep(self, rows: Mapping[int, Request]) -> None:
         """Nothing is kept."""
 
     def forget(self) -> None:
@@ -169,20 +200,38 @@ def choose(network: Any, name: str) -> Decoder:
     """Together if that gives the model's own log-probs, else Alone. Sets the network's attention accordingly."""
     reason = obstacle(network)
     if reason is None:
-        fused = _fuse(network)
-        reason = _differs(network)
-        if reason is not None and fused is not None:
-            fused.undo()
-            fused, reason = None, _differs(network)
-        if reason is None:
+        found = _together(network)
+        if isinstance(found, Together):
             network.set_attn_implementation(DECODE)
-            decoder = Together(network)
-            decoder.fused = fused
-            return decoder
+            return found
+        reason = found
     if getattr(network.config.get_text_config(), "attn_logit_softcapping", None):
         network.set_attn_implementation("eager")  # the usual kernels leave the cap out
     log.warning("%s: answers are decoded one at a time, from the beginning for each token: %s", name, reason)
     return Alone(network)
+
+
+def _together(network: Any) -> Together | str:
+    """By the fastest way that gives the model's own log-probs; or why none does."""
+    fused = _fuse(network)
+    columns = None if fused is None else _columns(network, fused)
+    decoder = Together(network, columns=columns)
+    reason = _differs(decoder)
+    if reason is not None and columns is not None:
+        decoder = Together(network)
+        reason = _differs(decoder)
+    if reason is not None and fused is not None:
+        fused.undo()
+        fused, reason = None, _differs(decoder)
+    decoder.fused = fused
+    return decoder if reason is None else reason
+
+
+def _columns(network: Any, fused: Fused) -> Columns | None:
+    try:
+        return Columns(network, fused)
+    except _OBSTACLES:
+        return None
 
 
 @torch.inference_mode(False)
@@ -194,13 +243,15 @@ def _fuse(network: Any) -> Fused | None:
             return None  # the probe says what the obstacle is
 
 
-def _differs(network: Any) -> str | None:
-    """Why the network cannot be decoded together."""
+def _differs(decoder: Together) -> str | None:
+    """Why the network cannot be decoded like this."""
     try:
-        off = _probe(network)
+        off = _probe(decoder)
     except _OBSTACLES as error:
         return f"its code does not take a batch: {error}"
-    return None if off <= TOLERANCE.get(network.dtype, 1e-4) else f"log-probs of a probe differ by {off:.2g}"
+    finally:
+        decoder.prefixes, decoder.tails = Prefixes(), Tails()
+    return None if off <= TOLERANCE.get(decoder.network.dtype, 1e-4) else f"log-probs of a probe differ by {off:.2g}"
 
 
 def own_logits(network: Any, ids: Sequence[int]) -> Tensor:
@@ -210,14 +261,15 @@ def own_logits(network: Any, ids: Sequence[int]) -> Tensor:
 
 
 @torch.inference_mode()
-def _probe(network: Any) -> float:
+def _probe(decoder: Together) -> float:
     """Mean difference of log-probs: three short answers to two prompts, together and by the model's own code."""
+    network = decoder.network
     count = min(256, network.config.get_text_config().vocab_size)
     ids = torch.randint(count, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     prompts = (ids[:24], ids[:24], [*ids[:18], *ids[30:36]])
     answers = (ids[24:30], ids[28:34], ids[34:40])
     rows = [Request(tuple(one), Sampling(), frozenset(), StopText(None, ()), 6) for one in prompts]
-    decoder, found = Together(network), []
+    found = []
     with _attention(network, DECODE):
         for place in range(6):
             found.append(decoder.logits(rows).float().log_softmax(-1))

@@ -7,10 +7,11 @@ answers have come to is kept for a while after them, up to a number of bytes, fo
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
 SHARED = 16
@@ -23,15 +24,26 @@ Ids = tuple[int, ...]
 
 
 class Shelf:
-    """Keys and values of nodes that are of one depth and about one length, so that one product serves all of them."""
+    """Keys and values of nodes that are of one depth and about one length, so that one product serves all of them.
 
-    def __init__(self, nodes: "Sequence[Node]") -> None:
-        self.count, self.length = len(nodes), max(len(node) for node in nodes)
+    With `whole`, of nodes that follow one parent and are no shorter than all before them, it holds that too: one
+    product then serves for both.
+    """
+
+    def __init__(self, nodes: "Sequence[Node]", whole: bool) -> None:
+        parent, longest = nodes[0].parent, max(len(node) for node in nodes)
+        self.before = 0
+        """Tokens before the nodes that are held here for each of them."""
+        if whole and parent and parent.end <= longest and all(node.parent is parent for node in nodes):
+            self.before = parent.end
+        self.count, self.length = len(nodes), self.before + longest
         self.keys: dict[int, Tensor] = {}
-        """By layer: [nodes, key heads, length, D], zeros where a node is shorter; empty until they are computed."""
+        """By layer: [nodes, key heads, length, D], zeros or anything finite where a node is shorter."""
         self.values: dict[int, Tensor] = {}
         for place, node in enumerate(nodes):
             node.shelf, node.place = self, place
+            if self.before:
+                node.first, node.under = 0, None
 
     @property
     def bytes(self) -> int:
@@ -39,7 +51,7 @@ class Shelf:
 
 
 class Node:
-    """Positions start..end of all prompts that begin with `ids`."""
+    """Positions start..end of all prompts that begin with `ids`, and where keys and values of first..end are held."""
 
     shelf: Shelf
     place: int
@@ -50,6 +62,8 @@ class Node:
         self.start: int = parent.end if parent else 0
         self.end: int = len(ids)
         self.depth: int = parent.depth + 1 if parent else 0
+        self.first, self.under = self.start, parent
+        """Where what is held here begins, and the node that holds what comes before."""
         self.logits: Tensor | None = None
         """[V] after the last position."""
 
@@ -57,40 +71,53 @@ class Node:
         return self.end - self.start
 
     def keys(self, layer: int) -> Tensor:
-        """[key heads, end - start, D]"""
-        return self.shelf.keys[layer][self.place, :, : len(self)]
+        """[key heads, end - first, D]"""
+        return self.shelf.keys[layer][self.place, :, : self.end - self.first]
 
     def values(self, layer: int) -> Tensor:
-        return self.shelf.values[layer][self.place, :, : len(self)]
+        return self.shelf.values[layer][self.place, :, : self.end - self.first]
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """[key heads, end - start, D] each, of which copies are kept."""
+        parent = self.parent if self.shelf.before else None
+        if parent is not None:
+            key = torch.cat([*(one.keys(layer) for one in parent.path), key], 1)
+            value = torch.cat([*(one.values(layer) for one in parent.path), value], 1)
         for store, new in ((self.shelf.keys, key), (self.shelf.values, value)):
             if layer not in store:
                 # zeros: what no token has written is multiplied by a share of 0, which must not be NaN
                 store[layer] = new.new_zeros(self.shelf.count, len(new), self.shelf.length, new.shape[-1])
-            store[layer][self.place, :, : len(self)] = new
+            store[layer][self.place, :, : new.shape[1]] = new
+
+    @property
+    def line(self) -> "Iterator[Node]":
+        """From here to the beginning, all that live as long as this one does."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
 
     @property
     def path(self) -> "list[Node]":
-        """From the beginning to here. Not stored: a node that holds itself is not freed when its last user goes."""
-        nodes, node = [self], self.parent
+        """What holds all from the beginning to here. Not stored: a node that holds itself would not be freed."""
+        nodes, node = [self], self.under
         while node is not None:
             nodes.append(node)
-            node = node.parent
+            node = node.under
         return nodes[::-1]
 
 
-def shelve(nodes: Sequence[Node]) -> None:
-    """Give new nodes their shelves. At most half of a shelf is empty."""
-    some: list[Node] = []
+def shelve(nodes: Sequence[Node], *, whole: bool = False) -> None:
+    """Give new nodes their shelves, on which they keep their order. At most half of a shelf is empty."""
+    shelves: list[list[Node]] = []
     for node in sorted(nodes, key=lambda node: (node.depth, -len(node))):
-        if some and (node.depth != some[0].depth or 2 * len(node) < len(some[0])):
-            Shelf(some)
-            some = []
-        some.append(node)
-    if some:
-        Shelf(some)
+        longest = shelves[-1][0] if shelves else None
+        if longest is None or node.depth != longest.depth or 2 * len(node) < len(longest):
+            shelves.append([])
+        shelves[-1].append(node)
+    order = {node: place for place, node in enumerate(nodes)}
+    for some in shelves:
+        Shelf(sorted(some, key=order.__getitem__), whole)
 
 
 class Kept:
@@ -105,7 +132,7 @@ class Kept:
         """Also when it is used again: it is the youngest then."""
         self._drop(node.ids)
         self._nodes[node.ids] = node
-        for one in node.path:
+        for one in node.line:
             self.bytes += 0 if self._users[one.shelf] else one.shelf.bytes
             self._users[one.shelf] += 1
         while self.bytes > self.limit:
@@ -113,7 +140,7 @@ class Kept:
 
     def _drop(self, ids: Ids) -> None:
         node = self._nodes.pop(ids, None)
-        for one in node.path if node else ():
+        for one in node.line if node else ():
             self._users[one.shelf] -= 1
             if not self._users[one.shelf]:
                 del self._users[one.shelf]
@@ -145,13 +172,16 @@ class Prefixes:
 
     def grow(self, prompts: Iterable[Ids]) -> list[Node]:
         """New nodes so that each prompt ends at one, parents first. They must be computed before anything else."""
-        missing = sorted({prompt for prompt in prompts if prompt not in self._nodes})
+        order = {prompt: place for place, prompt in reversed(list(enumerate(prompts)))}
+        missing = sorted(prompt for prompt in order if prompt not in self._nodes)
         ends = sorted({node.end for node in self._nodes.values() if node.end >= SHARED}, reverse=True)
         new: list[Node] = []
         below = [(self._below(prompt, ends), prompt) for prompt in missing]
         for parent in dict.fromkeys(node for node, _ in below):
             self._split([prompt for node, prompt in below if node is parent], parent, new)
-        shelve(new)
+        # as they were asked for: rows that stand side by side find their prompts side by side
+        new.sort(key=lambda node: (node.depth, order.get(node.ids, -1)))
+        shelve(new, whole=True)
         self._nodes.update({node.ids: node for node in new})
         return new
 

@@ -180,6 +180,7 @@ def quantised(network: Any, fused: Fused | None = None) -> Any:
     shared: dict[int, Any] = {id(weight): weight for weight in (*network.parameters(), *network.buffers())}
     # their layers are replaced below: what computes for them must not be copied with them
     shared |= {id(group.shared): group.shared for group in groups}
+    shared |= {id(other): other for other in fused.others} if fused else {}
     twin = copy.deepcopy(network, shared)
     names = {layer: name for name, layer in network.named_modules()}
     with warnings.catch_warnings():
