@@ -20,7 +20,7 @@ from torch import Tensor
 
 from keel.signal.gates import FIRST_GATE, Decision
 from keel.signal.metrics import BINS, Derived, Histogram, Measure, Metric, Metrics
-from keel.signal.passes import above, below, count
+from keel.signal.passes import below, count, count_signs
 from keel.signal.totals import Totals, drift, kept_here
 from keel.signal.view import MAX_LOG_RATIO, View
 
@@ -75,14 +75,10 @@ def _exact(view: View, outcome: Outcome, drift: Tensor | None) -> dict[str, Meas
         "signal/unusable_tokens": Metric(view.unusable, members),
     }
     dropped, clipped = outcome.decision.dropped, outcome.clipped
-    up = above(outcome.advantage, 0.0)
-    ups, downs = count(up), count(below(outcome.advantage, 0.0))
-    refused_up = refused_down = 0
-    if dropped is not None:
-        refused_up = count(up, dropped)
-        refused_down = low + high - refused_up  # a pass less, when no advantage is zero
-        if ups + downs < len(view):
-            refused_down = count(below(outcome.advantage, 0.0), dropped)
+    ups, downs, refused_up = count_signs(outcome.advantage, dropped)
+    refused_down = low + high - refused_up  # a pass less, when no advantage is zero
+    if dropped is not None and ups + downs < len(view):
+        refused_down = count(below(outcome.advantage, 0.0), dropped)
     values["is_masked_positive"], values["is_masked_negative"] = Metric(refused_up, ups), Metric(refused_down, downs)
     if clipped is not None and outcome.by_sequence:
         values["is_clipped"] = Metric(int((kept_here(view, outcome.decision) * clipped).sum()), members)
@@ -169,7 +165,7 @@ class _Sample:
         blocks = [self._block(start) for start in range(0, max(self.size, 1), BLOCK)]  # of an empty sample, one
         self.log_ratio = np.concatenate([block[0] for block in blocks])
         """The sum over each run."""
-        self.states, self.sums, self.ratios, self.differences = (
+        self.states, self.sums, self.histograms = (
             reduce(np.add, part) for part in zip(*(block[1:] for block in blocks), strict=True)
         )
 
@@ -207,7 +203,7 @@ class _Sample:
         fields = {name: field[start : start + BLOCK] for name, field in self.fields.items()}
         runs = slice(*np.searchsorted(self.starts, (start, start + BLOCK)))
         age = np.repeat(self.age[runs], self.lengths[runs])
-        bins, state = age * BINS, _states(fields)
+        state = _states(fields)
         masked = (state >= 3 * LOW) & (state < 3 * CLIPPED)
         columns, log_ratio, difference = _columns(fields, torch.from_numpy(masked))
         self.names = list(columns)
@@ -217,19 +213,22 @@ class _Sample:
             by_run[self.names.index("policy")] - by_run[self.names.index("sampler")],
             np.bincount(age * 12 + state, minlength=self.kinds * 12).reshape(-1, 4, 3),
             np.array([np.bincount(self.age[runs], row, self.kinds) for row in by_run]).T,
-            *(
-                np.bincount(Histogram.codes(x).numpy() + bins, minlength=self.kinds * BINS)
-                for x in (log_ratio, difference)
-            ),
+            self._histograms(log_ratio, difference, age),
         )
+
+    def _histograms(self, log_ratio: Tensor, difference: Tensor, age: Array) -> Array:
+        """[staleness, 2, BINS], counted together."""
+        codes = Histogram.codes(torch.stack((log_ratio, difference))).numpy()
+        codes += (2 * BINS * age).astype(codes.dtype)
+        codes[1] += BINS
+        return np.bincount(codes.ravel(), minlength=self.kinds * 2 * BINS).reshape(self.kinds, 2, BINS)
 
     def measures(self) -> dict[str, Measure]:
         """Over all tokens, and for each staleness."""
         ends = [""] + [f"/staleness={age}" for age in self.ages or []]
-        parts = (self.states, self.sums, self.ratios.reshape(-1, BINS), self.differences.reshape(-1, BINS))
-        states, sums, ratios, differences = map(self._with_total, parts)
+        states, sums, histograms = map(self._with_total, (self.states, self.sums, self.histograms))
         values: dict[str, Measure] = {}
-        for end, *numbers in zip(ends, states.tolist(), sums.tolist(), ratios, differences, strict=True):
+        for end, *numbers in zip(ends, states.tolist(), sums.tolist(), torch.from_numpy(histograms), strict=True):
             self._name(values, end, *numbers)
         return values
 
@@ -248,8 +247,7 @@ class _Sample:
         end: str,
         states: list[list[float]],
         sums: list[float],
-        ratios: Array,
-        differences: Array,
+        histograms: Tensor,
     ) -> None:
         """Add the measures of one staleness, or of all, to `values`, with `end` behind their names."""
         total = dict(zip(self.names, sums, strict=True))
@@ -269,8 +267,8 @@ class _Sample:
             f"is_masked_high{end}": Metric(high, count),
             f"is_masked_positive{end}": Metric(states[LOW][1] + states[HIGH][1], positive),
             f"is_masked_negative{end}": Metric(states[LOW][2] + states[HIGH][2], negative),
-            f"ratio{end}": Histogram(torch.from_numpy(ratios), log=True),
-            f"probability_difference{end}": Histogram(torch.from_numpy(differences)),
+            f"ratio{end}": Histogram(histograms[0], log=True),
+            f"probability_difference{end}": Histogram(histograms[1]),
             f"effective_sample_size{end}": Derived((mean("excess"), mean("excess squared")), _sample_size),
             f"chi_square{end}": mean("excess squared"),
             f"sampler_perplexity{end}": Derived((mean("sampler"),), _perplexity),

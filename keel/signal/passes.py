@@ -9,6 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+BLOCK = 131072
+"""Entries that several passes look at together."""
+
 
 def below(values: Float[Tensor, "n"], bound: float | Float[Tensor, "n"]) -> Bool[Tensor, "n"]:
     """values < bound"""
@@ -27,6 +30,24 @@ def count(mask: Bool[Tensor, "n"], within: Bool[Tensor, "n"] | None = None) -> i
     if mask.device.type != "cpu":
         return int(torch.count_nonzero(mask if within is None else mask & within))
     return int(np.count_nonzero(mask.numpy() if within is None else np.logical_and(mask.numpy(), within.numpy())))
+
+
+def count_signs(values: Float[Tensor, "n"], within: Bool[Tensor, "n"] | None) -> tuple[int, int, int]:
+    """How many values are positive, how many negative, and how many of those within a mask positive."""
+    if values.device.type != "cpu":
+        up = values > 0
+        return count(up), count(values < 0), 0 if within is None else count(up, within)
+    ups = downs = inside = 0
+    array, mask = values.numpy(), None if within is None else within.numpy()
+    sign = np.empty(min(BLOCK, len(array)), dtype=bool)
+    for first in range(0, len(array), BLOCK):  # what is read twice stays in the cache
+        some = array[first : first + BLOCK]
+        here = sign[: len(some)]
+        downs += np.count_nonzero(np.less(some, 0.0, out=here))
+        ups += np.count_nonzero(np.greater(some, 0.0, out=here))
+        if mask is not None:
+            inside += np.count_nonzero(np.logical_and(here, mask[first : first + BLOCK], out=here))
+    return int(ups), int(downs), int(inside)
 
 
 def find_runs(ids: Int[Tensor, "n"]) -> tuple[Int[Tensor, "runs"], Int[Tensor, "runs"]]:
