@@ -1,10 +1,11 @@
 """The forward pass of a Llama-like network with a token in each column, for few tokens on a CPU.
 
-A CPU multiplies weight @ states fastest (see `fuse`), which gives states [features, tokens]. Kept like that from the
-embedding to the head nothing is ever turned round, products add to the residual in place, queries and keys are rotated
-together, and the last layer computes only the tokens whose logits are wanted: a third of the operations that the
-model's own code makes. Weights are the network's own, read at every call. Which networks may be computed like this is
-decided by their class and settings; that the numbers are the model's is found out by the decoder's probe.
+A CPU multiplies weight @ states fastest (see `fuse`), which gives states [features, tokens]. They are kept like that
+from the embedding to the head and turned round for attention alone; products add to the residual in place, queries and
+keys are rotated together, and the last layer computes only the tokens whose logits are wanted: a third of the
+operations that the model's own code makes. Weights are the network's own, read at every call. Which networks may be
+computed like this is decided by their class and settings; that the numbers are the model's is found out by the
+decoder's probe. Hooks on the network's parts are not called, but for the head's.
 """
 
 from typing import Any
@@ -44,15 +45,16 @@ class Layer:
         size, both = states.shape[1], self.heads + self.groups
         # attention is about one token after another: turned round once, and back by the product that reads it
         made = _times(self.inputs, _normed(self.before, states)).t().contiguous()
-        halves = made[:, : both * self.width].unflatten(1, (both, 2, -1))
+        halves = torch.unflatten(made[:, : both * self.width], 1, (both, 2, -1))
         turned = halves * cos
         turned[:, :, 0].addcmul_(halves[:, :, 1], sin[:, 0], value=-1)
         turned[:, :, 1].addcmul_(halves[:, :, 0], sin[:, 0])
         turned = turned.flatten(2)
-        query = turned[:, : self.heads].unflatten(1, (self.groups, -1)).permute(1, 2, 0, 3)
-        value = made[:, both * self.width :].unflatten(1, (self.groups, -1))
+        query = torch.unflatten(turned[:, : self.heads], 1, (self.groups, -1)).permute(1, 2, 0, 3)
+        key = turned[:, self.heads :].transpose(0, 1)
+        value = torch.unflatten(made[:, both * self.width :], 1, (self.groups, -1)).transpose(0, 1)
         mixed = made.new_empty(size, self.heads, self.width)
-        attend(step, self.number, query, turned[:, self.heads :].transpose(0, 1), value.transpose(0, 1), self.rule, mixed)
+        attend(step, self.number, query, key, value, self.rule, mixed)
         if wanted is not None:
             states, mixed = states.index_select(1, wanted), mixed.index_select(0, wanted)
         _add(self.mixed, mixed.flatten(1).t(), states)
@@ -94,10 +96,8 @@ def _normed(norm: Any, states: Tensor) -> Tensor:
 
 
 def _times(group: Group, states: Tensor) -> Tensor:
-    if states.shape[1] <= FEW:
-        made = torch.mm(group.weight, states)
-    else:
-        made = torch.mm(states.t(), group.weight.t()).t()
+    few = states.shape[1] <= FEW
+    made = torch.mm(group.weight, states) if few else torch.mm(states.t(), group.weight.t()).t()
     return made if group.bias is None else made.add_(group.bias[:, None])
 
 

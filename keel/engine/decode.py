@@ -23,6 +23,8 @@ DECODE = "keel_decode"
 
 QUERIES = 256
 """Queries of a prompt that are scored at once, so that a long prompt needs no square of its length."""
+MASK = QUERIES * QUERIES
+"""Entries of a mask that is worth remembering."""
 LENGTH = 32
 """Own tokens that there is room for at first; the room doubles when it is full."""
 
@@ -80,7 +82,7 @@ class Tails:
 
 
 class Run:
-    """Rows that stand on nodes of one shelf, `first` to `last`, each with as many places for rows as the fullest has."""
+    """Rows that stand on nodes `first` to `last` of a shelf, each with as many places for rows as the fullest has."""
 
     def __init__(self, shelf: Shelf, first: int, rows: Sequence[Sequence[int]], count: int, device: torch.device):
         self.shelf, self.first, self.last = shelf, first, first + len(rows)
@@ -106,7 +108,7 @@ class Run:
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         groups, rest = left.shape[1:3]
         left = left if self.take is None else left.index_select(0, self.take)
-        left = left.unflatten(0, (self.nodes, self.room)).transpose(1, 2)
+        left = torch.unflatten(left, 0, (self.nodes, self.room)).transpose(1, 2)
         left = left.reshape(self.nodes * groups, self.room * rest, -1)
         found = torch.bmm(left, right[self.first : self.last].flatten(0, 1))
         found = found.view(self.nodes, groups, self.room, rest, -1).transpose(1, 2).flatten(0, 1)
@@ -125,7 +127,8 @@ class Side:
         take = [place for some in places for place in some + some[-1:] * (self.length - len(some))]
         self.take = torch.tensor(take, device=device)
         self.back = torch.tensor(
-            [node * self.length + place for node, some in enumerate(places) for place in range(len(some))], device=device
+            [node * self.length + place for node, some in enumerate(places) for place in range(len(some))],
+            device=device,
         )
         self.where = torch.tensor([place for some in places for place in some], device=device)
 
@@ -136,7 +139,9 @@ class Side:
             held = new.new_empty(shelf.count, len(new), shelf.length, new.shape[-1])
             if shelf.before and parent is not None:
                 held[:, :, : shelf.before] = torch.cat([read(one, layer) for one in parent.path], 1)
-            held[:, :, shelf.before :] = new.index_select(1, self.take).unflatten(1, (shelf.count, -1)).transpose(0, 1)
+            held[:, :, shelf.before :] = torch.unflatten(
+                new.index_select(1, self.take), 1, (shelf.count, -1)
+            ).transpose(0, 1)
             store[layer] = held
         return shelf.keys[layer], shelf.values[layer]
 
@@ -314,11 +319,11 @@ def _together(side: Side, layer: int, query: Tensor, key: Tensor, value: Tensor,
     groups, rest, _, width = query.shape
     keys, values = side.store(layer, key, value)
     count, length, before = side.shelf.count, side.length, side.shelf.before
-    some = query.index_select(2, side.take).unflatten(2, (count, length)).permute(2, 0, 1, 3, 4)
+    some = torch.unflatten(query.index_select(2, side.take), 2, (count, length)).permute(2, 0, 1, 3, 4)
     some = rule.scaled(some).view(count * groups, rest * length, width)
     scores = torch.bmm(some, keys.flatten(0, 1).transpose(1, 2)).view(count * groups, rest, length, -1)
     mask = _causal(0, before, before + length, rule.window, scores.dtype, scores.device)
-    shares = rule.shares(scores.unflatten(0, (count, groups)), mask, 1)
+    shares = rule.shares(torch.unflatten(scores, 0, (count, groups)), mask, 1)
     mixed = torch.bmm(shares.view(count * groups, rest * length, -1), values.flatten(0, 1))
     mixed = mixed.view(count, groups, rest, length, -1).permute(0, 3, 1, 2, 4)
     out.index_copy_(0, side.where, mixed.reshape(count * length, groups * rest, -1).index_select(0, side.back))
@@ -341,17 +346,23 @@ def _prefill(node: Node, layer: int, query: Tensor, rule: Rule, out: Tensor) -> 
         out[first : first + count] = mixed.view(groups * rest, count, -1).transpose(0, 1)
 
 
-@lru_cache(maxsize=64)
-def _causal(
-    lowest: int, start: int, end: int, window: int | None, kind: torch.dtype, device: torch.device
-) -> Tensor:
+def _causal(lowest: int, start: int, end: int, window: int | None, kind: torch.dtype, device: torch.device) -> Tensor:
     """[start..end, lowest..end] to add to scores: -inf for keys behind the query, or out of its window."""
+    make = _mask_once if (end - start) * (end - lowest) <= MASK else _mask
+    return make(lowest, start, end, window, kind, device)
+
+
+def _mask(lowest: int, start: int, end: int, window: int | None, kind: torch.dtype, device: torch.device) -> Tensor:
     places = torch.arange(lowest, end, device=device)
     mine = torch.arange(start, end, device=device)[:, None]
     hidden = places > mine
     if window is not None:
         hidden |= places <= mine - window
     return torch.zeros(hidden.shape, dtype=kind, device=device).masked_fill_(hidden, -math.inf)
+
+
+_mask_once = lru_cache(maxsize=64)(_mask)
+"""The same for all layers, and often from step to step."""
 
 
 def _rows(decode: Step, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule, out: Tensor) -> None:

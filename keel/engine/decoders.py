@@ -132,10 +132,10 @@ class Together:
         ends += range(last + 1, last + 1 + len(rows))
         count = len(ends)
         inputs, positions, ends = (_padded(numbers, self.multiple) for numbers in (inputs, positions, ends))
-        numbers = [torch.tensor(some, device=device) for some in (inputs, positions, ends)]
+        tokens, places, wanted = (torch.tensor(some, device=device) for some in (inputs, positions, ends))
         step = Step(nodes, leaves, lengths, self.tails, device)
-        columns = self.columns if self.columns and self.columns.network is self.network else self._own
-        logits = columns(*numbers, step)[:count]
+        compute = self.columns if self.columns and self.columns.network is self.network else self._own
+        logits = compute(tokens, places, wanted, step)[:count]
         for place, node in enumerate(nodes):
             node.logits = logits[place].clone()
         return logits[len(nodes) :]

@@ -18,6 +18,8 @@ WORDS = 2048
 """Words of a wide output head at once: what a piece gives is turned round while it is in the cache."""
 PACKED = 256 * 2**20
 """Bytes of an output head that is held a second time, laid out for its product."""
+ROWS = 64
+"""States that it is laid out for; always as many, so that the same states give the same numbers in every run."""
 
 
 def product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -115,7 +117,7 @@ class Group:
                 layer.bias.data = layer.bias.data.clone()
 
 
-class Alone:
+class Single:
     """A layer that reads its input alone.
 
     A wide one, as an output head is, has its weight laid out once for many products, which take a fifth less time and
@@ -128,19 +130,19 @@ class Alone:
         self.wide = len(weight) >= 4 * WORDS and weight.nbytes <= PACKED and weight.dtype == torch.float32
         self.wide &= weight.device.type == "cpu" and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         self._laid_out: Tensor | None = None
-        layer.forward = self  # type: ignore[method-assign]
+        layer.forward = self.forward  # type: ignore[method-assign,assignment]
 
     def forget(self) -> None:
         """The weight has changed."""
         self._laid_out = None
 
-    def __call__(self, states: Tensor) -> Tensor:
+    def forward(self, states: Tensor) -> Tensor:
         weight, bias = self.layer.weight, self.layer.bias
         if not self.wide:
             return product(states, weight, bias)
         rows = states.reshape(-1, states.shape[-1]).contiguous()
         if self._laid_out is None:
-            self._laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), len(rows))
+            self._laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
         found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._laid_out, bias, "none", [], "")
         return found.view(*states.shape[:-1], -1)
 
@@ -152,7 +154,7 @@ class Fused:
         """`run` is a forward pass, in which the layers are watched."""
         self.groups = [Group(layers) for layers in _siblings(network, run)]
         grouped = {layer for group in self.groups for layer in group.layers}
-        self.others = [Alone(one) for one in network.modules() if type(one) is nn.Linear and one not in grouped]
+        self.others = [Single(one) for one in network.modules() if type(one) is nn.Linear and one not in grouped]
 
     def check(self) -> None:
         """After weights were changed: whoever put others in place of them, instead of copying, is followed."""

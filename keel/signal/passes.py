@@ -43,11 +43,11 @@ def count_signs(values: Float[Tensor, "n"], within: Bool[Tensor, "n"] | None) ->
     for first in range(0, len(array), BLOCK):  # what is read twice stays in the cache
         some = array[first : first + BLOCK]
         here = sign[: len(some)]
-        downs += np.count_nonzero(np.less(some, 0.0, out=here))
-        ups += np.count_nonzero(np.greater(some, 0.0, out=here))
+        downs += int(np.count_nonzero(np.less(some, 0.0, out=here)))
+        ups += int(np.count_nonzero(np.greater(some, 0.0, out=here)))
         if mask is not None:
-            inside += np.count_nonzero(np.logical_and(here, mask[first : first + BLOCK], out=here))
-    return int(ups), int(downs), int(inside)
+            inside += int(np.count_nonzero(np.logical_and(here, mask[first : first + BLOCK], out=here)))
+    return ups, downs, inside
 
 
 def find_runs(ids: Int[Tensor, "n"]) -> tuple[Int[Tensor, "runs"], Int[Tensor, "runs"]]:
