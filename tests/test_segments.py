@@ -1,4 +1,4 @@
-"""Sums by id against a loop, for ids in any order: packed in runs, sorted or not, or scattered."""
+"""Sums by id against a loop, for ids in any order: packed in runs, sorted or not, or scattered; and counts of signs."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import keel
+from keel.signal import passes
 from keel.signal.segments import Segments, Table
 
 LAYOUTS = {
@@ -110,3 +111,22 @@ def test_grouping_is_by_id_and_never_by_stride() -> None:
     rewards = torch.tensor([1.0, 0.0, 2.0, 5.0, 1.0, 3.0, 5.0])
     expected: Tensor = torch.tensor([-1.0, -0.5, 0.0, 0.0, 0.5, 1.0, 0.0])
     assert torch.equal(keel.advantages("group_mean", rewards, group), expected)
+
+
+# --- passes
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([-2.0, -0.0, 0.0, 1e-30, 3.0]), st.booleans()), max_size=40),
+    st.booleans(),
+    st.sampled_from([1, 7, 64]),
+)
+def test_signs_are_counted_whatever_the_block(values: list[tuple[float, bool]], masked: bool, block: int) -> None:
+    numbers = torch.tensor([value for value, _ in values])
+    mask = torch.tensor([inside for _, inside in values], dtype=torch.bool) if masked else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "BLOCK", block)
+        found = passes.count_signs(numbers, mask)
+    ups = [value > 0 for value, _ in values]
+    inside = sum(up and seen for up, (_, seen) in zip(ups, values, strict=True)) if masked else 0
+    assert found == (sum(ups), sum(value < 0 for value, _ in values), inside)
