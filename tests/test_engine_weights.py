@@ -17,7 +17,7 @@ from test_local_engine import PROMPTS, ask, off_trainer, request, together
 from keel.config import Sampling
 from keel.engine.decoders import Together, choose
 from keel.engine.local import LocalEngine
-from keel.engine.weights import quantised
+from keel.engine.int8 import quantised
 from keel.policy import Model
 from keel.policy.files import new_folder, seal
 from keel.policy.weights import write_weights

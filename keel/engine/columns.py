@@ -3,9 +3,9 @@
 A CPU multiplies weight @ states fastest (see `fuse`), which gives states [features, tokens]. They are kept like that
 from the embedding to the head and turned round for attention alone; products add to the residual in place, queries and
 keys are rotated together, and the last layer computes only the tokens whose logits are wanted: a third of the
-operations that the model's own code makes. Weights are the network's own, read at every call. Which networks may be
-computed like this is decided by their class and settings; that the numbers are the model's is found out by the
-decoder's probe. Hooks on the network's parts are not called, but for the head's.
+operations that the model's own code makes. Weights are the network's own, read at every call, or those of its copy in
+int8. Which networks may be computed like this is decided by their class and settings; that the numbers are the model's
+is found out by the decoder's probe. Hooks on the network's parts are not called, but for the head's.
 """
 
 from typing import Any
@@ -16,7 +16,8 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
 from keel.engine.decode import Rule, Step, attend
-from keel.engine.fuse import Fused, Group
+from keel.engine.fuse import Fused, Group, Part
+from keel.engine.int8 import Int8
 
 FEW = 256
 """Up to so many tokens each is a column in memory too. Of more, as of new prompts, each is a row there, seen turned
@@ -29,15 +30,11 @@ class Layer:
     def __init__(self, layer: Any, groups: dict[nn.Linear, Group]) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
-        self.inputs, self.gates = groups[attention.q_proj], groups[mlp.gate_proj]
-        if self.inputs.layers != [attention.q_proj, attention.k_proj, attention.v_proj]:
-            raise ValueError("queries, keys and values are not one product")
-        if self.gates.layers != [mlp.gate_proj, mlp.up_proj]:
-            raise ValueError("gate and up are not one product")
+        self.inputs = _together([attention.q_proj, attention.k_proj, attention.v_proj], groups)
+        self.gates = _together([mlp.gate_proj, mlp.up_proj], groups)
         self.mixed, self.down = attention.o_proj, mlp.down_proj
         self.number, self.width = int(attention.layer_idx), int(attention.head_dim)
-        self.heads = attention.q_proj.out_features // self.width
-        self.groups = attention.k_proj.out_features // self.width
+        self.heads, self.groups = attention.config.num_attention_heads, attention.config.num_key_value_heads
         self.rule = Rule(attention.scaling, getattr(attention, "sliding_window", None))
 
     def __call__(self, states: Tensor, cos: Tensor, sin: Tensor, step: Step, wanted: Tensor | None) -> Tensor:
@@ -73,8 +70,14 @@ class Columns:
         if network.config.hidden_act != "silu" or network.dtype != torch.float32 or network.device.type != "cpu":
             raise ValueError("silu in float32 on CPU only")
         groups = {group.layers[0]: group for group in fused.groups}
-        self.network, model = network, network.model
+        self.network, self.fused, model = network, fused, network.model
         self.layers = [Layer(layer, groups) for layer in model.layers]
+        self.few = 0 if isinstance(self.layers[0].down, Int8) else FEW
+        """Up to so many tokens lie in memory as columns; int8 products take rows."""
+
+    def follow(self, network: Any) -> "Columns":
+        """The same for the network itself or its copy in int8, whichever is run now."""
+        return self if network is self.network else Columns(network, self.fused)
 
     def __call__(self, inputs: Tensor, positions: Tensor, wanted: Tensor, step: Step) -> Tensor:
         """Logits [wanted, V] after the tokens in these places."""
@@ -82,7 +85,7 @@ class Columns:
         states = model.embed_tokens.weight.index_select(0, inputs)
         turns = model.rotary_emb(states, positions[None])
         cos, sin = (turn[0, :, None, None, : turn.shape[-1] // 2].contiguous() for turn in turns)  # both halves are one
-        states = states.t().contiguous() if len(inputs) <= FEW else states.t()
+        states = states.t().contiguous() if len(inputs) <= self.few else states.t()
         for layer in self.layers[:-1]:
             states = layer(states, cos, sin, step, None)
         states = self.layers[-1](states, cos, sin, step, wanted)
@@ -95,14 +98,32 @@ def _normed(norm: Any, states: Tensor) -> Tensor:
     return (states * scale).mul_(norm.weight[:, None])
 
 
-def _times(group: Group, states: Tensor) -> Tensor:
+def _together(layers: list[Any], groups: dict[nn.Linear, Group]) -> Group | Int8:
+    """What computes these layers as one."""
+    first = layers[0]
+    if isinstance(first, Part) and all(isinstance(one, Part) and one.shared is first.shared for one in layers):
+        whole = first.shared.whole
+        if isinstance(whole, Int8) and [one.number for one in layers] == list(range(len(first.shared.sizes))):
+            return whole
+    elif groups[first].layers == layers:
+        return groups[first]
+    raise ValueError("layers with one input are not one product")
+
+
+def _times(group: Group | Int8, states: Tensor) -> Tensor:
+    if isinstance(group, Int8):
+        made: Tensor = group(states.t())
+        return made.t()
     few = states.shape[1] <= FEW
     made = torch.mm(group.weight, states) if few else torch.mm(states.t(), group.weight.t()).t()
     return made if group.bias is None else made.add_(group.bias[:, None])
 
 
-def _add(layer: nn.Linear, inputs: Tensor, states: Tensor) -> None:
+def _add(layer: nn.Linear | Int8, inputs: Tensor, states: Tensor) -> None:
     """What the layer makes of its inputs, added to the states."""
+    if isinstance(layer, Int8):
+        states += layer(inputs.t()).t()
+        return
     if states.shape[1] <= FEW:
         states.addmm_(layer.weight, inputs)
     else:

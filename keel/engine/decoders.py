@@ -42,7 +42,7 @@ class Together:
 
     def __init__(self, network: Any, keep: int = KEEP, columns: Columns | None = None) -> None:
         self.network, self.columns = network, columns
-        """With a faster way to compute it, while that network is what is run."""
+        """With a faster way to compute it."""
         self.prefixes, self.tails = Prefixes(keep), Tails()
         self.fused: Fused | None = None
         self.multiple = ROWS if network.device.type == "cpu" else 1
@@ -134,8 +134,9 @@ class Together:
         inputs, positions, ends = (_padded(numbers, self.multiple) for numbers in (inputs, positions, ends))
         tokens, places, wanted = (torch.tensor(some, device=device) for some in (inputs, positions, ends))
         step = Step(nodes, leaves, lengths, self.tails, device)
-        compute = self.columns if self.columns and self.columns.network is self.network else self._own
-        logits = compute(tokens, places, wanted, step)[:count]
+        if self.columns is not None:
+            self.columns = self.columns.follow(self.network)
+        logits = (self.columns or self._own)(tokens, places, wanted, step)[:count]
         for place, node in enumerate(nodes):
             node.logits = logits[place].clone()
         return logits[len(nodes) :]

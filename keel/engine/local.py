@@ -4,11 +4,11 @@ Decoding runs in one worker thread and the event loop stays free. Requests join 
 moment they end; prompts, and long beginnings that prompts have in common, are computed once, and what an answer has
 come to is kept for a while, so that the next turn of a conversation computes only what is new. Guarantees: a
 token's log-prob is that of a full forward pass in float32 to rounding; what a seed gives depends on no other request
-(to rounding; with int8 activations are scaled over the whole step, and neither holds); each token carries the version
-whose weights computed its logits; a version is advanced after its weights are live. New weights reach requests in
-flight at their next token, while the keys and values of their earlier tokens stay as the old weights made them; or with
-`drain` what runs ends first and what waits begins afterwards, so that each answer is of one version. New requests
-never reuse a prompt that old weights computed.
+(to rounding; with int8 only this second one holds); each token carries the version whose weights computed its logits;
+a version is advanced after its weights are live. New weights reach requests in flight at their next token, while the
+keys and values of their earlier tokens stay as the old weights made them; or with `drain` what runs ends first and what
+waits begins afterwards, so that each answer is of one version. New requests never reuse a prompt that old weights
+computed.
 
 The engine owns the network that it is given: nobody else may run or change it until `close`.
 """

@@ -4,11 +4,10 @@ Everything is read and checked before the first weight changes, by its manifest 
 damaged or does not fit leaves the engine as it was.
 An adapter is merged into the linear layers by peft; the weights it changes are kept, so that the next adapter replaces
 it and does not add to it. With int8 the linear layers of a copy are quantised by torch (weights by output channel,
-activations for each call), again after every load; all else in the copy is shared with the network itself.
+activations by token), again after every load; all else in the copy is shared with the network itself.
 """
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +20,11 @@ from peft.utils import load_peft_weights, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.ao.nn.quantized import dynamic
 from transformers.utils import logging as hf_logging
 
 from keel.adapter import check_adapter
-from keel.engine.fuse import Fused, Part, Shared
+from keel.engine.fuse import Fused
+from keel.engine.int8 import put_layer, quantised
 from keel.errors import ModelError
 from keel.manifest import check_weights
 from keel.reading import read_json
@@ -174,44 +173,6 @@ class Weights:
                 )
 
 
-def quantised(network: Any, fused: Fused | None = None) -> Any:
-    """A copy whose linear layers are int8, those that are fused as one. Everything else is the same storage."""
-    groups = fused.groups if fused else []
-    shared: dict[int, Any] = {id(weight): weight for weight in (*network.parameters(), *network.buffers())}
-    # their layers are replaced below: what computes for them must not be copied with them
-    shared |= {id(group.shared): group.shared for group in groups}
-    shared |= {id(other): other for other in fused.others} if fused else {}
-    twin = copy.deepcopy(network, shared)
-    names = {layer: name for name, layer in network.named_modules()}
-    with warnings.catch_warnings():
-        # torch announces that these tensors will go; its version is pinned, and nothing else in it is as fast on CPU
-        warnings.simplefilter("ignore")
-        for group in groups:
-            both = Shared(_int8(group.weight, group.bias), group.shared.sizes)
-            for number, layer in enumerate(group.layers):
-                _set(twin, names[layer], Part(both, number))
-        for name, layer in list(twin.named_modules()):
-            if isinstance(layer, nn.Linear):
-                _set(twin, name, _int8(layer.weight, layer.bias))
-    return twin
-
-
-def _set(network: Any, name: str, layer: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(network.get_submodule(parent), last, layer)
-
-
-def _int8(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    weight = weight.detach().float()
-    scales = weight.abs().amax(1).clamp_(min=1e-12).double() / 127
-    small = torch.quantize_per_channel(weight, scales, torch.zeros(len(weight), dtype=torch.int64), 0, torch.qint8)
-    # the constructor packs weights of its own first; meta tensors are not possible there
-    made: Any = dynamic.Linear(weight.shape[1], weight.shape[0], bias_=bias is not None)  # type: ignore[no-untyped-call]
-    made.set_weight_bias(small, None if bias is None else bias.detach().float())
-    module: nn.Module = made
-    return module
-
-
 def _put(values: list[tuple[nn.Parameter, Tensor]]) -> None:
     for weight, value in values:
         weight.copy_(value)
@@ -226,7 +187,7 @@ def _strip(network: Any) -> None:
     """Take peft's layers out again, whatever state they are in."""
     for name, layer in list(network.named_modules()):
         if isinstance(layer, BaseTunerLayer) and not name.endswith("base_layer"):
-            _set(network, name, _base(layer))
+            put_layer(network, name, _base(layer))
     for name in ("peft_config", "_hf_peft_config_loaded"):
         if name in vars(network):
             delattr(network, name)

@@ -1,7 +1,7 @@
 """Plain attention over a prefix tree by torch's flash kernel for CPU, tile by tile.
 
 In depth-first order the descendants of a node stand together. So everything that is attended to is tiled, each pair of
-query and key once, by squares of a node with itself and rectangles of all its descendants against it: neither keys
+query and key once, by squares of nodes with themselves and rectangles of their descendants against them: neither keys
 nor queries are copied. Each tile is a call of the kernel; partial results are merged by their log-sum-exp, and the
 backward of a tile under the merged one is its exact part of the gradient. Leaves out windows, soft caps and sinks.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from keel.policy.tree import Tree
+from keel.policy.tree import Ints, Tree
 
 LONGEST_SQUARE = 128
 """A longer square is halved: the kernel computes much of the half that a causal mask then throws away."""
@@ -42,21 +42,35 @@ def tiles(tree: Tree, dtype: torch.dtype) -> tuple[list[Tile], list[Tile]]:
     rectangles: list[Tile] = []
     place, end = 0, tree.end
     while place < len(tree):
-        last = int(end[place])
-        if last - place > SMALL:
-            others = (end[place:last] != last).nonzero()[0]
-            after = place + int(others[0]) if len(others) else last
-            _halve(place, after, squares, rectangles)
-            if after < last:
-                rectangles.append(Tile(slice(after, last), slice(place, after)))
-            place = after
+        first, last = place, int(end[place])
+        if last - first > SMALL:
+            place = _line(end, first, squares, rectangles)
             continue
-        first = place
         while last < len(tree) and end[last] - first <= SMALL:
             last = int(end[last])
         squares.append(_square(tree, first, last, dtype))
         place = last
     return squares, rectangles
+
+
+def _line(end: Ints, first: int, squares: list[Tile], rectangles: list[Tile]) -> int:
+    """A node, its first child, the first child of that, and so on, while they have many descendants; gives its end.
+
+    They are neighbours, so that whoever branches off sees all of the line before in one rectangle.
+    """
+    after, branches = first, []
+    while after < len(end) and (last := int(end[after])) - after > SMALL:
+        others = (end[after:last] != last).nonzero()[0]
+        after = after + int(others[0]) if len(others) else last
+        if after == last:
+            break
+        branches.append((after, last))
+    _halve(first, after, squares, rectangles)
+    begin = after
+    for branch, last in reversed(branches):
+        rectangles.append(Tile(slice(begin, last), slice(first, branch)))
+        begin = last
+    return after
 
 
 def _halve(first: int, last: int, squares: list[Tile], rectangles: list[Tile]) -> None:
