@@ -16,8 +16,8 @@ from test_local_engine import PROMPTS, ask, off_trainer, request, together
 
 from keel.config import Sampling
 from keel.engine.decoders import Together, choose
+from keel.engine.int8 import Int8, quantised
 from keel.engine.local import LocalEngine
-from keel.engine.int8 import quantised
 from keel.policy import Model
 from keel.policy.files import new_folder, seal
 from keel.policy.weights import write_weights
@@ -388,3 +388,50 @@ def test_an_int8_copy_holds_no_second_set_of_other_weights() -> None:
     twin = quantised(network)
     assert twin.get_input_embeddings().weight.data_ptr() == network.get_input_embeddings().weight.data_ptr()
     assert not any(isinstance(layer, torch.nn.Linear) and type(layer) is torch.nn.Linear for layer in twin.modules())
+
+
+def test_an_int8_row_depends_on_no_other_row() -> None:
+    chance = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(40, 24, generator=chance), torch.randn(40, generator=chance)
+    layer = Int8(weight, bias)
+    rows = torch.randn(6, 24, generator=chance) * torch.tensor([1e-6, 1.0, 1.0, 3.0, 500.0, 0.0])[:, None]
+    alone = torch.cat([layer(row[None]) for row in rows])
+    assert torch.equal(layer(rows), alone)
+    # half a step of the activations' 127 and of the weights' 254, added up over the inputs
+    error = (alone - rows @ weight.T - bias).abs()
+    assert (error <= rows.abs().amax(1, keepdim=True) * (24 * weight.abs().amax() * (1 / 127 + 1 / 254))).all()
+    assert torch.equal(alone[5], bias)
+
+
+@pytest.mark.parametrize("junk", [float("nan"), float("inf")])
+def test_an_int8_row_that_is_not_finite_is_its_own_trouble(junk: float) -> None:
+    rows = torch.randn(4, 24, generator=torch.Generator().manual_seed(0))
+    layer = Int8(torch.randn(40, 24, generator=torch.Generator().manual_seed(1)), None)
+    whole = layer(rows)
+    rows[2, 5] = junk
+    found = layer(rows)
+    assert not found[2].isfinite().any()
+    assert torch.equal(found[[0, 1, 3]], whole[[0, 1, 3]])
+
+
+def test_int8_by_the_engines_own_forward_pass_is_int8_by_the_models_code() -> None:
+    decoder: Any = choose(tiny().network, "tiny")
+    assert decoder.columns is not None
+    twin = quantised(decoder.network, decoder.fused)
+    decoder.network = twin
+
+    def scores() -> torch.Tensor:
+        rows = [request(prompt, max_tokens=4) for prompt in PROMPTS]
+        found = []
+        for word in range(4):
+            found.append(decoder.logits(rows).log_softmax(-1))
+            for row in rows:
+                row.tokens.append(word + 40)
+        decoder.forget()
+        return torch.stack(found)
+
+    own = scores()
+    assert decoder.columns.network is twin
+    decoder.columns = None
+    # a rounding that goes the other way moves a number by a whole step of int8
+    assert (own - scores()).abs().mean() < 0.02

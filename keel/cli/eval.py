@@ -77,7 +77,9 @@ class Subject:
         from keel.config import EngineSettings
         from keel.engine.local import LocalEngine
         from keel.policy import load_model
+        from keel.policy.allocator import keep_memory
 
+        keep_memory(self.settings.trainer.keep_memory)
         wanted = self.settings.model.model_copy(update={"lora": None})
         if self.checkpoint is not None and self.settings.model.lora is None:
             wanted = wanted.model_copy(update={"name": str(self.checkpoint), "warm_up_steps": 0})

@@ -159,8 +159,8 @@ class EngineSettings(Settings):
     max_batch: Count = 64
     """local and process: answers that are decoded together."""
     int8: bool = False
-    """local and process: linear layers in int8 while sampling: faster, and no longer quite the policy that is
-    trained."""
+    """local and process: linear layers in int8 while sampling: less to multiply, and no longer quite the policy that
+    is trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the weights that sample; auto: as the model that is trained. Another one is a mismatch, for the gates to
     see."""
