@@ -1,7 +1,7 @@
 """A copy of a network whose linear layers are int8, by torch's own dynamic quantisation on CPU.
 
-Weights have a scale for each output, activations one for each token. It samples faster than float32 and is not quite
-the policy any more: a mismatch bought on purpose. Nothing here trains.
+Weights have a scale for each output, activations one for each token. There is less to multiply than in float32, and it
+is not quite the policy any more: a mismatch bought on purpose. Nothing here trains.
 """
 
 import copy
@@ -69,7 +69,8 @@ class Int8(nn.Module):
         scaled = rows.new_empty(len(rows) + 1, rows.shape[1])
         torch.div(rows, largest, out=scaled[:-1])
         if not bool(largest.isfinite().all()):
-            scaled.nan_to_num_(0.0)  # others must not hear of it; its own product with what is not finite is not either
+            # the range would be spoilt for all; such a row is multiplied by its largest below, and not finite again
+            scaled.nan_to_num_(0.0)
         scaled[-1] = self.ends
         made: Tensor = self.product(scaled)[:-1].mul_(largest)
         if self.bias is not None:
