@@ -53,7 +53,7 @@ def add(subparsers: Any) -> None:
         action="append",
         help="a folder below which requests may load weights and adapters; may be given again (default: runs)",
     )
-    parser.add_argument("--int8", action="store_true", help="linear layers in int8: less to multiply, not quite the same model")
+    parser.add_argument("--int8", action="store_true", help="linear layers in int8: not quite the same model")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float64 (default: auto)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: what torch finds)")
     parser.add_argument("--patience", type=int, default=30, metavar="S", help="seconds to answer in when asked to stop")
