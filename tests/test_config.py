@@ -379,13 +379,18 @@ def rooms_imported_by(room: str) -> set[str]:
         ("config", {"errors"}),
         ("signal", {"errors", "config"}),
         ("audit", {"errors", "config", "signal", "keel"}),
-        ("policy", {"errors", "adapter", "config", "signal", "hook", "manifest", "reading", "keel"}),
+        ("native", {"cache"}),
+        ("policy", {"errors", "adapter", "cache", "config", "signal", "hook", "manifest", "native", "reading", "keel"}),
         ("web", {"errors"}),
-        ("engine", {"errors", "adapter", "config", "wire", "hook", "threads", "manifest", "reading", "web", "keel"}),
+        (
+            "engine",
+            {"errors", "adapter", "config", "wire", "hook", "threads", "manifest", "native", "reading", "web", "keel"},
+        ),
         ("rollout", {"errors", "config", "wire", "keel"}),
         (
             "run",
-            {"errors", "config", "signal", "policy", "wire", "web", "threads", "reading", "engine", "rollout", "keel"},
+            {"errors", "cache", "config", "signal", "policy", "wire", "web", "threads", "reading", "engine", "rollout"}
+            | {"native", "keel"},
         ),
         ("compare", {"errors", "config", "reading", "signal", "policy", "keel"}),
         ("simulate", {"errors", "config", "rollout"}),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_local_engine import PROMPTS, ask, off_trainer, request, together
 
 from keel.config import Sampling
-from keel.engine.decoders import Together, choose
+from keel.engine.decoders import choose
 from keel.engine.int8 import Int8, quantised
 from keel.engine.local import LocalEngine
 from keel.policy import Model
@@ -143,14 +143,14 @@ def test_a_token_after_the_switch_sees_old_keys_by_new_weights(tmp_path: Path) -
     """The documented meaning: the model's own cache, filled by the old weights and then read by the new ones."""
     old, new = tiny(), tiny(seed=5)
     row = request(PROMPTS[0])
-    choose(old.network, "old")
-    decoder = Together(old.network)
+    decoder: Any = choose(old.network, "old")
     with torch.inference_mode():
         decoder.logits([row])
         row.tokens.append(65)
         decoder.logits([row])
         row.tokens.append(66)
         old.network.load_state_dict(new.network.state_dict())
+        decoder.fused.check()
         found = decoder.logits([row])[0]
         reference = tiny()
         cache = reference.network(input_ids=torch.tensor([[*PROMPTS[0], 65]]), use_cache=True).past_key_values
@@ -416,7 +416,7 @@ def test_an_int8_row_that_is_not_finite_is_its_own_trouble(junk: float) -> None:
 
 def test_int8_by_the_engines_own_forward_pass_is_int8_by_the_models_code() -> None:
     decoder: Any = choose(tiny().network, "tiny")
-    assert decoder.columns is not None
+    assert decoder.own is not None
     twin = quantised(decoder.network, decoder.fused)
     decoder.network = twin
 
@@ -431,7 +431,7 @@ def test_int8_by_the_engines_own_forward_pass_is_int8_by_the_models_code() -> No
         return torch.stack(found)
 
     own = scores()
-    assert decoder.columns.network is twin
-    decoder.columns = None
+    assert decoder.own.network is twin
+    decoder.own = None
     # a rounding that goes the other way moves a number by a whole step of int8
     assert (own - scores()).abs().mean() < 0.02

@@ -54,6 +54,12 @@ def add(subparsers: Any) -> None:
         help="a folder below which requests may load weights and adapters; may be given again (default: runs)",
     )
     parser.add_argument("--int8", action="store_true", help="linear layers in int8: not quite the same model")
+    parser.add_argument(
+        "--kernels",
+        default="auto",
+        choices=("auto", "torch"),
+        help="float32 on CPU: auto: in C where there is a compiler, which holds weights twice; torch: torch's own",
+    )
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float64 (default: auto)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: what torch finds)")
     parser.add_argument("--patience", type=int, default=30, metavar="S", help="seconds to answer in when asked to stop")
@@ -110,7 +116,7 @@ def build(args: argparse.Namespace, key: str | None) -> Any:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     try:
-        settings = EngineSettings(int8=args.int8, max_batch=args.max_batch)
+        settings = EngineSettings(int8=args.int8, kernels=args.kernels, max_batch=args.max_batch)
         wanted = ModelSettings(name=args.model, dtype=args.dtype, device=args.device)
     except ValidationError as error:
         raise explain(error) from None

@@ -161,6 +161,9 @@ class EngineSettings(Settings):
     int8: bool = False
     """local and process: linear layers in int8 while sampling: less to multiply, and no longer quite the policy that
     is trained."""
+    kernels: Literal["auto", "torch"] = "auto"
+    """local and process, in float32 on CPU: auto: those in C where there is a compiler, for which every weight of a
+    linear layer is held a second time; torch: torch's own, slower and in half the memory."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the weights that sample; auto: as the model that is trained. Another one is a mismatch, for the gates to
     see."""
@@ -173,6 +176,9 @@ class EngineSettings(Settings):
     def _can_act(self) -> Self:
         if self.int8 and self.kind not in ("local", "process"):
             raise refuse('{int8} cannot act: kind = "' + self.kind + '" samples by itself', int8=self.int8)
+        if self.kernels != "auto" and self.kind not in ("local", "process"):
+            why = 'cannot act: kind = "' + self.kind + '" samples by itself; servers take keel serve --kernels'
+            raise refuse("{kernels} " + why, kernels=self.kernels)
         if self.dtype != "auto" and self.kind == "pool":
             raise refuse("{dtype} cannot act: the servers of a pool were started with their own", dtype=self.dtype)
         return self

@@ -9,7 +9,7 @@ model code is changed.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from keel.engine.prefix import Node, Shelf
+from keel.native.rows import Stretches, attend_rows, fits
 
 DECODE = "keel_decode"
 
@@ -170,14 +171,21 @@ class Step:
     """Who attends to what in one forward pass: `nodes` to compute, then the rows at slots 0..n-1.
 
     Row i stands on the prompt that ends at node `leaves[i]` and has `lengths[i]` own tokens stored; its next one is
-    in this pass. Scores have columns for the nodes of each depth of the tree, as many as the longest shelf there has,
-    then one for each own token.
+    in this pass. By torch, scores have the `columns` of the prompts, then one for each own token.
     """
 
     def __init__(
-        self, nodes: Sequence[Node], leaves: Sequence[Node], lengths: Sequence[int], tails: Tails, device: torch.device
+        self,
+        nodes: Sequence[Node],
+        leaves: Sequence[Node],
+        lengths: Sequence[int],
+        tails: Tails,
+        device: torch.device,
+        *,
+        compiled: bool = False,
     ) -> None:
-        self.tails, self.device = tails, device
+        """`compiled`: by the kernels in C, where they fit."""
+        self.tails, self.device, self.compiled = tails, device, compiled
         self.pieces = _pieces(nodes, device)
         self.first, self.count = sum(map(len, nodes)), len(leaves)
         """Where the rows begin, and how many there are."""
@@ -190,21 +198,30 @@ class Step:
         self.places = torch.tensor(lengths, device=device)
         self.target = lengths[0] if len(set(lengths)) == 1 else self.places
         self._ends = torch.tensor([leaf.end for leaf in leaves], device=device)
+        self._lengths = lengths
         self._paths = [leaf.path for leaf in leaves]
-        self.runs: list[tuple[slice, Run]] = []
-        """With the columns of each."""
-        self._depths: list[tuple[int, Tensor, Tensor]] = []
-        """Columns; of each row where its node begins, and how long that is."""
-        self.prompt = 0
-        for depth in range(max(map(len, self._paths))):
-            here = [path[depth] if depth < len(path) else None for path in self._paths]
-            width = max(node.shelf.length for node in here if node)
-            starts = torch.tensor([node.first if node else 0 for node in here], device=device)
-            sizes = torch.tensor([node.end - node.first if node else 0 for node in here], device=device)
-            self._depths.append((width, starts, sizes))
-            for run in _runs(here, device):
-                self.runs.append((slice(self.prompt, self.prompt + run.shelf.length), run))
-            self.prompt += width
+        self.shelves = list(dict.fromkeys(node.shelf for path in self._paths for node in path))
+        self._stretches: dict[tuple[int, int], Stretches] = {}
+
+    def stretches(self, groups: int, width: int) -> Stretches:
+        """What each row reads of the shelves and, after them, of the tails, for heads of this width."""
+        if (groups, width) not in self._stretches:
+            number = {shelf: place for place, shelf in enumerate(self.shelves)}
+            first, found = [0], []
+            for row, path in enumerate(self._paths):
+                for node in path:
+                    along = node.shelf.length * width
+                    found.append((number[node.shelf], node.place * groups * along, node.end - node.first, along))
+                along = self.tails.length * width
+                found.append((len(number), row * groups * along, self._lengths[row] + 1, along))
+                first.append(len(found))
+            self._stretches[groups, width] = Stretches(first, *map(list, zip(*found, strict=True)))
+        return self._stretches[groups, width]
+
+    @cached_property
+    def columns(self) -> "Columns":
+        """How the scores of all rows stand side by side."""
+        return Columns(self._paths, self.device)
 
     def mask(self, window: int | None, kind: torch.dtype) -> Tensor:
         """[n, 1, 1, columns] to add to scores: -inf where the rows do not see, 0 elsewhere."""
@@ -212,7 +229,7 @@ class Step:
             first = None if window is None else (self._ends + self.places - window)[:, None]
             parts = []
             own = torch.arange(self.own, device=self.device)
-            for width, starts, sizes in (*self._depths, (self.own, self._ends, self.places + 1)):
+            for width, starts, sizes in (*self.columns.depths, (self.own, self._ends, self.places + 1)):
                 place = own if width == self.own else torch.arange(width, device=self.device)
                 part = place >= sizes[:, None]
                 if first is not None:  # positions up to this one are out of the window
@@ -223,6 +240,26 @@ class Step:
                 hidden, -math.inf
             )
         return self._masks[window]
+
+
+class Columns:
+    """Of the scores of rows on these paths: for the nodes of each depth as many as the longest shelf there has."""
+
+    def __init__(self, paths: Sequence[Sequence[Node]], device: torch.device) -> None:
+        self.runs: list[tuple[slice, Run]] = []
+        """With the columns of each."""
+        self.depths: list[tuple[int, Tensor, Tensor]] = []
+        """Columns; of each row where its node begins, and how long that is."""
+        self.count = 0
+        for depth in range(max(map(len, paths))):
+            here = [path[depth] if depth < len(path) else None for path in paths]
+            width = max(node.shelf.length for node in here if node)
+            starts = torch.tensor([node.first if node else 0 for node in here], device=device)
+            sizes = torch.tensor([node.end - node.first if node else 0 for node in here], device=device)
+            self.depths.append((width, starts, sizes))
+            for run in _runs(here, device):
+                self.runs.append((slice(self.count, self.count + run.shelf.length), run))
+            self.count += width
 
 
 def _runs(nodes: Sequence[Node | None], device: torch.device) -> Iterator[Run]:
@@ -297,6 +334,10 @@ class Rule:
     ) -> None:
         self.scale, self.window, self.softcap, self.sinks = scale, window, softcap, sinks
 
+    @property
+    def plain(self) -> bool:
+        return self.window is None and self.softcap is None and self.sinks is None
+
     def shares(self, scores: Tensor, mask: Tensor, first: int) -> Tensor:
         """Scores have keys last, to which the mask is added, and [key heads, heads of each] from `first` on."""
         if self.softcap is not None:
@@ -369,22 +410,28 @@ def _rows(decode: Step, layer: int, query: Tensor, key: Tensor, value: Tensor, r
     """Answers under way, query [key heads, rest, n, D], each against its prompt and its own tokens."""
     groups, rest, count, width = query.shape
     keys, values = decode.tails.write(layer, decode.slots, decode.target, key.transpose(0, 1), value.transpose(0, 1))
+    if decode.compiled and rule.plain and fits(query, value):
+        all_keys = [*(shelf.keys[layer] for shelf in decode.shelves), keys]
+        all_values = [*(shelf.values[layer] for shelf in decode.shelves), values]
+        attend_rows(query, decode.stretches(groups, width), all_keys, all_values, rule.scale, out)
+        return
     keys = keys[:count].flatten(0, 1)[:, : decode.own]
     values = values[:count].flatten(0, 1)[:, : decode.own]
     query = rule.scaled(query.permute(2, 0, 1, 3))
+    prompt, runs = decode.columns.count, decode.columns.runs
     # zeros: columns that a row does not have are hidden, but must not be NaN
-    scores = query.new_zeros(count, groups, rest, decode.prompt + decode.own)
+    scores = query.new_zeros(count, groups, rest, prompt + decode.own)
     own = torch.bmm(query.view(count * groups, rest, width), keys.transpose(1, 2))
-    scores[..., decode.prompt :] = own.view(count, groups, rest, decode.own)
-    for columns, run in decode.runs:
+    scores[..., prompt:] = own.view(count, groups, rest, decode.own)
+    for columns, run in runs:
         if run.every:
             scores[..., columns] = run.scores(layer, query)
         else:
             scores[..., columns].index_copy_(0, run.rows, run.scores(layer, query))
     shares = rule.shares(scores, decode.mask(rule.window, scores.dtype), 1)
-    own = shares[..., decode.prompt :].flatten(0, 1)
+    own = shares[..., prompt:].flatten(0, 1)
     mixed = torch.bmm(own, values).view(count, groups, rest, -1)
-    for columns, run in decode.runs:
+    for columns, run in runs:
         if run.every:
             mixed += run.mixed(layer, shares[..., columns])
         else:

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from keel.config import Sampling
 from keel.engine.batch import Decoder, Request
-from keel.engine.columns import Columns
 from keel.engine.decode import DECODE, Step, Tails
 from keel.engine.fuse import Fused
+from keel.engine.own import Own
 from keel.engine.prefix import KEEP, Ids, Node, Prefixes, Shelf, shelve
 from keel.engine.sampler import StopText
 from keel.hook import obstacle
+from keel.native.library import library
 
 log = logging.getLogger("keel")
 
@@ -40,8 +41,8 @@ _OBSTACLES = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, Ind
 class Together:
     """All rows of a step, and the prompts of new ones, in one forward pass."""
 
-    def __init__(self, network: Any, keep: int = KEEP, columns: Columns | None = None) -> None:
-        self.network, self.columns = network, columns
+    def __init__(self, network: Any, keep: int = KEEP, own: Own | None = None, compiled: bool = False) -> None:
+        self.network, self.own, self.compiled = network, own, compiled
         """With a faster way to compute it."""
         self.prefixes, self.tails = Prefixes(keep), Tails()
         self.fused: Fused | None = None
@@ -133,15 +134,15 @@ class Together:
         count = len(ends)
         inputs, positions, ends = (_padded(numbers, self.multiple) for numbers in (inputs, positions, ends))
         tokens, places, wanted = (torch.tensor(some, device=device) for some in (inputs, positions, ends))
-        step = Step(nodes, leaves, lengths, self.tails, device)
-        if self.columns is not None:
-            self.columns = self.columns.follow(self.network)
-        logits = (self.columns or self._own)(tokens, places, wanted, step)[:count]
+        step = Step(nodes, leaves, lengths, self.tails, device, compiled=self.compiled)
+        if self.own is not None:
+            self.own = self.own.follow(self.network)
+        logits = (self.own or self._by_model)(tokens, places, wanted, step)[:count]
         for place, node in enumerate(nodes):
             node.logits = logits[place].clone()
         return logits[len(nodes) :]
 
-    def _own(self, inputs: Tensor, positions: Tensor, wanted: Tensor, step: Step) -> Tensor:
+    def _by_model(self, inputs: Tensor, positions: Tensor, wanted: Tensor, step: Step) -> Tensor:
         """Logits [wanted, V] by the model's own code."""
         output = self.network(
             input_ids=inputs[None],
@@ -197,11 +198,14 @@ class Alone:
         """Nothing is kept."""
 
 
-def choose(network: Any, name: str) -> Decoder:
-    """Together if that gives the model's own log-probs, else Alone. Sets the network's attention accordingly."""
+def choose(network: Any, name: str, *, compiled: bool = True, pack: bool = True) -> Decoder:
+    """Together if that gives the model's own log-probs, else Alone. Sets the network's attention accordingly.
+
+    `compiled`: by the kernels in C where they can be used, and with `pack` by weights that are packed for them.
+    """
     reason = obstacle(network)
     if reason is None:
-        found = _together(network)
+        found = _together(network, compiled, pack)
         if isinstance(found, Together):
             network.set_attn_implementation(DECODE)
             return found
@@ -212,42 +216,47 @@ def choose(network: Any, name: str) -> Decoder:
     return Alone(network)
 
 
-def _together(network: Any) -> Together | str:
+def _together(network: Any, compiled: bool, pack: bool) -> Together | str:
     """By the fastest way that gives the model's own log-probs; or why none does."""
-    fused = _fuse(network)
-    columns = None if fused is None else _columns(network, fused)
-    decoder = Together(network, columns=columns)
-    reason = _differs(decoder)
-    if reason is not None and columns is not None:
-        decoder = Together(network)
-        reason = _differs(decoder)
-    if reason is not None and fused is not None:
+    try:
+        truth = _truth(network)  # before anything is fused: what is wrong with that must not be wrong here too
+    except _OBSTACLES as error:
+        return f"its code does not take a sequence: {error}"
+    for in_c in (True, False) if compiled and network.device.type == "cpu" and library() is not None else (False,):
+        fused = _fuse(network, in_c and pack)
+        if fused is None:
+            break
+        for own in dict.fromkeys((_own(network, fused), None)):
+            decoder = Together(network, own=own, compiled=in_c)
+            if _differs(decoder, truth) is None:
+                decoder.fused = fused
+                return decoder
         fused.undo()
-        fused, reason = None, _differs(decoder)
-    decoder.fused = fused
+    decoder = Together(network)
+    reason = _differs(decoder, truth)
     return decoder if reason is None else reason
 
 
-def _columns(network: Any, fused: Fused) -> Columns | None:
+def _own(network: Any, fused: Fused) -> Own | None:
     try:
-        return Columns(network, fused)
-    except _OBSTACLES:
+        return Own(network, fused)
+    except (*_OBSTACLES, StopIteration):
         return None
 
 
 @torch.inference_mode(False)
-def _fuse(network: Any) -> Fused | None:
+def _fuse(network: Any, pack: bool) -> Fused | None:
     with torch.no_grad():
         try:
-            return Fused(network, lambda: own_logits(network, [0, 1]))
+            return Fused(network, lambda: own_logits(network, [0, 1]), pack=pack)
         except _OBSTACLES:
             return None  # the probe says what the obstacle is
 
 
-def _differs(decoder: Together) -> str | None:
+def _differs(decoder: Together, truth: Tensor) -> str | None:
     """Why the network cannot be decoded like this."""
     try:
-        off = _probe(decoder)
+        off = float((_probe(decoder) - truth).abs().mean())
     except _OBSTACLES as error:
         return f"its code does not take a batch: {error}"
     finally:
@@ -261,29 +270,38 @@ def own_logits(network: Any, ids: Sequence[int]) -> Tensor:
     return logits
 
 
-@torch.inference_mode()
-def _probe(decoder: Together) -> float:
-    """Mean difference of log-probs: three short answers to two prompts, together and by the model's own code."""
-    network = decoder.network
+def _questions(network: Any) -> list[tuple[list[int], list[int]]]:
+    """Three short answers to two prompts."""
     count = min(256, network.config.get_text_config().vocab_size)
     ids = torch.randint(count, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-    prompts = (ids[:24], ids[:24], [*ids[:18], *ids[30:36]])
-    answers = (ids[24:30], ids[28:34], ids[34:40])
-    rows = [Request(tuple(one), Sampling(), frozenset(), StopText(None, ()), 6) for one in prompts]
+    return [(ids[:24], ids[24:30]), (ids[:24], ids[28:34]), ([*ids[:18], *ids[30:36]], ids[34:40])]
+
+
+@torch.inference_mode()
+def _truth(network: Any) -> Tensor:
+    """[answers, 6] log-probs of the tokens of the answers, by the model's own code."""
     found = []
-    with _attention(network, DECODE):
-        for place in range(6):
-            found.append(decoder.logits(rows).float().log_softmax(-1))
-            for row, answer in zip(rows, answers, strict=True):
-                row.tokens.append(answer[place])
-    differences = []
     with _attention(network, "eager"):
-        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            truth = own_logits(network, [*prompt, *answer]).float().log_softmax(-1)[len(prompt) - 1 : -1]
-            here = torch.stack([step[number] for step in found])
-            wanted = torch.tensor(answer, device=truth.device)[:, None]
-            differences.append((here.gather(1, wanted) - truth.gather(1, wanted)).abs())
-    return float(torch.cat(differences).mean())
+        for prompt, answer in _questions(network):
+            scores = own_logits(network, [*prompt, *answer]).float().log_softmax(-1)[len(prompt) - 1 : -1]
+            found.append(scores.gather(1, torch.tensor(answer, device=scores.device)[:, None])[:, 0])
+    return torch.stack(found)
+
+
+@torch.inference_mode()
+def _probe(decoder: Together) -> Tensor:
+    """The same, decoded together."""
+    questions = _questions(decoder.network)
+    rows = [Request(tuple(prompt), Sampling(), frozenset(), StopText(None, ()), 6) for prompt, _ in questions]
+    found = []
+    with _attention(decoder.network, DECODE):
+        for place in range(6):
+            scores = decoder.logits(rows).float().log_softmax(-1)
+            wanted = [answer[place] for _, answer in questions]
+            found.append(scores.gather(1, torch.tensor(wanted, device=scores.device)[:, None])[:, 0])
+            for row, token in zip(rows, wanted, strict=True):
+                row.tokens.append(token)
+    return torch.stack(found, 1)
 
 
 @contextmanager

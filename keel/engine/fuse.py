@@ -1,9 +1,10 @@
-"""Linear layers computed the way a CPU does few rows fastest: those that read the same input as one, weight first.
+"""Linear layers computed the way a CPU does few rows fastest: those that read the same input as one, packed.
 
 Which layers read the same input is seen in a forward pass, not taken from their names. The parameters stay where they
-are and become views of the fused weight: nothing is held twice, and whatever copies new weights into them in place goes
-on working. No model code is changed, and `undo` leaves the network as it was. Whether the numbers stay the same is not
-asked here; the decoder's probe does that.
+are and become views of the fused weight, so that whatever copies new weights into them in place goes on working. In
+float32 on CPU, where kernels can be compiled, each weight is held a second time, packed for its product; elsewhere
+nothing is held twice. No model code is changed, and `undo` leaves the network as it was. Whether the numbers stay the
+same is not asked here; the decoder's probe does that.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from keel.native.products import Panels
+
 WORDS = 2048
 """Words of a wide output head at once: what a piece gives is turned round while it is in the cache."""
-PACKED = 256 * 2**20
-"""Bytes of an output head that is held a second time, laid out for its product."""
-ROWS = 64
-"""States that it is laid out for; always as many, so that the same states give the same numbers in every run."""
 
 
 def product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -72,18 +71,49 @@ class Part(nn.Module):
         return self.shared.part(self.number, states)
 
 
-class Group:
+class Packed:
+    """A weight that is packed when it is first used, and anew when it has changed."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, pack: bool) -> None:
+        self._pack = pack
+        self._panels: Panels | None = None
+
+    @property
+    def panels(self) -> Panels | None:
+        """The packed weight, where it is to be packed."""
+        if self._panels is None and self._pack and self.weight.dtype == torch.float32:
+            self._panels = Panels(self.weight.detach().t())
+        return self._panels
+
+    def forget(self) -> None:
+        """The weight has changed."""
+        self._panels = None
+
+    def undo(self) -> None:
+        """Leave the network as it was."""
+        raise NotImplementedError
+
+    def __call__(self, states: Tensor) -> Tensor:
+        panels = self.panels
+        if panels is None or states.dtype != torch.float32:
+            return product(states, self.weight, self.bias)
+        rows = states.reshape(-1, states.shape[-1])
+        return panels.times(rows, bias=self.bias).view(*states.shape[:-1], -1)
+
+
+class Group(Packed):
     """Layers of one input and their fused weight, of which their own weights are views."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], pack: bool) -> None:
+        super().__init__(pack)
         self.layers = list(layers)
         self.renew()
-        self.shared = Shared(self._whole, [layer.out_features for layer in layers])
+        self.shared = Shared(self, [layer.out_features for layer in layers])
         for number, layer in enumerate(layers):
             layer.forward = partial(self.shared.part, number)  # type: ignore[method-assign]
-
-    def _whole(self, states: Tensor) -> Tensor:
-        return product(states, self.weight, self.bias)
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -117,58 +147,46 @@ class Group:
                 layer.bias.data = layer.bias.data.clone()
 
 
-class Single:
-    """A layer that reads its input alone.
+class Single(Packed):
+    """A layer that reads its input alone."""
 
-    A wide one, as an output head is, has its weight laid out once for many products, which take a fifth less time and
-    give what is sampled from as it is read. Costs the memory of the weight once more.
-    """
-
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, pack: bool) -> None:
+        super().__init__(pack)
         self.layer = layer
-        weight = layer.weight
-        self.wide = len(weight) >= 4 * WORDS and weight.nbytes <= PACKED and weight.dtype == torch.float32
-        self.wide &= weight.device.type == "cpu" and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        self._laid_out: Tensor | None = None
-        layer.forward = self.forward  # type: ignore[method-assign,assignment]
+        layer.forward = self.__call__  # type: ignore[method-assign,assignment]
 
-    def forget(self) -> None:
-        """The weight has changed."""
-        self._laid_out = None
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.layer.weight
 
-    def forward(self, states: Tensor) -> Tensor:
-        weight, bias = self.layer.weight, self.layer.bias
-        if not self.wide:
-            return product(states, weight, bias)
-        rows = states.reshape(-1, states.shape[-1]).contiguous()
-        if self._laid_out is None:
-            self._laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._laid_out, bias, "none", [], "")
-        return found.view(*states.shape[:-1], -1)
+    @property
+    def bias(self) -> Tensor | None:  # type: ignore[override]
+        return self.layer.bias
+
+    def undo(self) -> None:
+        del self.layer.forward
 
 
 class Fused:
     """The groups of a network, and its other linear layers."""
 
-    def __init__(self, network: Any, run: Callable[[], object]) -> None:
-        """`run` is a forward pass, in which the layers are watched."""
-        self.groups = [Group(layers) for layers in _siblings(network, run)]
+    def __init__(self, network: Any, run: Callable[[], object], *, pack: bool = False) -> None:
+        """`run` is a forward pass, in which the layers are watched; `pack`: on CPU, where there are kernels in C."""
+        self.groups = [Group(layers, pack) for layers in _siblings(network, run)]
         grouped = {layer for group in self.groups for layer in group.layers}
-        self.others = [Single(one) for one in network.modules() if type(one) is nn.Linear and one not in grouped]
+        self.others = [Single(one, pack) for one in network.modules() if type(one) is nn.Linear and one not in grouped]
 
     def check(self) -> None:
         """After weights were changed: whoever put others in place of them, instead of copying, is followed."""
         for group in self.groups:
             if not group.whole:
                 group.renew()
-        for other in self.others:
-            other.forget()
+        for one in (*self.groups, *self.others):
+            one.forget()
 
     def undo(self) -> None:
-        for group in self.groups:
-            group.undo()
-        for other in self.others:
-            del other.layer.forward
+        for one in (*self.groups, *self.others):
+            one.undo()
         self.groups, self.others = [], []
 
 

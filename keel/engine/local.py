@@ -80,7 +80,8 @@ class LocalEngine:
         self._vocabulary = int(network.get_input_embeddings().weight.shape[0])
         self._limit: int | None = getattr(config, "max_position_embeddings", None)
         self._ends = _ends(network, tokenizer)
-        decoder = choose(network, type(network).__name__)
+        # weights that are quantised are not packed: what would be packed is never read
+        decoder = choose(network, type(network).__name__, compiled=settings.kernels == "auto", pack=not settings.int8)
         release()  # the worker computes from now on
         self._weights = Weights(network, int8=settings.int8, load=load, fused=decoder.fused)
         decoder.network = self._weights.live

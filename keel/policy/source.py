@@ -24,6 +24,7 @@ import transformers
 from filelock import FileLock
 from transformers.utils import logging as hf_logging
 
+from keel.cache import cache_folder
 from keel.config.settings import nearest
 from keel.errors import ModelError
 from keel.policy import files, tiny
@@ -55,12 +56,6 @@ class Source:
 
 def builtins() -> list[str]:
     return [SMOLLM2, *tiny.NAMES]
-
-
-def cache_folder() -> Path:
-    """Where Keel keeps what it can make again: $XDG_CACHE_HOME/keel, or ~/.cache/keel."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "keel"
 
 
 def find(name: str, seed: int = 0, warm_up_steps: int = 0) -> Source:

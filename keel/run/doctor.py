@@ -22,11 +22,12 @@ from typing import Literal
 import torch
 from packaging.requirements import InvalidRequirement, Requirement
 
+from keel.cache import cache_folder
 from keel.config import EngineSettings, ModelSettings, Sampling
 from keel.engine.local import LocalEngine
 from keel.policy import Sample, Trainer, load_model
 from keel.policy.allocator import keep_memory
-from keel.policy.source import SMOLLM2, cache_folder
+from keel.policy.source import SMOLLM2
 
 State = Literal["ok", "warning", "problem"]
 

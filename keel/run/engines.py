@@ -128,6 +128,7 @@ async def _server(settings: RunSettings, model: Model, way: Way, folder: Path) -
         words += ["--api-key-file", file.name, "--with-parent", "--max-batch", str(settings.engine.max_batch)]
         words += ["--dtype", settings.engine.dtype if settings.engine.dtype != "auto" else name_of(model.dtype)]
         words += ["--weights-from", str(folder)]
+        words += ["--kernels", settings.engine.kernels]
         words += ["--int8"] if settings.engine.int8 else []
         async with served(words) as server:
             yield Pool(SETTINGS, _connect(way, key), source=server)

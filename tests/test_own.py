@@ -1,4 +1,4 @@
-"""Fast ways through a decode step: tokens as columns, prompts side by side on shelves, heads laid out for products."""
+"""Fast ways through a decode step: the engine's own forward pass, packed weights, prompts side by side on shelves."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +11,14 @@ from test_engine_weights import folder_of
 from test_local_engine import PROMPTS, ask, off_trainer, request
 
 from keel.config import Sampling
-from keel.engine import columns, decode, fuse
+from keel.engine import decode, decoders
+from keel.engine import own as own_pass
 from keel.engine.batch import Batch
 from keel.engine.decoders import Together, choose
 from keel.engine.local import LocalEngine
 from keel.engine.prefix import Node, Prefixes, shelve
+from keel.native.library import library
+from keel.native.products import Panels
 from keel.policy.model import Model
 from keel.wire import Generation
 
@@ -29,6 +32,11 @@ TREE = [
     [7] * 30,
     [9],
 ]
+
+
+def needs_kernels() -> None:
+    if library() is None:
+        pytest.skip("there is no C compiler here, or another OpenMP than GNU's")
 
 
 def answered(decoder: Any, prompts: Sequence[Sequence[int]], size: int = 6) -> list[Generation]:
@@ -51,16 +59,16 @@ def noisy(family: str) -> Model:
     return model
 
 
-@pytest.mark.parametrize("few", [4, 256])
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("family", LIKE_LLAMA)
-def test_columns_give_the_models_own_numbers(family: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "FEW", few)
+def test_the_engines_own_pass_gives_the_models_own_numbers(family: str, compiled: bool) -> None:
     model = noisy(family)
-    decoder: Any = choose(model.network, family)
-    assert decoder.columns is not None
+    decoder: Any = choose(model.network, family, compiled=compiled)
+    assert decoder.own is not None
+    assert decoder.compiled is (compiled and library() is not None)
     prompts = [prompt for prompt in TREE for _ in range(2)]
     found = answered(decoder, prompts)
-    decoder.columns = None
+    decoder.own = None
     decoder.forget()
     own = answered(decoder, prompts)
     assert [one.token_ids for one in found] == [one.token_ids for one in own]
@@ -70,23 +78,107 @@ def test_columns_give_the_models_own_numbers(family: str, few: int, monkeypatch:
     assert off_trainer(model, prompts, found) < 1e-5
 
 
-def test_only_networks_whose_code_is_known_are_computed_as_columns() -> None:
+@pytest.mark.parametrize("family", ["tiny-qwen3", "tiny-gemma3", "tiny-mistral"])
+def test_kernels_in_c_serve_families_whose_code_is_their_own(family: str) -> None:
+    needs_kernels()
+    model = noisy(family)
+    decoder: Any = choose(model.network, family)
+    assert decoder.compiled
+    assert all(one.panels is not None for one in (*decoder.fused.groups, *decoder.fused.others))
+    found = answered(decoder, TREE)
+    decoder.fused.undo()
+    assert off_trainer(model, TREE, found) < 1e-5
+
+
+def test_with_kernels_in_c_an_answer_is_the_same_bit_for_bit_whatever_is_decoded_beside_it() -> None:
+    """Of answers: prompts of a shelf are computed side by side by torch."""
+    needs_kernels()
+    decoder: Any = choose(noisy("tiny-qwen2").network, "tiny-qwen2")
+    prompt = [7] * 30
+
+    def rows(count: int) -> torch.Tensor:
+        asked = [request(prompt, seed=0, max_tokens=5)]
+        found = [decoder.logits(asked)[0]]
+        # others join when the prompt is there
+        asked += [request(prompt, seed=number, max_tokens=5) for number in range(1, count)]
+        for row in asked:
+            row.tokens.append(3)
+            row.leaf = decoder.prefixes.get(row.prompt)
+        for word in range(3):
+            found.append(decoder.logits(asked)[0])
+            for number, row in enumerate(asked):
+                row.tokens.append(word + number * (number > 0))
+        decoder.forget()
+        return torch.stack(found)
+
+    alone = rows(1)
+    for count in (2, 5, 13):
+        assert torch.equal(alone, rows(count))
+
+
+def test_only_networks_whose_code_is_known_get_the_engines_own_pass() -> None:
     for family in ("tiny-mistral", "tiny-qwen3", "tiny-gemma3", "tiny-mixtral"):
         decoder: Any = choose(tiny(family).network, family)
         assert isinstance(decoder, Together)
-        assert decoder.columns is None
+        assert decoder.own is None
     half: Any = choose(tiny(dtype="bfloat16").network, "tiny")
-    assert half.columns is None
+    assert half.own is None
 
 
-def test_columns_that_a_probe_finds_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = columns._normed
-    monkeypatch.setattr(columns, "_normed", lambda norm, states: right(norm, states) * 1.1)
+def test_an_own_pass_that_a_probe_finds_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = own_pass._normed
+    monkeypatch.setattr(own_pass, "_normed", lambda states, norm: right(states, norm) * 1.1)
     model = tiny()
     decoder: Any = choose(model.network, "tiny")
     assert isinstance(decoder, Together)
-    assert decoder.columns is None
+    assert decoder.own is None
     assert off_trainer(model, TREE, answered(decoder, TREE)) < 1e-5
+
+
+@pytest.mark.parametrize("wrong", ["times", "attend_rows"])
+def test_kernels_that_a_probe_finds_wrong_are_not_used(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_kernels()
+    if wrong == "times":
+        right = Panels.times
+        monkeypatch.setattr(Panels, "times", lambda self, left, **given: right(self, left, **given).mul_(2))
+    else:
+        monkeypatch.setattr(decode, "attend_rows", lambda *given: given[-1].zero_())
+    model = tiny()
+    decoder: Any = choose(model.network, "tiny")
+    assert isinstance(decoder, Together)
+    assert not decoder.compiled
+    assert decoder.own is not None
+    assert off_trainer(model, TREE, answered(decoder, TREE)) < 1e-5
+
+
+def test_without_a_compiler_everything_goes_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "library", lambda: None)
+    model = tiny()
+    decoder: Any = choose(model.network, "tiny")
+    assert not decoder.compiled
+    assert decoder.own is not None
+    assert all(one.panels is None for one in (*decoder.fused.groups, *decoder.fused.others))
+    assert off_trainer(model, TREE, answered(decoder, TREE)) < 1e-5
+
+
+def test_kernels_torch_is_obeyed_and_int8_packs_nothing() -> None:
+    needs_kernels()
+
+    async def decoder_of(engine: LocalEngine) -> Any:
+        return engine._batch.decoder
+
+    plain = ask(tiny(), decoder_of, kernels="torch")
+    assert not plain.compiled
+    small = ask(tiny(), decoder_of, int8=True)
+    assert small.compiled
+    packed = ask(tiny(), decoder_of)
+    assert packed.compiled
+    for decoder, pack in ((plain, False), (small, False), (packed, True)):
+        assert decoder.own is not None
+        # after close nothing is fused any more; what multiplied is still known to the layers
+        assert all(
+            (one.inputs.panels is not None) is pack for one in decoder.own.layers if hasattr(one.inputs, "panels")
+        )
 
 
 def test_a_short_beginning_is_held_with_what_follows_and_a_long_one_is_not() -> None:
@@ -131,14 +223,15 @@ def test_equal_answers_are_kept_once_and_those_of_a_step_side_by_side() -> None:
     assert kept[0].shelf.count == 3
 
 
-def test_a_wide_head_is_laid_out_anew_for_new_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse, "WORDS", 16)
+def test_weights_are_packed_anew_when_they_have_changed(tmp_path: Path) -> None:
+    needs_kernels()
     model, other = tiny(), tiny(seed=5)
     folder = folder_of(other, tmp_path / "w")
 
     async def use(engine: LocalEngine) -> tuple[Generation, Generation]:
-        singles = engine._batch.decoder.fused.others  # type: ignore[union-attr]
-        assert any(one.wide for one in singles)
+        fused = engine._batch.decoder.fused
+        assert fused is not None
+        assert all(one.panels is not None for one in (*fused.groups, *fused.others))
         before = await engine.generate(PROMPTS[0], Sampling(max_tokens=5, seed=1))
         await engine.load_weights(folder, 1)
         return before, await engine.generate(PROMPTS[0], Sampling(max_tokens=5, seed=1))
@@ -149,9 +242,7 @@ def test_a_wide_head_is_laid_out_anew_for_new_weights(tmp_path: Path, monkeypatc
     assert off_trainer(other, [PROMPTS[0]], [after]) < 1e-5
 
 
-def test_int8_is_made_of_a_network_whose_head_is_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse, "WORDS", 16)
-
+def test_int8_is_made_of_a_network_whose_layers_are_fused() -> None:
     async def use(engine: LocalEngine) -> Generation:
         assert engine._batch.decoder.network is not engine._network
         return await engine.generate(PROMPTS[0], Sampling(max_tokens=5, seed=1))

@@ -1,0 +1,84 @@
+"""Matrix products in C: weights packed once, a norm or a gate in the same pass over what they are multiplied by.
+
+For few rows, as in decoding, they take two thirds of the time of torch's, for many a tenth less. A row of a product
+depends on that row alone, bit for bit. All tensors are float32 on CPU and have their last numbers side by side unless
+said otherwise; nothing here records gradients.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keel.native.library import library
+
+_PLAIN, _NORMED, _GATED = range(3)
+_I, _P = ctypes.c_int64, ctypes.c_void_p
+
+
+@cache
+def _functions() -> Any:
+    found = library()
+    assert found is not None, "whoever packs has asked for the library"
+    found.pack.argtypes = [_P, _I, _I, _I, _I, _P]
+    found.product.argtypes = [
+        *(_P, _I, _I, _I, _I, ctypes.c_int, _P, ctypes.c_float),
+        *(_P, _I, _P, _P, _I, ctypes.c_int, _P),
+    ]
+    found.panel_columns.restype = _I
+    for function in (found.pack, found.product):
+        function.restype = None
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """Each row divided by its root mean square, times a weight."""
+
+    weight: Tensor
+    epsilon: float
+
+
+class Panels:
+    """A matrix [k, n], packed for products from the left."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        """Of any strides; `weight.t()` for a linear layer's."""
+        self.k, self.n = matrix.shape
+        wide = int(_functions().panel_columns())
+        self.data = torch.empty(-(-self.n // wide) * wide * self.k)
+        _functions().pack(matrix.data_ptr(), self.k, self.n, *matrix.stride(), self.data.data_ptr())
+
+    def times(
+        self,
+        left: Tensor,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        add: bool = False,
+    ) -> Tensor:
+        """left [m, k] times the matrix, plus the bias; `gated`: left is [m, 2k]. Into `out`, or on top of it."""
+        rows = len(left)
+        if left.shape[1] != self.k * (2 if gated else 1):
+            raise ValueError(f"{tuple(left.shape)} cannot be multiplied by {self.k, self.n}")
+        if out is None:
+            out = left.new_empty(rows, self.n)
+        kind = _NORMED if norm is not None else _GATED if gated else _PLAIN
+        packed = torch.empty((rows + 15) // 16 * 16 * self.k)
+        _functions().product(
+            *(left.data_ptr(), rows, self.k, *left.stride(), kind),
+            *(None if norm is None else norm.weight.data_ptr(), 0.0 if norm is None else norm.epsilon),
+            *(self.data.data_ptr(), self.n, None if bias is None else bias.data_ptr()),
+            *(out.data_ptr(), out.stride(0), int(add), packed.data_ptr()),
+        )
+        return out
+
+
+def multiply(left: Tensor, right: Tensor) -> Tensor:
+    """left [m, k] times right [k, n], both of any strides."""
+    return Panels(right).times(left)
