@@ -29,15 +29,25 @@ SECONDS = 120
 """More than ten times what it takes on a slow machine."""
 
 
-@cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None; the log says why, once."""
+    """The compiled kernels, or None."""
+    return _found()[0]
+
+
+def why_not() -> str:
+    """Why there are none; empty when there are."""
+    return _found()[1]
+
+
+@cache
+def _found() -> tuple[ctypes.CDLL | None, str]:
     try:
-        return _load()
+        return _load(), ""
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        log.info("kernels in C are not used: %s", str(said).strip().splitlines()[0] if said else type(error).__name__)
-        return None
+        lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        why = lines[0] if lines else type(error).__name__
+        log.info("kernels in C are not used: %s", why)
+        return None, why
 
 
 def _load() -> ctypes.CDLL:
@@ -54,19 +64,23 @@ def _load() -> ctypes.CDLL:
     for source in sorted([*HERE.glob("*.c"), *HERE.glob("*.h")]):
         digest.update(source.read_bytes())
     digest.update(" ".join(FLAGS).encode())
-    target = folder() / f"kernels-{digest.hexdigest()[:16]}.so"
+    target = cache_folder() / "kernels" / f"{digest.hexdigest()[:16]}.so"
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _check_owner(target.parent)
     if not target.exists():
         _compile(compiler, target)
+    _check_owner(target)
     return ctypes.CDLL(str(target))
 
 
-def folder() -> Path:
-    """Where compiled kernels are kept."""
-    return cache_folder() / "kernels"
+def _check_owner(path: Path) -> None:
+    """Code is run from here: nobody else may have written it."""
+    found = path.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise OSError(f"{path} may be written by others; make it your own and nobody else's (chmod go-w)")
 
 
 def _compile(compiler: str, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = []
         for source in sorted(HERE.glob("*.c")):
@@ -75,6 +89,7 @@ def _compile(compiler: str, target: Path) -> None:
         # linked without its own OpenMP: the symbols are found in torch's, which is loaded
         made = Path(scratch) / target.name
         _run([compiler, "-shared", *objects, "-o", str(made), "-lm"])
+        made.chmod(0o700)
         os.replace(made, target)
 
 

@@ -25,6 +25,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from keel.cache import cache_folder
 from keel.config import EngineSettings, ModelSettings, Sampling
 from keel.engine.local import LocalEngine
+from keel.native.library import why_not
 from keel.policy import Sample, Trainer, load_model
 from keel.policy.allocator import keep_memory
 from keel.policy.source import SMOLLM2
@@ -68,6 +69,7 @@ def examine(folder: Path) -> list[Finding]:
         ("cores", _cores),
         ("memory", _memory),
         ("allocator", _allocator),
+        ("kernels", _kernels),
         ("disk", lambda: [disk("disk", folder), disk("cache", cache_folder())]),
         ("port", lambda: [port(PORT)]),
         ("optional", _optional),
@@ -129,6 +131,14 @@ def _torch() -> list[Finding]:
     if Path("/dev/nvidia0").exists():
         return [Finding("torch", "warning", f"{shown}, and there is a GPU", "install the CUDA build of this version")]
     return [Finding("torch", "ok", shown)]
+
+
+def _kernels() -> list[Finding]:
+    why = why_not()
+    if not why:
+        return [Finding("kernels", "ok", "compiled in C for this processor")]
+    remedy = "install gcc: on a CPU sampling takes a third longer by torch alone"
+    return [Finding("kernels", "warning", f"by torch alone: {why}", remedy)]
 
 
 def _cores() -> list[Finding]:
