@@ -21,6 +21,7 @@ from torch import Tensor
 
 from keel.config import LoraSettings
 from keel.errors import ConfigError, ModelError
+from keel.native.library import library, why_not
 from keel.policy import Forward, Model, Sample, Tokens
 from keel.policy import attention as attention_module
 from keel.policy.head import back_through
@@ -279,3 +280,41 @@ def test_entropy_is_that_of_the_whole_distribution(llama: Model) -> None:
     wanted = -(every.exp() * every).sum(-1)[torch.tensor(sample.trainable)[1:]]
     assert scores.entropy is not None
     torch.testing.assert_close(scores.entropy[TOKENS.of(1)], wanted)
+
+
+# the kernel in C
+
+
+def needs_the_kernel() -> None:
+    if library() is None:
+        pytest.skip(f"kernels cannot be compiled here: {why_not()}")
+
+
+def test_the_kernel_in_c_and_torch_give_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_the_kernel()
+    calls = []
+    right = attention_module.TreeAttention.apply
+    monkeypatch.setattr(attention_module.TreeAttention, "apply", lambda *given: calls.append(1) or right(*given))
+    forward = Forward(tiny())
+    assert forward.compiled
+    by_c, by_c_gradients = computed(forward)
+    assert calls
+    calls.clear()
+    forward.compiled = False
+    by_torch, by_torch_gradients = computed(forward)
+    assert not calls
+    torch.testing.assert_close(by_c, by_torch, rtol=1e-5, atol=1e-5)
+    assert difference(by_c_gradients, by_torch_gradients) < 1e-4
+
+
+def test_a_kernel_that_a_probe_finds_wrong_is_not_used_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_the_kernel()
+    right = attention_module.TreeAttention.apply
+    monkeypatch.setattr(attention_module.TreeAttention, "apply", lambda *given: right(*given) * 1.5)
+    with caplog.at_level(logging.WARNING, "keel"):
+        forward = Forward(tiny())
+    assert (forward.layout, forward.compiled) == ("shared", False)
+    assert "the kernel in C is off: log-probs of a probe differ" in caplog.text
+    check(forward, 1e-4)

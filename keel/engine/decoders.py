@@ -228,9 +228,12 @@ def _together(network: Any, compiled: bool, pack: bool) -> Together | str:
             break
         for own in dict.fromkeys((_own(network, fused), None)):
             decoder = Together(network, own=own, compiled=in_c)
-            if _differs(decoder, truth) is None:
+            reason = _differs(decoder, truth)
+            if reason is None:
                 decoder.fused = fused
                 return decoder
+        if in_c:
+            log.warning("%s: decoding goes by torch, the kernels in C are off: %s", type(network).__name__, reason)
         fused.undo()
     decoder = Together(network)
     reason = _differs(decoder, truth)

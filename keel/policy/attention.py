@@ -1,10 +1,11 @@
 """Attention over a prefix tree, by way of the models' own hook for attention functions.
 
 A model whose attention implementation is set to TREE calls `tree_attention` with the layout that was given to its
-forward as `tree=`. On CPU plain attention goes by tiles (tiles.py); with a window, a soft cap or sinks the tree is cut
-into blocks of neighbouring queries, each against the keys of its ancestors and its own. Either way the work grows with
-what is really attended to and not with the square of the packed length. On GPUs the same visibility rule drives flex
-attention. Grouped heads, windows, caps and sinks are those of the model. No model code is changed.
+forward as `tree=`. On CPU plain attention goes by a kernel in C (keel/native/tree.c), or where that does not fit by
+tiles (tiles.py); with a window, a soft cap or sinks the tree is cut into blocks of neighbouring queries, each against
+the keys of its ancestors and its own. Either way the work grows with what is really attended to and not with the square
+of the packed length. On GPUs the same visibility rule drives flex attention. Grouped heads, windows, caps and sinks are
+those of the model. No model code is changed.
 """
 
 import math
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
+from keel.native.tree import Plan, TreeAttention, fits
 from keel.policy.tiles import Tile, TileAttention, tiles
 from keel.policy.tree import Ints, Tree
 
@@ -46,8 +48,9 @@ class Block:
 class Layout:
     """A tree as attention reads it: the blocks, with their masks by window, on one device."""
 
-    def __init__(self, tree: Tree, device: torch.device, dtype: torch.dtype) -> None:
-        self.tree, self.device = tree, device
+    def __init__(self, tree: Tree, device: torch.device, dtype: torch.dtype, *, compiled: bool = True) -> None:
+        """`compiled`: by the kernel in C, where it fits."""
+        self.tree, self.device, self.compiled = tree, device, compiled
         self.dtype = torch.promote_types(dtype, torch.float32)  # softmax is never taken in half precision
         self._blocks: dict[tuple[int | None, int], list[Block]] = {}
         self._block_masks: dict[int | None, Any] = {}
@@ -59,6 +62,10 @@ class Layout:
     @cached_property
     def tiles(self) -> tuple[list[Tile], list[Tile]]:
         return tiles(self.tree, self.dtype)
+
+    @cached_property
+    def plan(self) -> Plan:
+        return Plan(self.tree.end, self.tree.positions)
 
     def binding(self, window: int | None) -> int | None:
         """The window, or None when no token is so far from another that it hides anything."""
@@ -151,7 +158,11 @@ def tree_attention(
     window = tree.binding(sliding_window)
     plain = window is None and softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
     if plain and query.device.type == "cpu":
-        out: Tensor = TileAttention.apply(*states, tree.tiles, scale)  # type: ignore[no-untyped-call]
+        out: Tensor
+        if tree.compiled and fits(*states):
+            out = TreeAttention.apply(*states, tree.plan, scale)  # type: ignore[no-untyped-call]
+        else:
+            out = TileAttention.apply(*states, tree.tiles, scale)  # type: ignore[no-untyped-call]
         return out[None].to(query.dtype), None
     sinks = query.new_zeros(0) if s_aux is None else s_aux
     blocks = tree.blocks(window, query.shape[1] // key.shape[1])

@@ -69,6 +69,8 @@ class Forward:
         self.world = model.world
         self._head = Head.of(model.network)
         self._whole: WholeHead | None = None
+        self.compiled = True
+        """Attention by the kernel in C, where it fits."""
         self.layout: Layouts = layout or ("shared" if share else "packed")
         if layout is None:
             self.layout = self._checked_layout()
@@ -77,6 +79,10 @@ class Forward:
     def head(self) -> Head:
         """From hidden states to log-probs; whole, on several ranks, inside `attending` only."""
         return self._head
+
+    @property
+    def _name(self) -> str:
+        return self.model.source.name
 
     # packing
 
@@ -128,7 +134,7 @@ class Forward:
         places = [tokens.of(number) for number in numbers]
         rows = [path[tokens.position[place] - 1] for path, place in zip(tree.paths, places, strict=True)]
         chosen = np.concatenate([np.arange(place.start, place.stop) for place in places])
-        layout = None if self.layout == "alone" else Layout(tree, device, self.model.dtype)
+        layout = None if self.layout == "alone" else Layout(tree, device, self.model.dtype, compiled=self.compiled)
         heat = torch.promote_types(self.model.dtype, torch.float32)
         return MicroBatch(
             inputs=torch.from_numpy(tree.tokens)[None].to(device),
@@ -212,7 +218,8 @@ class Forward:
         wanted, tokens = self.layout, _probe(self.model)
         truth = _own_logprobs(self.model, tokens)
         allowed = TOLERANCE.get(self.model.dtype, 1e-4)
-        if reason is None:
+        for compiled in (True, False) if reason is None else ():
+            self.compiled = compiled
             try:
                 found = self.score(tokens).logprobs
             except (TypeError, ValueError, RuntimeError) as error:
@@ -220,18 +227,18 @@ class Forward:
             else:
                 off = float((found - truth).abs().mean())
                 if off <= allowed:
+                    if not compiled:
+                        log.warning("%s: attention goes by torch, the kernel in C is off: %s", self._name, reason)
                     return wanted
                 reason = f"log-probs of a probe differ by {off:.2g}"
         self.layout = "alone"
         off = float((self.score(tokens).logprobs - truth).abs().mean())
         if not off <= allowed:
             raise ModelError(
-                f"model {self.model.source.name}: its own logits give log-probs that differ by {off:.2g} from those of"
+                f"model {self._name}: its own logits give log-probs that differ by {off:.2g} from those of"
                 f" its hidden states and output matrix; {type(self.model.network).__name__} is not supported"
             )
-        log.warning(
-            "%s: tokens are not shared between samples, each is computed alone: %s", self.model.source.name, reason
-        )
+        log.warning("%s: tokens are not shared between samples, each is computed alone: %s", self._name, reason)
         return "alone"
 
 
