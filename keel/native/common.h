@@ -33,6 +33,10 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 #define HOLD(value)
 #endif
 
+/* multiplications, or numbers moved, that are worth waking other threads for: about ten microseconds of one */
+#define WORTH 400000
+#define MOVES 100000
+
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

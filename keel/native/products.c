@@ -20,7 +20,7 @@ int64_t panel_columns(void) { return COLUMNS; }
 /* b [k, n], whose neighbours along k and n are so many floats apart, as panels [n / COLUMNS, k, COLUMNS] */
 void pack(const float *b, int64_t k, int64_t n, int64_t along_k, int64_t along_n, float *panels) {
     int64_t count = (n + COLUMNS - 1) / COLUMNS;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (k * n > MOVES)
     for (int64_t panel = 0; panel < count; panel++) {
         const float *from = b + panel * COLUMNS * along_n;
         float *to = panels + panel * COLUMNS * k;
@@ -167,7 +167,7 @@ void product(const float *a, int64_t m, int64_t k, int64_t along_m, int64_t alon
     Left left = {a, along_m, along_k, kind, weight, epsilon};
     int64_t count = (n + COLUMNS - 1) / COLUMNS, blocks = (m + BLOCK - 1) / BLOCK;
     int64_t wide = kind == PLAIN && along_m == 1 && along_k != 1 ? WIDE : GROUP, groups = (m + wide - 1) / wide;
-#pragma omp parallel
+#pragma omp parallel if (m * n * k > WORTH)
     {
 #pragma omp for schedule(static)
         for (int64_t group = 0; group < groups; group++) {

@@ -113,9 +113,12 @@ int attend_rows(const float *query, int64_t along_group, int64_t along_rest, int
     int64_t every = first[rows];
     Stretch *stretches = malloc(sizeof(Stretch) * (size_t)(every + 1));
     if (!stretches) return 1;
-    for (int64_t one = 0; one < every; one++)
+    int64_t pairs = 0;
+    for (int64_t one = 0; one < every; one++) {
         stretches[one] = (Stretch){(const float *)keys[one], (const float *)values[one], length[one], along[one]};
-#pragma omp parallel num_threads((int)threads)
+        pairs += length[one];
+    }
+#pragma omp parallel num_threads((int)threads) if (2 * pairs * groups * rest * width > WORTH)
     {
         float *own = scores + omp_get_thread_num() * rest * room;
 #pragma omp for schedule(static)
@@ -141,7 +144,7 @@ int attend_rows(const float *query, int64_t along_group, int64_t along_rest, int
 void rotate(float *states, int64_t rows, int64_t along, int64_t heads, int64_t width, const float *cosine,
             const float *sine) {
     int64_t half = width / 2;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (rows * heads * width > MOVES)
     for (int64_t row = 0; row < rows; row++)
         for (int64_t head = 0; head < heads; head++) {
             float *low = states + row * along + head * width, *high = low + half;

@@ -564,7 +564,7 @@ static int64_t most_keys(const Call *call) {
 /* out and norm of query, key and value */
 void tree_forward(const Call *call) {
     int64_t keys = most_keys(call);
-#pragma omp parallel num_threads(call->threads)
+#pragma omp parallel num_threads((int)call->threads) if (call->size * call->heads * call->width > MOVES)
     {
         Scratch my = scratch_of(call, omp_get_thread_num(), keys);
 #pragma omp for schedule(dynamic)
@@ -601,7 +601,7 @@ static void collect(const Call *call, int64_t head, int64_t token, const float *
 /* d_query, d_key and d_value of outer, the gradient of out */
 void tree_backward(const Call *call) {
     int64_t keys = most_keys(call), wide = stride(call->width), all_keys = call->room[call->parts];
-#pragma omp parallel num_threads(call->threads)
+#pragma omp parallel num_threads((int)call->threads) if (call->size * call->heads * call->width > MOVES)
     {
         Scratch my = scratch_of(call, omp_get_thread_num(), keys);
 #pragma omp for schedule(dynamic)
