@@ -47,9 +47,11 @@ class Panels:
 
     def __init__(self, matrix: Tensor) -> None:
         """Of any strides; `weight.t()` for a linear layer's."""
+        if matrix.dtype != torch.float32 or matrix.device.type != "cpu":
+            raise ValueError(f"a matrix of {matrix.dtype} on {matrix.device} is not packed: float32 on cpu only")
         self.k, self.n = matrix.shape
         wide = int(_functions().panel_columns())
-        self.data = torch.empty(-(-self.n // wide) * wide * self.k)
+        self.data = matrix.new_empty(-(-self.n // wide) * wide * self.k)
         _functions().pack(matrix.data_ptr(), self.k, self.n, *matrix.stride(), self.data.data_ptr())
 
     def times(
@@ -64,12 +66,14 @@ class Panels:
     ) -> Tensor:
         """left [m, k] times the matrix, plus the bias; `gated`: left is [m, 2k]. Into `out`, or on top of it."""
         rows = len(left)
-        if left.shape[1] != self.k * (2 if gated else 1):
-            raise ValueError(f"{tuple(left.shape)} cannot be multiplied by {self.k, self.n}")
+        if left.shape[1] != self.k * (2 if gated else 1) or left.dtype != torch.float32:
+            raise ValueError(f"{tuple(left.shape)} of {left.dtype} cannot be multiplied by {self.k, self.n}")
+        if norm is not None or gated:
+            left = left if left.stride(1) == 1 else left.contiguous()  # these read along the row
         if out is None:
             out = left.new_empty(rows, self.n)
         kind = _NORMED if norm is not None else _GATED if gated else _PLAIN
-        packed = torch.empty((rows + 15) // 16 * 16 * self.k)
+        packed = left.new_empty((rows + 15) // 16 * 16 * self.k)
         _functions().product(
             *(left.data_ptr(), rows, self.k, *left.stride(), kind),
             *(None if norm is None else norm.weight.data_ptr(), 0.0 if norm is None else norm.epsilon),

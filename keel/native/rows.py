@@ -61,7 +61,7 @@ def attend_rows(
     """Query [key heads, heads of each, n, D]; fills out [n, heads, D], of which only n may have gaps."""
     groups, rest, rows, width = query.shape
     threads = torch.get_num_threads()
-    scores = torch.empty(threads * rest * stretches.room)
+    scores = query.new_empty(threads * rest * stretches.room)
     key_places, value_places = stretches.places(keys), stretches.places(values)
     failed = _functions().attend_rows(
         *(query.data_ptr(), *query.stride()[:3], groups, rest, rows, width),

@@ -173,8 +173,8 @@ def _run(function: Any, plan: Plan, views: dict[str, Tensor], norm: Tensor, scal
     functions, threads = _functions(), torch.get_num_threads()
     parts = bounds, room, *_ = plan.parts(key_heads, heads // key_heads, functions.tree_rows())
     each = -(-functions.tree_scratch(int(np.diff(room).max()), width) // 16) * 16
-    scratch = torch.empty(threads * each)
-    total = torch.empty(2 * key_heads * int(room[-1]) * functions.tree_stride(width) if sums else 0)
+    scratch = norm.new_empty(threads * each)
+    total = norm.new_empty(2 * key_heads * int(room[-1]) * functions.tree_stride(width) if sums else 0)
     call = _Call(size, heads, key_heads, width, len(bounds) - 1, threads)
     for name, numbers in zip(("end", "position", "start", "up"), plan._tokens, strict=True):
         setattr(call, name, numbers.ctypes.data)
@@ -195,4 +195,4 @@ def _dense(state: Tensor) -> Tensor:
 def _alike(state: Tensor) -> Tensor:
     """As it lies in memory, if that can be."""
     made = torch.empty_like(state)
-    return made if made.stride(-1) == 1 else torch.empty(state.shape)
+    return made if made.stride(-1) == 1 else state.new_empty(state.shape)
