@@ -201,7 +201,7 @@ def int8(case: Case, rounds: int, clock: Clock) -> None:
         side.close()
     for name in list(ways)[:-1]:
         middle, low, high = ratio(each, name, "int8")
-        print(f"int8 against {name}: {middle:.2f} times faster per token ({low:.2f} to {high:.2f})")
+        print(f"int8 against {name}: {middle:.2f} times as fast per token ({low:.2f} to {high:.2f})")
     print(f"log-probs {off:.3f} off in the mean")
 
 

@@ -159,8 +159,8 @@ class EngineSettings(Settings):
     max_batch: Count = 64
     """local and process: answers that are decoded together."""
     int8: bool = False
-    """local and process: linear layers in int8 while sampling: less to multiply, and no longer quite the policy that
-    is trained."""
+    """local and process: linear layers in int8 while sampling, by torch: no longer quite the policy that is trained.
+    Without VNNI instructions it is slower than float32 by the kernels in C."""
     kernels: Literal["auto", "torch"] = "auto"
     """local and process, in float32 on CPU: auto: those in C where there is a compiler, for which every weight of a
     linear layer is held a second time; torch: torch's own, slower and in half the memory."""
