@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from keel.native.library import library
-from keel.native.products import Norm, Panels, multiply
+from keel.native.products import Norm, Panels
 from keel.native.rows import Stretches, attend_rows, rotate
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler here, or another OpenMP than GNU's")
@@ -40,7 +40,7 @@ def test_a_product_is_that_of_float64_to_rounding_however_its_factors_lie(
 ) -> None:
     m, k, n = size
     left, right = normal(m, k), normal(k, n, seed=1)
-    found = multiply(turned(left, left_turned), turned(right, right_turned))
+    found = Panels(turned(right, right_turned)).times(turned(left, left_turned))
     assert apart(found, left.double() @ right.double(), k) < 3e-6
 
 
@@ -103,7 +103,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(multiply(left, right))
+            found.append(Panels(right).times(left))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])

@@ -17,7 +17,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import torch
+import torch  # noqa: F401 - see _load
 
 from keel.cache import cache_folder
 
@@ -43,7 +43,7 @@ def why_not() -> str:
 def _found() -> tuple[ctypes.CDLL | None, str]:
     try:
         return _load(), ""
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+    except (OSError, subprocess.SubprocessError) as error:
         lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
         why = lines[0] if lines else type(error).__name__
         log.info("kernels in C are not used: %s", why)
@@ -53,8 +53,9 @@ def _found() -> tuple[ctypes.CDLL | None, str]:
 def _load() -> ctypes.CDLL:
     if not sys.platform.startswith("linux"):
         raise OSError(f"they are not made for {sys.platform}")
-    _ = torch.get_num_threads()  # torch is loaded, and with it the OpenMP whose threads are shared
-    ctypes.CDLL(None).GOMP_parallel  # noqa: B018 - an AttributeError when torch has another OpenMP
+    # torch is loaded, and with it the OpenMP whose threads are shared
+    if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        raise OSError("torch has another OpenMP here than GNU's")
     compiler = next((found for name in ("gcc", "cc") if (found := shutil.which(name))), None)
     if compiler is None:
         raise OSError("there is no C compiler (gcc) on the PATH")

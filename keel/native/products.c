@@ -9,7 +9,6 @@
 #define GROUP 4
 #define VECTORS 3
 #define COLUMNS (VECTORS * LANES)
-#define WIDE 16   /* rows of a transposed a that are packed together: a line of the cache */
 #define STRIDE 16 /* numbers between two looks ahead */
 #define BLOCK 128 /* rows of a that are multiplied by a panel while it is in the cache */
 #define CHUNK 576 /* of k: a block of a then stays in the second cache */
@@ -26,10 +25,6 @@ void pack(const float *b, int64_t k, int64_t n, int64_t along_k, int64_t along_n
         float *to = panels + panel * COLUMNS * k;
         int64_t width = least(COLUMNS, n - panel * COLUMNS);
         if (width < COLUMNS) memset(to, 0, sizeof(float) * COLUMNS * k);
-        if (along_n == 1) {
-            for (int64_t row = 0; row < k; row++) memcpy(to + row * COLUMNS, from + row * along_k, sizeof(float) * width);
-            continue;
-        }
         for (int64_t first = 0; first < k; first += 16) { /* a line of the cache at a time */
             int64_t last = least(k, first + 16);
             for (int64_t column = 0; column < width; column++)
@@ -96,17 +91,6 @@ static void pack_group(const Left *left, int64_t first, int64_t high, int64_t k,
     }
 }
 
-/* neighbours along m side by side, as in a transposed matrix: whole lines of the cache, for four groups at once */
-static void pack_across(const Left *left, int64_t first, int64_t high, int64_t k, float *to) {
-    const float *from = left->from + first;
-    for (int64_t place = 0; place < k; place++, from += left->along_k, to += GROUP) {
-        if (high < WIDE)
-            for (int64_t row = 0; row < high; row++) to[row / GROUP * GROUP * k + row % GROUP] = from[row];
-        else
-            for (int64_t row = 0; row < WIDE; row += GROUP) memcpy(to + row * k, from + row, sizeof(float) * GROUP);
-    }
-}
-
 /* one tile: GROUP rows of a against one panel, `size` numbers of each, on top of what is there unless it is fresh.
    Meanwhile `lines` lines of what is multiplied next are fetched for every STRIDE numbers: weights come from memory, and
    nobody waits for them. */
@@ -160,26 +144,18 @@ INLINE void put(const float *found, const float *bias, int on_top, int64_t width
     }
 }
 
-/* `packed` has room for m, rounded up to 16, times k floats. c = a b + bias, or c += a b + bias; bias may be NULL */
+/* `packed` has room for m, rounded up to GROUP, times k floats. c = a b + bias, or c += a b + bias; bias may be NULL */
 void product(const float *a, int64_t m, int64_t k, int64_t along_m, int64_t along_k, int kind, const float *weight,
              float epsilon, const float *panels, int64_t n, const float *bias, float *c, int64_t along_c, int add,
              float *packed) {
     Left left = {a, along_m, along_k, kind, weight, epsilon};
     int64_t count = (n + COLUMNS - 1) / COLUMNS, blocks = (m + BLOCK - 1) / BLOCK;
-    int64_t wide = kind == PLAIN && along_m == 1 && along_k != 1 ? WIDE : GROUP, groups = (m + wide - 1) / wide;
+    int64_t groups = (m + GROUP - 1) / GROUP;
 #pragma omp parallel if (m * n * k > WORTH)
     {
 #pragma omp for schedule(static)
-        for (int64_t group = 0; group < groups; group++) {
-            int64_t first = group * wide, high = least(wide, m - first);
-            float *to = packed + first * k;
-            if (wide == GROUP) {
-                pack_group(&left, first, high, k, to);
-            } else {
-                if (high < wide) memset(to, 0, sizeof(float) * wide * k);
-                pack_across(&left, first, high, k, to);
-            }
-        }
+        for (int64_t group = 0; group < groups; group++)
+            pack_group(&left, group * GROUP, least(GROUP, m - group * GROUP), k, packed + group * GROUP * k);
         int64_t threads = omp_get_num_threads(), number = omp_get_thread_num(), all_of_them = blocks * count;
         int64_t first = all_of_them * number / threads, last = all_of_them * (number + 1) / threads;
         float found[BLOCK * COLUMNS] __attribute__((aligned(64)));
