@@ -56,9 +56,10 @@ def test_the_run_samples_from_the_servers_of_the_launch_behind_a_key_in_a_file(t
 
 
 def test_how_the_local_engine_computes_is_how_the_servers_do(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--engine.int8=true", "--engine.dtype=bfloat16")
+    plan = plan_of(tmp_path, "--engine.int8=true", "--engine.dtype=bfloat16", "--engine.kernels=torch")
     words = plan.engine_command("127.0.0.1", 1).words
     assert "--int8" in words and words[words.index("--dtype") + 1] == "bfloat16"
+    assert words[words.index("--kernels") + 1] == "torch"
     again = make_plan(_written(plan), [], plan.run)
     assert again.engine_command("127.0.0.1", 1) == plan.engine_command("127.0.0.1", 1), "also when it is gone on with"
 
@@ -97,6 +98,7 @@ def test_the_first_rank_is_given_what_the_loop_needs_too(tmp_path: Path) -> None
         (["--launch.engnes=2"], "launch.engnes is not a setting; did you mean engines?"),
         (["--launch.engine.options=['--api-key', 'x']"], "an option --api-key cannot act"),
         (["--engine.kind=vllm", "--launch.engine.int8=true"], "launch.engine.int8 = true cannot act"),
+        (["--engine.kind=vllm", "--launch.engine.kernels=torch"], 'launch.engine.kernels = "torch" cannot act'),
     ],
 )
 def test_what_cannot_be_launched_is_refused_before_anything_starts(

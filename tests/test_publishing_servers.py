@@ -11,12 +11,14 @@ from policy_strategies import tiny
 from publishing_world import PROMPT, Serving, expected, sampled, servers
 from run_world import train
 
-from keel.config import PoolSettings, Sampling
+from keel.cli import build_parser
+from keel.config import EngineSettings, PoolSettings, Sampling
 from keel.engine.client import HttpEngine
 from keel.policy.files import new_folder, seal
 from keel.policy.weights import write_weights
 from keel.rollout.pool import Pool
 from keel.run.broadcasting import Broadcast
+from keel.run.engines import server_words
 from keel.run.publishing import Publisher
 from keel.run.records import path_of
 from keel.wire import EngineError
@@ -165,3 +167,14 @@ def test_an_adapter_reaches_a_server_of_the_runs_own_and_answers_are_drained(tmp
     assert published and all((folder / "adapter_model.safetensors").is_file() for folder in published)
     rows = [row for step in (1, 2) for row in pq.read_table(path_of(tmp_path / "run" / "rollouts", step)).to_pylist()]
     assert all(len(set(row["versions"]) - {-1}) <= 1 for row in rows if row["versions"])
+
+
+def test_how_the_settings_sample_is_how_a_server_of_the_runs_own_is_started(tmp_path: Path) -> None:
+    """The server's own parser reads the words, so that none is one that it does not know."""
+    model = tiny()
+    asked = EngineSettings(kind="process", max_batch=7, kernels="torch", int8=True, dtype="bfloat16")
+    given = build_parser().parse_args(server_words(asked, model, tmp_path)[1:])
+    assert (given.max_batch, given.kernels, given.int8, given.dtype) == (7, "torch", True, "bfloat16")
+    assert given.weights_from == [tmp_path]
+    usual = build_parser().parse_args(server_words(EngineSettings(kind="process"), model, tmp_path)[1:])
+    assert (usual.kernels, usual.int8, usual.dtype) == ("auto", False, "float32")

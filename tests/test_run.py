@@ -325,6 +325,7 @@ def test_changed_settings_are_shown_and_have_to_be_allowed(tmp_path: Path) -> No
         ('references.a.source = "base"', "references"),
         ('teacher.name = "tiny"', "teacher"),
         ('engine.kind = "vllm"\nengine.int8 = true', "int8"),
+        ('engine.kind = "vllm"\nengine.kernels = "torch"', 'kernels = "torch" cannot act'),
     ],
 )
 def test_settings_that_cannot_act_together_are_refused(tmp_path: Path, text: str, message: str) -> None:

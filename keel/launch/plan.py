@@ -117,6 +117,7 @@ class Plan:
         words = ["-m", "keel.cli", "serve", self.model, "--name", "policy", "--host", host, "--port", str(port)]
         words += ["--api-key-file", str(self.key), "--dtype", dtype, "--max-batch", str(settings.engine.max_batch)]
         words += ["--weights-from", str(self.run)]
+        words += ["--kernels", asked.kernels]
         words += ["--int8"] if asked.int8 else []
         return Command((*words, *asked.options), health=health)
 
@@ -147,6 +148,9 @@ def make_plan(file: Path, overrides: Sequence[str], run: Path) -> Plan:
     plan = Plan(run, loaded, "keel" if settings.pool is None else settings.pool.server, _model(settings), changes)
     if plan.server == "vllm" and plan.launch.engine.int8 and plan.launch.engines:
         raise ConfigError("launch.engine.int8 = true cannot act: vLLM samples by itself; leave it out")
+    if plan.server == "vllm" and plan.launch.engine.kernels != "auto" and plan.launch.engines:
+        shown = toml(plan.launch.engine.kernels)
+        raise ConfigError(f"launch.engine.kernels = {shown} cannot act: vLLM samples by itself; leave it out")
     _ = plan.trainers  # refuses resources that one process cannot have
     return plan
 
@@ -190,6 +194,8 @@ def _changes(tree: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
     # the servers of a pool have their own of these: they move to where the servers are described
     if asked.int8:
         values |= {"engine.int8": False, "launch.engine.int8": True}
+    if asked.kernels != "auto":
+        values |= {"engine.kernels": "auto", "launch.engine.kernels": asked.kernels}
     if asked.dtype != "auto":
         values |= {"engine.dtype": "auto", "launch.engine.dtype": asked.dtype}
     return tuple(f"--{name}={toml(value)}" for name, value in values.items())

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from keel.config import ModelSettings, RunSettings
+from keel.config import EngineSettings, ModelSettings, RunSettings
 from keel.engine.client import HttpEngine
 from keel.engine.key import read_key
 from keel.engine.local import LocalEngine
@@ -124,11 +124,14 @@ async def _server(settings: RunSettings, model: Model, way: Way, folder: Path) -
     with tempfile.NamedTemporaryFile("w", prefix="keel-key-") as file:
         file.write(key)
         file.flush()
-        words = [sys.executable, "-m", "keel.cli", "serve", str(model.source.folder), "--name", "policy", "--port", "0"]
-        words += ["--api-key-file", file.name, "--with-parent", "--max-batch", str(settings.engine.max_batch)]
-        words += ["--dtype", settings.engine.dtype if settings.engine.dtype != "auto" else name_of(model.dtype)]
-        words += ["--weights-from", str(folder)]
-        words += ["--kernels", settings.engine.kernels]
-        words += ["--int8"] if settings.engine.int8 else []
-        async with served(words) as server:
+        words = server_words(settings.engine, model, folder)
+        async with served([sys.executable, "-m", *words, "--api-key-file", file.name]) as server:
             yield Pool(SETTINGS, _connect(way, key), source=server)
+
+
+def server_words(engine: EngineSettings, model: Model, folder: Path) -> list[str]:
+    """What makes a server compute as the settings say, with weights from below the folder."""
+    words = ["keel.cli", "serve", str(model.source.folder), "--name", "policy", "--port", "0", "--with-parent"]
+    words += ["--max-batch", str(engine.max_batch), "--kernels", engine.kernels, "--weights-from", str(folder)]
+    words += ["--dtype", engine.dtype if engine.dtype != "auto" else name_of(model.dtype)]
+    return [*words, "--int8"] if engine.int8 else words
