@@ -11,7 +11,7 @@ from test_engine_weights import folder_of
 from test_local_engine import PROMPTS, ask, off_trainer, request
 
 from keel.config import Sampling
-from keel.engine import decode, decoders
+from keel.engine import columns, decode, decoders
 from keel.engine import own as own_pass
 from keel.engine.batch import Batch
 from keel.engine.decoders import Together, choose
@@ -203,9 +203,9 @@ def test_rows_between_which_a_row_is_gone_stay_one_product_and_far_ones_do_not()
     nodes = [Node((number,)) for number in range(10)]
     shelve(nodes)
     device = torch.device("cpu")
-    gap = list(decode._runs([nodes[0], nodes[1], nodes[3], nodes[4]], device))
+    gap = list(columns._runs([nodes[0], nodes[1], nodes[3], nodes[4]], device))
     assert [(run.first, run.last) for run in gap] == [(0, 5)]
-    far = list(decode._runs([nodes[0], nodes[9]], device))
+    far = list(columns._runs([nodes[0], nodes[9]], device))
     assert [(run.first, run.last) for run in far] == [(0, 1), (9, 10)]
 
 

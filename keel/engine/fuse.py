@@ -7,6 +7,7 @@ nothing is held twice. No model code is changed, and `undo` leaves the network a
 same is not asked here; the decoder's probe does that.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -71,7 +72,7 @@ class Part(nn.Module):
         return self.shared.part(self.number, states)
 
 
-class Packed:
+class Packed(ABC):
     """A weight that is packed when it is first used, and anew when it has changed."""
 
     weight: Tensor
@@ -88,13 +89,18 @@ class Packed:
             self._panels = Panels(self.weight.detach().t())
         return self._panels
 
-    def forget(self) -> None:
+    def check(self) -> None:
         """The weight has changed."""
         self._panels = None
+        self.renew()
 
+    @abstractmethod
+    def renew(self) -> None:
+        """Take what the layers hold now."""
+
+    @abstractmethod
     def undo(self) -> None:
         """Leave the network as it was."""
-        raise NotImplementedError
 
     def __call__(self, states: Tensor) -> Tensor:
         panels = self.panels
@@ -117,7 +123,8 @@ class Group(Packed):
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Fuse what the layers hold now."""
+        if hasattr(self, "weight") and self.whole:
+            return  # the new numbers were copied into it
         self.weight = torch.cat([layer.weight.data for layer in self.layers])
         self.bias = torch.cat([layer.bias.data for layer in self.layers]) if self.layers[0].bias is not None else None
         first = 0
@@ -153,15 +160,11 @@ class Single(Packed):
     def __init__(self, layer: nn.Linear, pack: bool) -> None:
         super().__init__(pack)
         self.layer = layer
+        self.renew()
         layer.forward = self.__call__  # type: ignore[method-assign,assignment]
 
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        return self.layer.weight
-
-    @property
-    def bias(self) -> Tensor | None:  # type: ignore[override]
-        return self.layer.bias
+    def renew(self) -> None:
+        self.weight, self.bias = self.layer.weight, self.layer.bias
 
     def undo(self) -> None:
         del self.layer.forward
@@ -178,11 +181,8 @@ class Fused:
 
     def check(self) -> None:
         """After weights were changed: whoever put others in place of them, instead of copying, is followed."""
-        for group in self.groups:
-            if not group.whole:
-                group.renew()
         for one in (*self.groups, *self.others):
-            one.forget()
+            one.check()
 
     def undo(self) -> None:
         for one in (*self.groups, *self.others):
