@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernels import needs_kernels
 from policy_strategies import (
     FAMILIES,
     LORA,
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from keel.config import LoraSettings
 from keel.errors import ConfigError, ModelError
-from keel.native.library import library, why_not
 from keel.policy import Forward, Model, Sample, Tokens
 from keel.policy import attention as attention_module
 from keel.policy.head import back_through
@@ -285,13 +285,8 @@ def test_entropy_is_that_of_the_whole_distribution(llama: Model) -> None:
 # the kernel in C
 
 
-def needs_the_kernel() -> None:
-    if library() is None:
-        pytest.skip(f"kernels cannot be compiled here: {why_not()}")
-
-
+@needs_kernels
 def test_the_kernel_in_c_and_torch_give_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_the_kernel()
     calls = []
     right = attention_module.TreeAttention.apply
     monkeypatch.setattr(attention_module.TreeAttention, "apply", lambda *given: calls.append(1) or right(*given))
@@ -307,10 +302,10 @@ def test_the_kernel_in_c_and_torch_give_the_same_step(monkeypatch: pytest.Monkey
     assert difference(by_c_gradients, by_torch_gradients) < 1e-4
 
 
+@needs_kernels
 def test_a_kernel_that_a_probe_finds_wrong_is_not_used_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs_the_kernel()
     right = attention_module.TreeAttention.apply
     monkeypatch.setattr(attention_module.TreeAttention, "apply", lambda *given: right(*given) * 1.5)
     with caplog.at_level(logging.WARNING, "keel"):

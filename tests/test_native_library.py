@@ -1,20 +1,16 @@
 """Kernels are compiled once, kept where nobody else writes, and done without when they cannot be had."""
 
-import sys
 from pathlib import Path
 
 import pytest
+from kernels import needs_kernels
 
 from keel.native import library
 
-
-def needs_a_compiler() -> None:
-    if library.library() is None:
-        pytest.skip(f"kernels cannot be compiled here: {library.why_not()}")
+pytestmark = needs_kernels
 
 
 def test_they_are_compiled_once_into_a_folder_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_a_compiler()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert library._load().panel_columns() > 0
     (made,) = (tmp_path / "keel" / "kernels").iterdir()
@@ -29,7 +25,6 @@ def test_they_are_compiled_once_into_a_folder_of_the_users_own(tmp_path: Path, m
 def test_a_folder_that_others_may_write_is_not_loaded_from(
     mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs_a_compiler()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "keel" / "kernels"
     folder.mkdir(parents=True)
@@ -40,8 +35,6 @@ def test_a_folder_that_others_may_write_is_not_loaded_from(
 
 
 def test_without_a_compiler_there_are_none_and_the_reason_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not sys.platform.startswith("linux"):
-        pytest.skip("elsewhere the reason is another")
     monkeypatch.setattr(library.shutil, "which", lambda _: None)
     assert library._found.__wrapped__() == (None, "there is no C compiler (gcc) on the PATH")
 
@@ -49,16 +42,11 @@ def test_without_a_compiler_there_are_none_and_the_reason_is_known(monkeypatch: 
 def test_what_the_compiler_says_is_the_reason_and_nothing_is_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs_a_compiler()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    # the macros can still be listed with it, which is asked first
     monkeypatch.setattr(library, "FLAGS", [*library.FLAGS, "-include", "no_such_header.h"])
-    monkeypatch.setattr(library, "_run", _only_compiles(library._run))
+    right = library._run  # the list of macros, which is asked for first, would fail by it too
+    monkeypatch.setattr(library, "_run", lambda words: "" if "-dM" in words else right(words))
     found, why = library._found.__wrapped__()
     assert found is None
     assert "no_such_header.h" in why
     assert not list((tmp_path / "keel" / "kernels").iterdir())
-
-
-def _only_compiles(run):  # type: ignore[no-untyped-def]
-    return lambda words: "" if "-dM" in words else run(words)

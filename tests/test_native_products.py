@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels import needs_kernels
 from torch import Tensor
 from torch.nn import functional
 
-from keel.native.library import library
 from keel.native.products import Norm, Panels
 from keel.native.rows import Stretches, attend_rows, rotate
 
-pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler here, or another OpenMP than GNU's")
+pytestmark = needs_kernels
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

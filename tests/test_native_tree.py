@@ -7,16 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels import needs_kernels
 from policy_strategies import dense_attention, sequences
 from torch import Tensor
 
 from keel.native import tree as module
-from keel.native.library import library
 from keel.native.tree import Plan, TreeAttention, fits
 from keel.policy.tiles import TileAttention, tiles
 from keel.policy.tree import Ints, Tree, build_tree
 
-pytestmark = pytest.mark.skipif(library() is None, reason="the kernels in C are not there: the log says why")
+pytestmark = needs_kernels
 
 
 @pytest.fixture

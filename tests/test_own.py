@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels import needs_kernels
 from policy_strategies import tiny
 from test_engine_weights import folder_of
 from test_local_engine import PROMPTS, ask, off_trainer, request
@@ -32,11 +33,6 @@ TREE = [
     [7] * 30,
     [9],
 ]
-
-
-def needs_kernels() -> None:
-    if library() is None:
-        pytest.skip("there is no C compiler here, or another OpenMP than GNU's")
 
 
 def answered(decoder: Any, prompts: Sequence[Sequence[int]], size: int = 6) -> list[Generation]:
@@ -78,9 +74,9 @@ def test_the_engines_own_pass_gives_the_models_own_numbers(family: str, compiled
     assert off_trainer(model, prompts, found) < 1e-5
 
 
+@needs_kernels
 @pytest.mark.parametrize("family", ["tiny-qwen3", "tiny-gemma3", "tiny-mistral"])
 def test_kernels_in_c_serve_families_whose_code_is_their_own(family: str) -> None:
-    needs_kernels()
     model = noisy(family)
     decoder: Any = choose(model.network, family)
     assert decoder.compiled
@@ -90,9 +86,9 @@ def test_kernels_in_c_serve_families_whose_code_is_their_own(family: str) -> Non
     assert off_trainer(model, TREE, found) < 1e-5
 
 
+@needs_kernels
 def test_with_kernels_in_c_an_answer_is_the_same_bit_for_bit_whatever_is_decoded_beside_it() -> None:
     """Of answers: prompts of a shelf are computed side by side by torch."""
-    needs_kernels()
     decoder: Any = choose(noisy("tiny-qwen2").network, "tiny-qwen2")
     prompt = [7] * 30
 
@@ -135,9 +131,9 @@ def test_an_own_pass_that_a_probe_finds_wrong_is_not_used(monkeypatch: pytest.Mo
     assert off_trainer(model, TREE, answered(decoder, TREE)) < 1e-5
 
 
+@needs_kernels
 @pytest.mark.parametrize("wrong", ["times", "attend_rows"])
 def test_kernels_that_a_probe_finds_wrong_are_not_used(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_kernels()
     if wrong == "times":
         right = Panels.times
         monkeypatch.setattr(Panels, "times", lambda self, left, **given: right(self, left, **given).mul_(2))
@@ -161,8 +157,8 @@ def test_without_a_compiler_everything_goes_by_torch(monkeypatch: pytest.MonkeyP
     assert off_trainer(model, TREE, answered(decoder, TREE)) < 1e-5
 
 
+@needs_kernels
 def test_kernels_torch_is_obeyed_and_int8_packs_nothing() -> None:
-    needs_kernels()
 
     async def decoder_of(engine: LocalEngine) -> Any:
         return engine._batch.decoder
@@ -223,8 +219,8 @@ def test_equal_answers_are_kept_once_and_those_of_a_step_side_by_side() -> None:
     assert kept[0].shelf.count == 3
 
 
+@needs_kernels
 def test_weights_are_packed_anew_when_they_have_changed(tmp_path: Path) -> None:
-    needs_kernels()
     model, other = tiny(), tiny(seed=5)
     folder = folder_of(other, tmp_path / "w")
 
