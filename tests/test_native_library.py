@@ -29,7 +29,7 @@ def test_a_folder_that_others_may_write_is_not_loaded_from(
     folder = tmp_path / "keel" / "kernels"
     folder.mkdir(parents=True)
     folder.chmod(mode)
-    with pytest.raises(OSError, match=rf"{folder} may be written by others"):
+    with pytest.raises(OSError, match=rf"{folder} may be written by other users"):
         library._load()
     assert not list(folder.iterdir())
 
@@ -50,3 +50,24 @@ def test_what_the_compiler_says_is_the_reason_and_nothing_is_left_behind(
     assert found is None
     assert "no_such_header.h" in why
     assert not list((tmp_path / "keel" / "kernels").iterdir())
+
+
+def test_extra_compiler_flags_are_used_and_give_another_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("KEEL_NATIVE_CFLAGS", "")
+    library._load()
+    # a macro that replaces the name of an exported function, with a space that must survive the splitting
+    monkeypatch.setenv("KEEL_NATIVE_CFLAGS", "-O1 '-Dpanel_columns= renamed_by_flag'")
+    flagged = library._load()
+    assert not hasattr(flagged, "panel_columns")
+    assert flagged.renamed_by_flag() > 0
+    assert len(list((tmp_path / "keel" / "kernels").iterdir())) == 2
+
+
+def test_extra_compiler_flags_that_cannot_be_split_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEL_NATIVE_CFLAGS", "-O1 '-g")
+    found, why = library._found.__wrapped__()
+    assert found is None
+    assert why == """KEEL_NATIVE_CFLAGS = "-O1 '-g" cannot be split into flags: No closing quotation"""
