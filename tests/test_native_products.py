@@ -110,15 +110,6 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     assert torch.equal(found[0], found[2])
 
 
-def test_factors_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(3, 4\) of torch.float32 cannot be multiplied by \(5, 6\)"):
-        Panels(torch.ones(5, 6)).times(torch.ones(3, 4))
-    with pytest.raises(ValueError, match=r"\(3, 5\) of torch.float64 cannot be multiplied"):
-        Panels(torch.ones(5, 6)).times(torch.ones(3, 5).double())
-    with pytest.raises(ValueError, match=r"a matrix of torch.bfloat16 on cpu is not packed"):
-        Panels(torch.ones(5, 6).bfloat16())
-
-
 def test_states_of_any_strides_are_normed_and_gated() -> None:
     panels, weight = Panels(normal(30, 8)), normal(30, seed=1)
     left, wide = normal(5, 30, seed=2), normal(5, 60, seed=3)

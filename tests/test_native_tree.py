@@ -1,6 +1,6 @@
 """Attention over a tree in C: the dense masked softmax and its gradients, whatever the tree, heads and threads."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -244,6 +244,7 @@ def test_tensors_are_served_only_when_they_fit() -> None:
     query, key, value = states(prompts(), 6, 2, 16)
     assert fits(query, key, value)
     assert not fits(query.double(), key.double(), value.double())
+    assert not fits(query, key, value.double())
     assert not fits(query.bfloat16(), key, value)
     assert not fits(query[:5], key, value)
     assert not fits(query, key[:, 1:], value[:, 1:])
@@ -260,13 +261,71 @@ def test_without_the_library_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> No
     assert not fits(*states(prompts()))
 
 
-def test_what_does_not_fit_is_refused_with_what_to_do() -> None:
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("query", lambda query: query.double(), r"query is float64 on cpu, .*; required: float32 on cpu"),
+        ("query", lambda query: query.to("meta"), r"query is float32 on meta"),
+        ("query", lambda query: query[0], r"query is .* required: .* 3 dimensions"),
+        ("query", lambda query: query[..., :12], r"query has heads of width 12; required: a multiple of 8 from 16"),
+        ("query", lambda query: query[:5], r"key has shape .*divides the 5 heads of query"),
+        ("query", lambda query: query[:0], r"key has shape .*divides the 0 heads of query"),
+        ("key", lambda key: key.bfloat16(), r"key is bfloat16 on cpu"),
+        ("key", lambda key: key[:, 1:], r"key has shape .*; required: \[key heads, "),
+        ("key", lambda key: key[:0], r"key has shape \[0, "),
+        ("value", lambda value: value.half(), r"value is float16 on cpu"),
+        ("value", lambda value: value[..., :8], r"value has shape .*the shape of key"),
+    ],
+)
+def test_tensors_that_do_not_fit_raise_an_error_that_names_them(
+    name: str, change: Callable[[Tensor], Tensor], message: str
+) -> None:
     tree = prompts()
-    query, key, value = states(tree)
-    with pytest.raises(ValueError, match=r"float64.*TileAttention"):
-        TreeAttention.apply(query.double(), key, value, plan_of(tree), 0.3)
-    with pytest.raises(ValueError, match=f"{len(tree)} tokens under a plan of 3"):
-        TreeAttention.apply(query, key, value, plan_of(build_tree([np.arange(3)])), 0.3)
+    given = dict(zip(("query", "key", "value"), states(tree), strict=True))
+    given[name] = change(given[name])
+    assert not fits(*given.values())
+    with pytest.raises(ValueError, match=rf"^{message}.*; call `fits` first and use TileAttention"):
+        TreeAttention.apply(*given.values(), plan_of(tree), 0.3)
+
+
+def test_too_many_tokens_for_the_offsets_of_the_kernel_do_not_fit() -> None:
+    query = torch.empty(1).expand(1, 2**27, 16)
+    assert not fits(query, query, query)
+    assert "134217728 tokens; required: fewer" in module._problem(query, query, query)
+
+
+@pytest.mark.parametrize("scale", [torch.nan, torch.inf])
+def test_a_scale_that_is_not_finite_raises_an_error(scale: float) -> None:
+    tree = prompts()
+    with pytest.raises(ValueError, match=rf"^scale is {scale}; required: a finite number$"):
+        TreeAttention.apply(*states(tree), plan_of(tree), scale)
+
+
+def test_a_plan_of_another_tree_raises_an_error() -> None:
+    tree = prompts()
+    with pytest.raises(ValueError, match=f"^plan has 3 tokens; required: {len(tree)}"):
+        TreeAttention.apply(*states(tree), plan_of(build_tree([np.arange(3)])), 0.3)
+
+
+@pytest.mark.parametrize(
+    ("end", "positions", "message"),
+    [
+        (np.array([2.0, 2.0]), np.array([0, 1]), r"end is float64 of shape \[2\]; required: one dimension of integers"),
+        (np.array([2, 2]), np.array([[0, 1]]), r"positions is int64 of shape \[1, 2\]"),
+        (np.array([2, 2]), np.array([0]), r"positions has 1 numbers; required: 2"),
+        (np.array([2, 2]), np.array([0, 2]), r"positions\[1\] is 2; required: 0 to 1"),
+    ],
+)
+def test_a_plan_of_other_arrays_raises_an_error(end: Ints, positions: Ints, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Plan(end, positions)
+
+
+@pytest.mark.parametrize("name", ["key_heads", "each", "rows"])
+def test_parts_of_nothing_raise_an_error(name: str) -> None:
+    sizes = {"key_heads": 1, "each": 1, "rows": 8} | {name: 0}
+    with pytest.raises(ValueError, match=f"^{name} is 0; required: at least 1"):
+        plan_of(build_tree([np.arange(3)])).parts(**sizes)
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Kernels in C for float32 on CPUs: products, attention of a decode step, attention over a prefix tree."""
+"""Native (C) kernels for float32 on CPUs: matrix products, decode attention and prefix-tree attention."""

@@ -46,6 +46,14 @@ def why_not() -> str:
     return _found()[1]
 
 
+def require_library() -> ctypes.CDLL:
+    """Return the compiled kernels; raise RuntimeError with the reason if there are none."""
+    found, why = _found()
+    if found is None:
+        raise RuntimeError(f"native kernels are not available: {why}; call library() first and use torch if it is None")
+    return found
+
+
 @cache
 def _found() -> tuple[ctypes.CDLL | None, str]:
     try:

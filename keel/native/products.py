@@ -1,7 +1,7 @@
-"""Matrix products in C: weights packed once, a norm or a gate in the same pass over what they are multiplied by.
+"""Matrix products with weights that are packed once, with RMS norm, gate, bias and residual in the same pass.
 
-For few rows, as in decoding, they take about two thirds of the time of torch's; for many they bring nothing. A row of a
-product depends on that row alone, bit for bit. All tensors are float32 on CPU; nothing here records gradients.
+For few rows, as in decoding, they take about two thirds of the time of torch's; for many rows they bring nothing. A row
+of a product depends on that row alone, bit for bit. All tensors are float32 on CPU; gradients are not recorded.
 """
 
 import ctypes
@@ -9,25 +9,27 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from keel.native.library import library
+from keel.native.arguments import ANY, CONTIGUOUS, ROWS, check_number, check_tensor
+from keel.native.library import require_library
 
 _PLAIN, _NORMED, _GATED = range(3)
+"""The enum of products.c."""
+_GROUP = 4
+"""Rows that are packed together, GROUP in products.c."""
 _I, _P = ctypes.c_int64, ctypes.c_void_p
 
 
 @cache
 def _functions() -> Any:
-    found = library()
-    assert found is not None, "whoever packs has asked for the library"
+    found = require_library()
     found.pack.argtypes = [_P, _I, _I, _I, _I, _P]
     found.product.argtypes = [
         *(_P, _I, _I, _I, _I, ctypes.c_int, _P, ctypes.c_float),
         *(_P, _I, _P, _P, _I, ctypes.c_int, _P),
     ]
-    found.panel_columns.restype = _I
+    found.panel_columns.argtypes, found.panel_columns.restype = [], _I
     for function in (found.pack, found.product):
         function.restype = None
     return found
@@ -35,22 +37,23 @@ def _functions() -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """Each row divided by its root mean square, times a weight."""
+    """RMS norm: each row x becomes weight * x / sqrt(mean(x ** 2) + epsilon)."""
 
     weight: Tensor
     epsilon: float
 
 
 class Panels:
-    """A matrix [k, n], packed for products from the left."""
+    """A copy of a matrix [k, n], packed as the right factor of products."""
 
     def __init__(self, matrix: Tensor) -> None:
-        """Of any strides; `weight.t()` for a linear layer's."""
-        if matrix.dtype != torch.float32 or matrix.device.type != "cpu":
-            raise ValueError(f"a matrix of {matrix.dtype} on {matrix.device} is not packed: float32 on cpu only")
+        """Pack a matrix of any strides, for example `weight.t()` of a linear layer."""
+        check_tensor("matrix", matrix, (None, None))
         self.k, self.n = matrix.shape
-        wide = int(_functions().panel_columns())
-        self.data = matrix.new_empty(-(-self.n // wide) * wide * self.k)
+        if not self.k or not self.n:
+            raise ValueError(f"matrix has shape {[self.k, self.n]}; required: at least one row and one column")
+        columns = int(_functions().panel_columns())
+        self.data = matrix.new_empty(-(-self.n // columns) * columns * self.k)
         _functions().pack(matrix.data_ptr(), self.k, self.n, *matrix.stride(), self.data.data_ptr())
 
     def times(
@@ -63,16 +66,20 @@ class Panels:
         out: Tensor | None = None,
         add: bool = False,
     ) -> Tensor:
-        """left [m, k] times the matrix, plus the bias; `gated`: left is [m, 2k]. Into `out`, or on top of it."""
+        """Return left [m, k] times the matrix plus `bias` [n], as a tensor [m, n].
+
+        `norm` normalises the rows of `left` first. With `gated`, `left` is [m, 2k] and its halves (gate, up) are first
+        replaced by silu(gate) * up; `norm` and `gated` exclude each other. The result is written to `out` if that is
+        given, or added to it with `add`. Only the rows of `out` may have gaps between them.
+        """
+        self._check(left, norm, gated, bias, out, add)
         rows = len(left)
-        if left.shape[1] != self.k * (2 if gated else 1) or left.dtype != torch.float32:
-            raise ValueError(f"{tuple(left.shape)} of {left.dtype} cannot be multiplied by {self.k, self.n}")
         if norm is not None or gated:
-            left = left if left.stride(1) == 1 else left.contiguous()  # these read along the row
+            left = left if left.stride(1) == 1 else left.contiguous()  # the kernel reads these along the row
         if out is None:
             out = left.new_empty(rows, self.n)
         kind = _NORMED if norm is not None else _GATED if gated else _PLAIN
-        packed = left.new_empty((rows + 3) // 4 * 4 * self.k)  # whole groups of four
+        packed = left.new_empty(-(-rows // _GROUP) * _GROUP * self.k)
         _functions().product(
             *(left.data_ptr(), rows, self.k, *left.stride(), kind),
             *(None if norm is None else norm.weight.data_ptr(), 0.0 if norm is None else norm.epsilon),
@@ -80,3 +87,19 @@ class Panels:
             *(out.data_ptr(), out.stride(0), int(add), packed.data_ptr()),
         )
         return out
+
+    def _check(
+        self, left: Tensor, norm: Norm | None, gated: bool, bias: Tensor | None, out: Tensor | None, add: bool
+    ) -> None:
+        check_tensor("left", left, (None, 2 * self.k if gated else self.k), ANY)
+        if norm is not None:
+            if gated:
+                raise ValueError("norm and gated are both given; required: at most one of them")
+            check_tensor("norm.weight", norm.weight, (self.k,), CONTIGUOUS)
+            check_number("norm.epsilon", norm.epsilon, least=0)
+        if bias is not None:
+            check_tensor("bias", bias, (self.n,), CONTIGUOUS)
+        if out is not None:
+            check_tensor("out", out, (len(left), self.n), ROWS)
+        elif add:
+            raise ValueError("add is True and out is None; required: the tensor to add to as out")

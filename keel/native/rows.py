@@ -1,4 +1,4 @@
-"""Attention of answers under way, and the rotation of queries and keys, in C. Float32 on CPU, no gradients."""
+"""Decode attention (one query per sequence) and rotary embeddings. Float32 on CPU, gradients are not recorded."""
 
 import ctypes
 from functools import cache
@@ -10,18 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from keel.native.library import library
+from keel.native.arguments import CONTIGUOUS, ROWS, UNIT_STRIDE, check_number, check_tensor, describe
+from keel.native.library import library, require_library
 
 Ints = NDArray[np.int64]
 _I, _P = ctypes.c_int64, ctypes.c_void_p
 _LANES = 8
-"""Widths must be multiples of what the kernels take at once, which is this or half of it."""
+"""Head widths must be multiples of the vector length of the kernels, which is 8 or 4 floats."""
 
 
 @cache
 def _functions() -> Any:
-    found = library()
-    assert found is not None, "whoever attends has asked for the library"
+    found = require_library()
     found.attend_rows.argtypes = [
         *(_P, _I, _I, _I, _I, _I, _I, _I),
         *(_P, _P, _P, _P, _P, ctypes.c_float, _P, _I, _I, _P, _I),
@@ -33,33 +33,94 @@ def _functions() -> Any:
 
 
 def fits(query: Tensor, value: Tensor) -> bool:
-    """Whether these can be attended with here."""
-    plain = query.dtype == torch.float32 and query.device.type == "cpu" and query.stride(-1) == 1
-    return plain and query.shape[-1] % _LANES == 0 and query.shape[-1] == value.shape[-1] and library() is not None
+    """Return whether `attend_rows` supports a query and values of these dtypes, devices, strides and widths."""
+    supported = all(state.dtype == torch.float32 and state.device.type == "cpu" for state in (query, value))
+    width = query.shape[-1]
+    return (
+        supported
+        and query.stride(-1) == 1
+        and width % _LANES == 0
+        and width == value.shape[-1]
+        and library() is not None
+    )
 
 
 class Stretches:
-    """Which keys each row reads: places among stores of keys and values, the same for all layers."""
+    """The keys each row attends to, as stretches of contiguous keys inside stores; the same for all layers.
+
+    A store is a contiguous tensor of keys (or values), such as [sequences, key heads, length, D].
+    """
 
     def __init__(self, first: list[int], store: list[int], offset: list[int], length: list[int], along: list[int]):
-        """Row i reads those from first[i] to first[i + 1]; each begins `offset` floats into its store, has `length`
-        keys, and `along` floats from one key head to the next."""
+        """Row i reads stretches first[i] to first[i + 1].
+
+        Stretch j begins `offset[j]` floats into store number `store[j]`, has `length[j]` keys for each key head, and
+        `along[j]` floats from one key head to the next.
+        """
+        columns = {"store": store, "offset": offset, "length": length, "along": along}
+        if len(first) < 2 or first[0] != 0 or any(end < begin for begin, end in pairwise(first)):
+            raise ValueError(f"first is {first}; required: for one row or more, numbers that start at 0 and never fall")
+        for name, column in columns.items():
+            if len(column) != first[-1]:
+                raise ValueError(f"{name} has {len(column)} numbers; required: {first[-1]}, the last number of first")
+            if min(column, default=0) < 0:
+                raise ValueError(f"{name} has the number {min(column)}; required: no negative numbers")
         self.first, self.length, self.along = (np.array(some, np.int64) for some in (first, length, along))
-        self._store, self._offset = np.array(store, np.int64), 4 * np.array(offset, np.int64)
-        longest = max(sum(length[here:end]) for here, end in pairwise(first))
-        self.room = -(-longest // _LANES) * _LANES
+        self._store, self._offset = np.array(store, np.int64), np.array(offset, np.int64)
+        counts = [sum(length[begin:end]) for begin, end in pairwise(first)]
+        if min(counts) == 0:
+            raise ValueError(f"length gives row {counts.index(0)} no key; required: at least one for each row")
+        self.room = -(-max(counts) // _LANES) * _LANES
+        """Scores that one query needs room for: the keys of the longest row, rounded up to whole vectors."""
+        self._sizes: dict[tuple[int, int], list[int]] = {}
 
     def places(self, stores: list[Tensor]) -> Ints:
-        """Where they are in memory, in these stores."""
-        found: Ints = np.array([store.data_ptr() for store in stores], np.int64)[self._store] + self._offset
+        """Return the address of each stretch, for stores that `check` accepts."""
+        found: Ints = np.array([store.data_ptr() for store in stores], np.int64)[self._store] + 4 * self._offset
         return found
+
+    def check(self, name: str, stores: list[Tensor], groups: int, width: int) -> None:
+        """Raise ValueError unless every stretch lies inside its store, for so many key heads of this width."""
+        sizes = self._store_sizes(groups, width)
+        if len(stores) < len(sizes):
+            raise ValueError(f"{name} has {len(stores)} stores; required: at least {len(sizes)}")
+        for number, (store, size) in enumerate(zip(stores, sizes, strict=False)):
+            plain = store.dtype is torch.float32 and store.is_cpu and store.is_contiguous()
+            if not plain or store.numel() < size:
+                raise ValueError(
+                    f"{name}[{number}] is {describe(store)}; required: float32 on cpu, {CONTIGUOUS}, at least {size}"
+                    " numbers"
+                )
+
+    def _store_sizes(self, groups: int, width: int) -> list[int]:
+        """Return how many floats the stretches need in each store; remembered, since all layers ask for it."""
+        if (groups, width) not in self._sizes:
+            ends = self._offset + max(groups - 1, 0) * self.along + self.length * width
+            sizes = np.zeros(int(self._store.max()) + 1, np.int64)
+            np.maximum.at(sizes, self._store, np.where(self.length > 0, ends, 0))
+            self._sizes[groups, width] = sizes.tolist()
+        return self._sizes[groups, width]
 
 
 def attend_rows(
     query: Tensor, stretches: Stretches, keys: list[Tensor], values: list[Tensor], scale: float, out: Tensor
 ) -> None:
-    """Query [key heads, heads of each, n, D]; fills out [n, heads, D], of which only n may have gaps."""
+    """Write softmax(scale * query keys) values to `out`, where each row has its own keys.
+
+    `query` is [key heads, query heads per key head, rows, D] with unit stride in D, a multiple of 8. `keys` and
+    `values` are the stores that `stretches` refers to. `out` is [rows, query heads, D]; only its rows may have gaps
+    between them.
+    """
+    check_tensor("query", query, (None, None, None, None), UNIT_STRIDE)
     groups, rest, rows, width = query.shape
+    if not width or width % _LANES:
+        raise ValueError(f"query has heads of width {width}; required: a multiple of {_LANES}")
+    if rows != len(stretches.first) - 1:
+        raise ValueError(f"stretches describe {len(stretches.first) - 1} rows; required: {rows}, the rows of query")
+    stretches.check("keys", keys, groups, width)
+    stretches.check("values", values, groups, width)
+    check_number("scale", scale)
+    check_tensor("out", out, (rows, groups * rest, width), ROWS)
     threads = torch.get_num_threads()
     scores = query.new_empty(threads * rest * stretches.room)
     key_places, value_places = stretches.places(keys), stretches.places(values)
@@ -70,12 +131,23 @@ def attend_rows(
         *(out.data_ptr(), out.stride(0)),
     )
     if failed:
-        raise MemoryError("no memory for the attention of a decode step")
+        raise MemoryError(f"no memory for the list of {len(key_places)} stretches of keys of a decode step")
 
 
 def rotate(states: Tensor, heads: int, cosine: Tensor, sine: Tensor) -> None:
-    """The first `heads` heads of states [T, any] by the angles [T, D / 2], in place."""
+    """Apply rotary embeddings to the first `heads` heads of each row of states [T, heads * D or more], in place.
+
+    `cosine` and `sine` are [T, D / 2], contiguous. Element i of a head is paired with element i + D / 2. Only the rows
+    of `states` may have gaps between them.
+    """
+    check_tensor("states", states, (None, None), ROWS)
+    check_tensor("cosine", cosine, (len(states), None), CONTIGUOUS)
+    check_tensor("sine", sine, tuple(cosine.shape), CONTIGUOUS)
+    width = 2 * cosine.shape[1]
+    if not 0 <= heads * width <= states.shape[1]:
+        most = states.shape[1] // width if width else 0
+        raise ValueError(f"heads is {heads}; required: 0 to {most}, the heads of width {width} in a row of states")
     _functions().rotate(
-        *(states.data_ptr(), len(states), states.stride(0), heads, 2 * cosine.shape[1]),
+        *(states.data_ptr(), len(states), states.stride(0), heads, width),
         *(cosine.data_ptr(), sine.data_ptr()),
     )

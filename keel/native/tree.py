@@ -1,8 +1,9 @@
-"""Attention of training over a prefix tree in C: forward and backward, for float32 on CPU.
+"""Prefix-tree attention for training: forward and backward, for float32 on CPU.
 
-It computes what is seen and little else, in whatever tree, and reads tensors as models lay them out. No bit of a result
-depends on the number of threads or on tokens that are not seen, not even if these are not finite; what is not finite
-shows in all that see it. Leaves out windows, soft caps and sinks.
+The kernel computes the visible pairs of queries and keys and few others, for any tree, and reads tensors in the layout
+models give them. Results do not depend, bit for bit, on the number of threads or on tokens that are not visible, even
+if these are not finite; a value that is not finite shows in the results of all tokens that see it. Sliding windows,
+soft caps and sinks are not supported.
 """
 
 import ctypes
@@ -15,17 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from keel.native.library import library
+from keel.native.arguments import ANY, check_number, check_tensor, describe
+from keel.native.library import library, require_library
 
 Ints = NDArray[np.int64]
 
 WIDEST = 256
+"""Largest supported head width."""
 ITEMS = 64
-"""Parts of all key heads together: enough for the threads to end at about the same time."""
+"""Target number of work items, (part, key head) pairs: enough for the threads to finish at about the same time."""
 PANELS = 6
-"""No part has fewer panels, unless it is all: its keys are copied, and their gradients added up, once for it."""
+"""Fewest panels per part, unless there is only one part: each part copies its keys and sums their gradients once."""
 COPIES = 4
-"""How many keys all parts have together, per token: what bounds memory where each part sees much of what is before."""
+"""Most keys that all parts copy together, per token: bounds memory where each part sees much of what precedes it."""
 
 _I, _P = ctypes.c_int64, ctypes.c_void_p
 
@@ -38,7 +41,7 @@ _VIEWS = ("query", "key", "value", "out", "outer", "d_query", "d_key", "d_value"
 
 
 class _Call(ctypes.Structure):
-    """As in tree.c."""
+    """The struct Call of tree.c."""
 
     _fields_ = [
         *((name, _I) for name in ("size", "heads", "key_heads", "width", "parts", "threads")),
@@ -52,8 +55,7 @@ class _Call(ctypes.Structure):
 
 @cache
 def _functions() -> Any:
-    found = library()
-    assert found is not None, "whoever calls has asked whether it fits"
+    found = require_library()
     found.tree_rows.argtypes, found.tree_rows.restype = [], _I
     found.tree_stride.argtypes, found.tree_stride.restype = [_I], _I
     found.tree_scratch.argtypes, found.tree_scratch.restype = [_I, _I], _I
@@ -63,55 +65,85 @@ def _functions() -> Any:
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel serves these: query [heads, T, D], key and value [key heads, T, D]."""
-    states = (query, key, value)
-    width = query.shape[-1]
-    return (
-        all(state.dtype == torch.float32 and state.device.type == "cpu" and state.dim() == 3 for state in states)
-        and key.shape == value.shape
-        and query.shape[1:] == key.shape[1:]
-        and len(key) > 0
-        and len(query) > 0
-        and len(query) % len(key) == 0
-        and 16 <= width <= WIDEST
-        and width % 8 == 0
-        and query.shape[1] * max(len(query) // len(key), width + 32) < 2**31  # places are 32 bits wide
-        and library() is not None
-    )
+    """Return whether the kernel supports these tensors: query [heads, T, D], key and value [key heads, T, D]."""
+    return not _problem(query, key, value) and library() is not None
+
+
+def _problem(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """Return why the kernel does not support these tensors, or an empty string."""
+    for name, state in (("query", query), ("key", key), ("value", value)):
+        if state.dtype != torch.float32 or state.device.type != "cpu" or state.dim() != 3:
+            return f"{name} is {describe(state)}; required: float32 on cpu, 3 dimensions"
+    heads, size, width = query.shape
+    if not 16 <= width <= WIDEST or width % 8:
+        return f"query has heads of width {width}; required: a multiple of 8 from 16 to {WIDEST}"
+    if key.shape[1:] != query.shape[1:] or not len(key) or not heads or heads % len(key):
+        return (
+            f"key has shape {list(key.shape)}; required: [key heads, {size}, {width}], where the number of key heads"
+            f" divides the {heads} heads of query"
+        )
+    if value.shape != key.shape:
+        return f"value has shape {list(value.shape)}; required: {list(key.shape)}, the shape of key"
+    if size * max(heads // len(key), width + 32) >= 2**31:
+        return f"query has {size} tokens; required: fewer, since the kernel has 32-bit offsets"
+    return ""
 
 
 class Plan:
-    """A tree as the kernel reads it: made once, for all layers and any number of heads."""
+    """A tree in the form the kernel reads: built once, for all layers and any number of heads."""
 
     def __init__(self, end: Ints, positions: Ints) -> None:
-        """[T] one past each token's last descendant, and how many tokens it sees before itself."""
+        """`end` [T] is one past each token's last descendant, `positions` [T] its number of ancestors.
+
+        Tokens are in depth-first order.
+        """
+        for name, numbers in (("end", end), ("positions", positions)):
+            if numbers.ndim != 1 or numbers.dtype.kind != "i":
+                raise ValueError(
+                    f"{name} is {numbers.dtype} of shape {list(numbers.shape)}; required: one dimension of integers"
+                )
+        if len(end) != len(positions):
+            raise ValueError(f"positions has {len(positions)} numbers; required: {len(end)}, the length of end")
+        if len(end) >= 2**31:
+            raise ValueError(f"end has {len(end)} numbers; required: fewer than 2**31")
         size = len(end)
         place = np.arange(size)
         first = np.flatnonzero((np.diff(positions, prepend=0) != 1) | (place == 0))
         last = np.append(first, size)[1:]
         up = np.full(size, -1, np.int64)
-        path = np.full(size + 1, -1, np.int64)  # by position, of the token that was last; one before the root is none
+        path = np.full(size + 1, -1, np.int64)  # position -> the last token there; -1 above a root
         for begin, stop in zip(first.tolist(), last.tolist(), strict=True):
             depth = int(positions[begin])
             if not 0 <= depth <= begin:
-                raise ValueError(f"token {begin} cannot be at position {depth}; give `end` and `positions` of one Tree")
+                raise ValueError(f"positions[{begin}] is {depth}; required: 0 to {begin}, for `positions` of a Tree")
             up[begin] = path[depth - 1] if depth else -1
             path[depth : depth + stop - begin] = place[begin:stop]
         parent = place - 1
         parent[first] = up[first]
         child = np.flatnonzero(parent >= 0)
-        # whoever sees a child sees its parent; and if no others see it, pairs are as many as ancestors
+        # Every token that sees a child sees its parent. If no other tokens see the child, the visible pairs counted by
+        # `end` are as many as those counted by `positions`.
         nested = (end > place).all() and (end <= size).all() and (end[parent[child]] >= end[child]).all()
         if not nested or (end - place).sum() != (positions + 1).sum():
-            raise ValueError(f"`end` and `positions` of {size} tokens are not those of one tree in depth-first order")
+            raise ValueError(
+                f"end and positions of {size} tokens contradict each other; required: those of one tree in depth-first"
+                " order"
+            )
         self.size, self.positions = size, positions
         runs = np.repeat(first, last - first)
         self._tokens = [np.ascontiguousarray(one, np.int32) for one in (end, positions, runs, up)]
         self._parts: dict[tuple[int, int], tuple[Ints, ...]] = {}
 
     def parts(self, key_heads: int, each: int, rows: int) -> tuple[Ints, ...]:
-        """Parts of panels of so many rows, of like cost: their first panels, how many keys those before have, and the
-        tokens from their first to their last."""
+        """Divide the panels of `rows` rows among parts of similar cost.
+
+        `each` is the number of query heads per key head. Returns `bounds` [parts + 1], the first panel of each part;
+        `room` [parts + 1], how many keys all parts before it copy; `first` and `last` [parts], its first token and one
+        past its last token.
+        """
+        for name, number in (("key_heads", key_heads), ("each", each), ("rows", rows)):
+            if number < 1:
+                raise ValueError(f"{name} is {number}; required: at least 1")
         if (key_heads, each) not in self._parts:
             panels = -(-self.size * each // rows)
             begin = np.arange(panels) * rows // each
@@ -131,21 +163,20 @@ class Plan:
 
 
 class TreeAttention(torch.autograd.Function):
-    """softmax(q k) v over a tree: query [heads, T, D], key and value [key heads, T, D]; gives [T, heads, D].
+    """softmax(scale * q k) v over a tree: query [heads, T, D], key and value [key heads, T, D]; returns [T, heads, D].
 
-    Called as `TreeAttention.apply(query, key, value, plan, scale)`, with tensors that fit and the plan of their tree.
+    Call `TreeAttention.apply(query, key, value, plan, scale)` with tensors that `fits` accepts and the plan of their
+    tree.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -> Tensor:
-        if not fits(query, key, value):
-            shapes = ", ".join(f"{tuple(one.shape)} {one.dtype} {one.device}" for one in (query, key, value))
-            raise ValueError(
-                f"the kernel does not serve {shapes}; ask `fits` first, and use TileAttention where it says no"
-            )
+        if problem := _problem(query, key, value):
+            raise ValueError(f"{problem}; call `fits` first and use TileAttention if it returns False")
         heads, size, width = query.shape
         if size != plan.size:
-            raise ValueError(f"{size} tokens under a plan of {plan.size}; make the plan of the same tree")
+            raise ValueError(f"plan has {plan.size} tokens; required: {size}, the tokens of query")
+        check_number("scale", scale)
         query, key, value = map(_dense, (query, key, value))
         out, norm = query.new_empty(size, heads, width), query.new_empty(heads * size)
         views = {"query": query, "key": key, "value": value, "out": out.transpose(0, 1)}
@@ -160,6 +191,7 @@ class TreeAttention(torch.autograd.Function):
         query, key, value, out, norm = ctx.saved_tensors
         plan, scale = ctx.rest
         views = {"query": query, "key": key, "value": value, "out": out.transpose(0, 1)}
+        check_tensor("the gradient of the output", outer, tuple(out.shape), ANY)
         views["outer"] = _dense(outer).transpose(0, 1)
         found = {f"d_{name}": _alike(views[name]) for name in ("query", "key", "value")}
         _run(_functions().tree_backward, plan, views | found, norm, scale, sums=True)
@@ -167,6 +199,7 @@ class TreeAttention(torch.autograd.Function):
 
 
 def _run(function: Any, plan: Plan, views: dict[str, Tensor], norm: Tensor, scale: float, *, sums: bool) -> None:
+    """Call a kernel with tensors [heads or key heads, T, D] of unit stride in D; `sums` allocates gradient sums."""
     (heads, size, width), key_heads = views["query"].shape, len(views["key"])
     if not size:
         return
@@ -188,11 +221,11 @@ def _run(function: Any, plan: Plan, views: dict[str, Tensor], norm: Tensor, scal
 
 
 def _dense(state: Tensor) -> Tensor:
-    """With the numbers of a head side by side."""
+    """Return the tensor, or a copy of it, with unit stride in the last dimension."""
     return state if state.stride(-1) == 1 else state.contiguous()
 
 
 def _alike(state: Tensor) -> Tensor:
-    """As it lies in memory, if that can be."""
+    """Return an empty tensor with unit stride in the last dimension, and the strides of `state` where possible."""
     made = torch.empty_like(state)
     return made if made.stride(-1) == 1 else state.new_empty(state.shape)
