@@ -22,7 +22,7 @@ run() { LD_PRELOAD=$preload "$python" "$@"; }
 echo "native kernels: $KEEL_NATIVE_CFLAGS"
 run -c 'from keel.native.library import why_not; raise SystemExit(why_not() or 0)'
 
-# pack() is told that its input has 64 rows, and given 8: it reads past the end of the tensor
+# pack_matrix() is told that its input has 64 rows, and given 8: it reads past the end of the tensor
 report=$(run - 2>&1 <<'PYTHON' || true
 from ctypes import c_int64, c_void_p
 
@@ -31,7 +31,7 @@ import torch
 from keel.native.library import library
 
 matrix, panels = torch.ones(8, 24), torch.empty(64 * 24)
-library().pack(c_void_p(matrix.data_ptr()), *map(c_int64, (64, 24, 24, 1)), c_void_p(panels.data_ptr()))
+library().pack_matrix(c_void_p(matrix.data_ptr()), *map(c_int64, (64, 24, 24, 1)), c_void_p(panels.data_ptr()))
 PYTHON
 )
 grep -q "AddressSanitizer: heap-buffer-overflow" <<<"$report" \

@@ -30,7 +30,7 @@ def _no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     guard: Any = Guard()
     packing = products._functions()
-    guard.pack, guard.panel_columns = packing.pack, packing.panel_columns
+    guard.pack_matrix, guard.panel_columns = packing.pack_matrix, packing.panel_columns
     monkeypatch.setattr(products, "_functions", lambda: guard)
     monkeypatch.setattr(rows, "_functions", lambda: guard)
 

@@ -24,13 +24,13 @@ _I, _P = ctypes.c_int64, ctypes.c_void_p
 @cache
 def _functions() -> Any:
     found = require_library()
-    found.pack.argtypes = [_P, _I, _I, _I, _I, _P]
-    found.product.argtypes = [
+    found.pack_matrix.argtypes = [_P, _I, _I, _I, _I, _P]
+    found.packed_matmul.argtypes = [
         *(_P, _I, _I, _I, _I, ctypes.c_int, _P, ctypes.c_float),
         *(_P, _I, _P, _P, _I, ctypes.c_int, _P),
     ]
     found.panel_columns.argtypes, found.panel_columns.restype = [], _I
-    for function in (found.pack, found.product):
+    for function in (found.pack_matrix, found.packed_matmul):
         function.restype = None
     return found
 
@@ -54,7 +54,7 @@ class Panels:
             raise ValueError(f"matrix has shape {[self.k, self.n]}; required: at least one row and one column")
         columns = int(_functions().panel_columns())
         self.data = matrix.new_empty(-(-self.n // columns) * columns * self.k)
-        _functions().pack(matrix.data_ptr(), self.k, self.n, *matrix.stride(), self.data.data_ptr())
+        _functions().pack_matrix(matrix.data_ptr(), self.k, self.n, *matrix.stride(), self.data.data_ptr())
 
     def times(
         self,
@@ -80,7 +80,7 @@ class Panels:
             out = left.new_empty(rows, self.n)
         kind = _NORMED if norm is not None else _GATED if gated else _PLAIN
         packed = left.new_empty(-(-rows // _GROUP) * _GROUP * self.k)
-        _functions().product(
+        _functions().packed_matmul(
             *(left.data_ptr(), rows, self.k, *left.stride(), kind),
             *(None if norm is None else norm.weight.data_ptr(), 0.0 if norm is None else norm.epsilon),
             *(self.data.data_ptr(), self.n, None if bias is None else bias.data_ptr()),

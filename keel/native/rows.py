@@ -22,13 +22,13 @@ _LANES = 8
 @cache
 def _functions() -> Any:
     found = require_library()
-    found.attend_rows.argtypes = [
+    found.decode_attention.argtypes = [
         *(_P, _I, _I, _I, _I, _I, _I, _I),
         *(_P, _P, _P, _P, _P, ctypes.c_float, _P, _I, _I, _P, _I),
     ]
-    found.attend_rows.restype = ctypes.c_int
-    found.rotate.argtypes = [_P, _I, _I, _I, _I, _P, _P]
-    found.rotate.restype = None
+    found.decode_attention.restype = ctypes.c_int
+    found.apply_rope.argtypes = [_P, _I, _I, _I, _I, _P, _P]
+    found.apply_rope.restype = None
     return found
 
 
@@ -124,7 +124,7 @@ def attend_rows(
     threads = torch.get_num_threads()
     scores = query.new_empty(threads * rest * stretches.room)
     key_places, value_places = stretches.places(keys), stretches.places(values)
-    failed = _functions().attend_rows(
+    failed = _functions().decode_attention(
         *(query.data_ptr(), *query.stride()[:3], groups, rest, rows, width),
         *(stretches.first.ctypes.data, key_places.ctypes.data, value_places.ctypes.data),
         *(stretches.length.ctypes.data, stretches.along.ctypes.data, scale, scores.data_ptr(), stretches.room, threads),
@@ -147,7 +147,7 @@ def rotate(states: Tensor, heads: int, cosine: Tensor, sine: Tensor) -> None:
     if not 0 <= heads * width <= states.shape[1]:
         most = states.shape[1] // width if width else 0
         raise ValueError(f"heads is {heads}; required: 0 to {most}, the heads of width {width} in a row of states")
-    _functions().rotate(
+    _functions().apply_rope(
         *(states.data_ptr(), len(states), states.stride(0), heads, width),
         *(cosine.data_ptr(), sine.data_ptr()),
     )

@@ -34,10 +34,13 @@ _I, _P = ctypes.c_int64, ctypes.c_void_p
 
 
 class _View(ctypes.Structure):
-    _fields_ = [("data", _P), ("head", _I), ("token", _I)]
+    _fields_ = [("data", _P), ("head_stride", _I), ("token_stride", _I)]
 
 
-_VIEWS = ("query", "key", "value", "out", "outer", "d_query", "d_key", "d_value")
+# A misspelt name would be set as an attribute of the Python object and leave the field empty: hence one list for each.
+_TOKEN_FIELDS = ("end", "position", "run_start", "run_parent")
+_PART_FIELDS = ("panel_start", "key_start", "first_token", "last_token")
+_VIEWS = ("query", "key", "value", "out", "d_out", "d_query", "d_key", "d_value")
 
 
 class _Call(ctypes.Structure):
@@ -45,9 +48,9 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         *((name, _I) for name in ("size", "heads", "key_heads", "width", "parts", "threads")),
-        *((name, _P) for name in ("end", "position", "start", "up", "bounds", "room", "first", "last")),
+        *((name, _P) for name in (*_TOKEN_FIELDS, *_PART_FIELDS)),
         *((name, _View) for name in _VIEWS),
-        *((name, _P) for name in ("norm", "sums", "scratch")),
+        *((name, _P) for name in ("lse", "kv_grads", "scratch")),
         ("scratch_size", _I),
         ("scale", ctypes.c_float),
     ]
@@ -56,9 +59,9 @@ class _Call(ctypes.Structure):
 @cache
 def _functions() -> Any:
     found = require_library()
-    found.tree_rows.argtypes, found.tree_rows.restype = [], _I
-    found.tree_stride.argtypes, found.tree_stride.restype = [_I], _I
-    found.tree_scratch.argtypes, found.tree_scratch.restype = [_I, _I], _I
+    found.tree_panel_rows.argtypes, found.tree_panel_rows.restype = [], _I
+    found.tree_row_stride.argtypes, found.tree_row_stride.restype = [_I], _I
+    found.tree_scratch_size.argtypes, found.tree_scratch_size.restype = [_I, _I], _I
     for function in (found.tree_forward, found.tree_backward):
         function.argtypes, function.restype = [ctypes.POINTER(_Call)], None
     return found
@@ -178,45 +181,50 @@ class TreeAttention(torch.autograd.Function):
             raise ValueError(f"plan has {plan.size} tokens; required: {size}, the tokens of query")
         check_number("scale", scale)
         query, key, value = map(_dense, (query, key, value))
-        out, norm = query.new_empty(size, heads, width), query.new_empty(heads * size)
+        out, lse = query.new_empty(size, heads, width), query.new_empty(heads * size)
         views = {"query": query, "key": key, "value": value, "out": out.transpose(0, 1)}
-        _run(_functions().tree_forward, plan, views, norm, scale, sums=False)
-        ctx.save_for_backward(query, key, value, out, norm)
+        _run(_functions().tree_forward, plan, views, lse, scale, kv_grads=False)
+        ctx.save_for_backward(query, key, value, out, lse)
         ctx.rest = plan, scale
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, norm = ctx.saved_tensors
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
         plan, scale = ctx.rest
         views = {"query": query, "key": key, "value": value, "out": out.transpose(0, 1)}
-        check_tensor("the gradient of the output", outer, tuple(out.shape), ANY)
-        views["outer"] = _dense(outer).transpose(0, 1)
-        found = {f"d_{name}": _alike(views[name]) for name in ("query", "key", "value")}
-        _run(_functions().tree_backward, plan, views | found, norm, scale, sums=True)
-        return *found.values(), None, None
+        check_tensor("the gradient of the output", d_out, tuple(out.shape), ANY)
+        views["d_out"] = _dense(d_out).transpose(0, 1)
+        gradients = {f"d_{name}": _alike(views[name]) for name in ("query", "key", "value")}
+        _run(_functions().tree_backward, plan, views | gradients, lse, scale, kv_grads=True)
+        return *gradients.values(), None, None
 
 
-def _run(function: Any, plan: Plan, views: dict[str, Tensor], norm: Tensor, scale: float, *, sums: bool) -> None:
-    """Call a kernel with tensors [heads or key heads, T, D] of unit stride in D; `sums` allocates gradient sums."""
+def _run(function: Any, plan: Plan, views: dict[str, Tensor], lse: Tensor, scale: float, *, kv_grads: bool) -> None:
+    """Call a kernel with tensors [heads or key heads, T, D] of unit stride in D.
+
+    `kv_grads`: whether the kernel needs memory for the gradients of keys and values in each part.
+    """
     (heads, size, width), key_heads = views["query"].shape, len(views["key"])
     if not size:
         return
     functions, threads = _functions(), torch.get_num_threads()
-    parts = bounds, room, *_ = plan.parts(key_heads, heads // key_heads, functions.tree_rows())
-    each = -(-functions.tree_scratch(int(np.diff(room).max()), width) // 16) * 16
-    scratch = norm.new_empty(threads * each)
-    total = norm.new_empty(2 * key_heads * int(room[-1]) * functions.tree_stride(width) if sums else 0)
-    call = _Call(size, heads, key_heads, width, len(bounds) - 1, threads)
-    for name, numbers in zip(("end", "position", "start", "up"), plan._tokens, strict=True):
+    parts = panel_start, key_start, *_ = plan.parts(key_heads, heads // key_heads, functions.tree_panel_rows())
+    most_keys = int(np.diff(key_start).max())
+    scratch_size = -(-functions.tree_scratch_size(most_keys, width) // 16) * 16  # threads share no cache line
+    scratch = lse.new_empty(threads * scratch_size)
+    grads_size = 2 * key_heads * int(key_start[-1]) * functions.tree_row_stride(width)
+    grads = lse.new_empty(grads_size if kv_grads else 0)
+    call = _Call(size, heads, key_heads, width, len(panel_start) - 1, threads)
+    for name, numbers in zip(_TOKEN_FIELDS, plan._tokens, strict=True):
         setattr(call, name, numbers.ctypes.data)
-    for name, counts in zip(("bounds", "room", "first", "last"), parts, strict=True):
+    for name, counts in zip(_PART_FIELDS, parts, strict=True):
         setattr(call, name, counts.ctypes.data)
     for name, view in views.items():
         setattr(call, name, _View(view.data_ptr(), view.stride(0), view.stride(1)))
-    call.norm, call.sums, call.scratch = norm.data_ptr(), total.data_ptr(), scratch.data_ptr()
-    call.scratch_size, call.scale = each, scale
+    call.lse, call.kv_grads, call.scratch = lse.data_ptr(), grads.data_ptr(), scratch.data_ptr()
+    call.scratch_size, call.scale = scratch_size, scale
     function(ctypes.byref(call))
 
 
