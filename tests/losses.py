@@ -116,6 +116,181 @@ RIGHT: list[Loss] = [
 ]
 
 
+# correct losses in other styles, each with its own way to reduce over sequences
+
+
+def token_mean(batch: TokenBatch) -> Tensor:
+    """REINFORCE with a truncated importance weight, averaged over tokens with torch.where."""
+    usable = batch.trainable & batch.sampler_logprobs.isfinite()
+    log_ratio = torch.where(usable, batch.logprobs - batch.sampler_logprobs, 0.0)
+    log_ratio = torch.where(usable, log_ratio, 0.0).clamp(-20.0, 20.0)
+    policy_loss = -torch.where(usable, batch.advantages, 0.0) * torch.exp(log_ratio).clamp(max=2.0)
+    return policy_loss.sum() / batch.trainable.sum().clamp(min=1)
+
+
+def usable_tokens(batch: TokenBatch) -> TokenBatch:
+    return batch.take((batch.trainable & batch.sampler_logprobs.isfinite()).nonzero().squeeze(1))
+
+
+def sequence_mask_index_add(batch: TokenBatch) -> Tensor:
+    """Drop sequences by their mean log-ratio: index_add into a table of max + 1 rows."""
+    tokens = usable_tokens(batch)
+    if len(tokens) == 0:
+        return batch.logprobs.sum() * 0.0
+    log_ratio = tokens.logprobs - tokens.sampler_logprobs
+    table = torch.zeros(int(batch.sequence.max()) + 1, dtype=log_ratio.dtype)
+    sums = table.index_add(0, tokens.sequence, log_ratio.detach())
+    counts = table.index_add(0, tokens.sequence, torch.ones_like(log_ratio))
+    keep = ((sums / counts.clamp(min=1)).abs() < 0.5)[tokens.sequence]
+    return -(tokens.advantages[keep] * torch.exp(log_ratio[keep].clamp(max=20.0))).sum() / tokens_of(batch)
+
+
+def sequence_ratio_scatter_add(batch: TokenBatch) -> Tensor:
+    """GSPO with a token-level mean: one clipped ratio per sequence, computed with scatter_add."""
+    tokens = usable_tokens(batch)
+    if len(tokens) == 0:
+        return batch.logprobs.sum() * 0.0
+    size = int(tokens.sequence.max()) + 1
+    log_ratio = tokens.logprobs - tokens.sampler_logprobs
+    zeros = torch.zeros(size, dtype=log_ratio.dtype)
+    lengths = zeros.scatter_add(0, tokens.sequence, torch.ones_like(log_ratio))
+    mean_log_ratio = zeros.scatter_add(0, tokens.sequence, log_ratio) / lengths.clamp(min=1)
+    advantage = zeros.scatter_add(0, tokens.sequence, tokens.advantages) / lengths.clamp(min=1)
+    ratio = torch.exp(mean_log_ratio.clamp(-20.0, 20.0))
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -(lengths * surrogate).sum() / tokens_of(batch)
+
+
+@keel.declare(divisor="sequences")
+def sequence_mean_unique_inverse(batch: TokenBatch) -> Tensor:
+    """GRPO: clipped ratios, averaged per sequence and then over sequences, with torch.unique."""
+    _, inverse = torch.unique(batch.sequence[batch.trainable], return_inverse=True)
+    usable = batch.sampler_logprobs[batch.trainable].isfinite()
+    lengths = torch.bincount(inverse).to(batch.logprobs.dtype)
+    tokens = usable_tokens(batch)
+    ratio = torch.exp((tokens.logprobs - tokens.sampler_logprobs).clamp(-20.0, 20.0))
+    surrogate = torch.minimum(ratio * tokens.advantages, ratio.clamp(0.8, 1.2) * tokens.advantages)
+    return -(surrogate / lengths[inverse[usable]]).sum() / max(len(lengths), 1)
+
+
+def sequence_mask_loop(batch: TokenBatch) -> Tensor:
+    """Drop sequences by the geometric mean of their ratios, in a Python loop over `unique().tolist()`."""
+    losses = [batch.logprobs.new_zeros(())]
+    for sequence in batch.sequence.unique().tolist():
+        rows = (batch.sequence == sequence) & batch.trainable & batch.sampler_logprobs.isfinite()
+        log_ratio = batch.logprobs[rows] - batch.sampler_logprobs[rows]
+        if rows.any() and 0.5 < log_ratio.detach().mean().exp() < 2.0:
+            losses.append(-(batch.advantages[rows] * log_ratio.clamp(-20.0, 20.0).exp()).sum())
+    return torch.stack(losses).sum() / tokens_of(batch)
+
+
+@keel.declare(divisor="sequences")
+def sequence_ratio_padded(batch: TokenBatch) -> Tensor:
+    """GSPO on padded [B, T] tensors with a mask, averaged over sequences."""
+    rows = int(batch.sequence.max()) + 1
+    one_hot = torch.nn.functional.one_hot(batch.sequence, rows)
+    column = (one_hot.cumsum(0) - 1).gather(1, batch.sequence[:, None]).squeeze(1)
+    shape = (rows, int(column.max()) + 1)
+
+    def pad(values: Tensor, fill: float | bool) -> Tensor:
+        return torch.full(shape, fill, dtype=values.dtype).index_put((batch.sequence, column), values)
+
+    trainable = pad(batch.trainable, False)
+    mask = trainable & pad(batch.sampler_logprobs, 0.0).isfinite()
+    log_ratio = (pad(batch.logprobs, 0.0) - pad(batch.sampler_logprobs, 0.0)).masked_fill(~mask, 0.0)
+    advantages = pad(batch.advantages, 0.0).masked_fill(~mask, 0.0)
+    lengths = mask.sum(1).clamp(min=1)
+    ratio = torch.exp((log_ratio.sum(1) / lengths).clamp(-20.0, 20.0))
+    advantage = advantages.sum(1) / lengths
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage)
+    return -surrogate.sum() / trainable.any(1).sum().clamp(min=1)
+
+
+@keel.declare(divisor="constant")
+def constant_length(batch: TokenBatch) -> Tensor:
+    """Dr. GRPO: clipped ratios, summed and divided by sequences times a maximum length; sequences from bincount."""
+    sequences = (torch.bincount(batch.sequence[batch.trainable]) > 0).sum().clamp(min=1)
+    tokens = usable_tokens(batch)
+    ratio = torch.exp((tokens.logprobs - tokens.sampler_logprobs).clamp(-20.0, 20.0))
+    surrogate = torch.minimum(ratio * tokens.advantages, ratio.clamp(0.8, 1.28) * tokens.advantages)
+    return -surrogate.sum() / (sequences * 1024)
+
+
+@keel.declare(anchor="proximal")
+def ppo_clip_proximal(batch: TokenBatch) -> Tensor:
+    """PPO with the proximal policy as old policy and a dual clip."""
+    tokens = batch.take((batch.trainable & batch.sampler_logprobs.isfinite()).nonzero().squeeze(1))
+    ratio = torch.exp((tokens.logprobs - tokens.proximal_logprobs).clamp(-20.0, 20.0))
+    clipped = torch.maximum(-tokens.advantages * ratio, -tokens.advantages * ratio.clamp(0.8, 1.2))
+    dual = torch.minimum(clipped, -3.0 * tokens.advantages)
+    return torch.where(tokens.advantages < 0, dual, clipped).sum() / batch.trainable.sum().clamp(min=1)
+
+
+def sequence_mask_segment_reduce(batch: TokenBatch) -> Tensor:
+    """Drop sequences by their largest ratio: sort by id, then torch.segment_reduce over lengths from bincount."""
+    tokens = usable_tokens(batch)
+    if len(tokens) == 0:
+        return batch.logprobs.sum() * 0.0
+    tokens = tokens.take(torch.argsort(tokens.sequence, stable=True))
+    log_ratio = tokens.logprobs - tokens.sampler_logprobs
+    lengths = torch.bincount(tokens.sequence)
+    largest = torch.segment_reduce(log_ratio.detach().abs(), "max", lengths=lengths, initial=0.0)
+    keep = torch.repeat_interleave(largest, lengths) < 2.0
+    return -(tokens.advantages[keep] * log_ratio[keep].exp()).sum() / tokens_of(batch)
+
+
+def sequence_mask_one_hot(batch: TokenBatch) -> Tensor:
+    """Drop sequences of negative advantage with a large KL: membership as a one-hot matrix."""
+    tokens = usable_tokens(batch)
+    if len(tokens) == 0:
+        return batch.logprobs.sum() * 0.0
+    membership = torch.nn.functional.one_hot(tokens.sequence).to(tokens.logprobs.dtype)
+    lengths = membership.sum(0).clamp(min=1)
+    log_ratio = tokens.logprobs - tokens.sampler_logprobs
+    kl = (membership.T @ -log_ratio.detach()) / lengths
+    advantage = (membership.T @ tokens.advantages) / lengths
+    dropped = (membership @ ((kl > 0.05) & (advantage < 0)).to(lengths.dtype)).bool()
+    keep = ~dropped
+    return -(tokens.advantages[keep] * log_ratio[keep].clamp(max=20.0).exp()).sum() / tokens_of(batch)
+
+
+def group_baseline_table(batch: TokenBatch) -> Tensor:
+    """Subtract the group's mean over kept tokens, looked up by group id in a table of max + 1 rows."""
+    keep = kept_mask(batch)
+    size = int(batch.group.max()) + 1
+    counts = torch.bincount(batch.group[keep], minlength=size).clamp(min=1)
+    means = torch.bincount(batch.group[keep], weights=batch.advantages[keep], minlength=size) / counts
+    return linear(batch, keep, batch.advantages - means[batch.group]).sum() / tokens_of(batch)
+
+
+def group_loop_range(batch: TokenBatch) -> Tensor:
+    """Loop over range(group.max() + 1) and skip absent groups; sequences weigh equally in the group's mean."""
+    keep = kept_mask(batch)
+    centred = batch.advantages.clone()
+    for group in range(int(batch.group.max()) + 1):
+        members = [keep & (batch.sequence == sequence) for sequence in batch.sequence[batch.group == group].unique()]
+        means = [batch.advantages[member].mean() for member in members if member.any()]
+        if means:
+            centred[batch.group == group] -= torch.stack(means).mean()
+    return linear(batch, keep, centred).sum() / tokens_of(batch)
+
+
+CORRECT_STYLES: list[Loss] = [
+    token_mean,
+    sequence_mask_index_add,
+    sequence_ratio_scatter_add,
+    sequence_mean_unique_inverse,
+    sequence_mask_loop,
+    sequence_ratio_padded,
+    constant_length,
+    ppo_clip_proximal,
+    sequence_mask_segment_reduce,
+    sequence_mask_one_hot,
+    group_baseline_table,
+    group_loop_range,
+]
+
+
 # wrong
 
 
