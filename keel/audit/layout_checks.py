@@ -63,8 +63,8 @@ def _relabellings(sequence: Tensor, group: Tensor, any_integer: bool) -> Iterato
 
 def _dense(ids: Tensor, direction: int = 1) -> Tensor:
     """Renumber ids as 0..n-1, in ascending order or, with direction -1, in descending order."""
-    unique, dense = torch.unique(ids, return_inverse=True)
-    return dense if direction > 0 else len(unique) - 1 - dense
+    ordered = torch.unique(ids * direction)
+    return torch.searchsorted(ordered, ids * direction)
 
 
 def _permuted_with_gaps(ids: Tensor) -> Tensor:

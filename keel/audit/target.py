@@ -198,7 +198,7 @@ def _function_options(function: Callable[..., Any]) -> Options:
     for parameter in parameters:
         default = parameter.default
         if parameter.kind is parameter.VAR_KEYWORD:
-            options[UNKNOWN] = None, (1.0,)
+            options[UNKNOWN_OPTION] = None, (1.0,)
         if default is parameter.empty or isinstance(default, str):
             continue  # no value to try is known
         if isinstance(default, bool):

@@ -68,6 +68,7 @@ def check_unusable_dropped(target: Target, batch: TokenBatch) -> str | None:
     if target.declaration.signal == "none":
         return None
     batch = enlarge(target, batch, 128)
+    target.evaluate(batch)  # a loss that raises without the damaged token does not raise because of it
     index = int(batch.trainable.nonzero()[0])
     assert batch.sampler_logprobs is not None
     for value in (math.nan, math.inf, -math.inf):

@@ -89,12 +89,13 @@ def _show(report: "Report") -> None:
         table.add_row(finding.letter, finding.title, status, Text(finding.message))
     screen.print(f"audit of {report.target}\n")
     screen.print(table)
-    shown_errors: set[str] = set()
+    shown: set[str] = set()
     for finding in report.findings:
-        if finding.batch is None or finding.message in shown_errors:
+        # one line of the loss often raises in several classes; show one batch for it
+        location = finding.message.rpartition(" (")[2] if finding.status == "error" else finding.letter
+        if finding.batch is None or location in shown:
             continue
-        if finding.status == "error":
-            shown_errors.add(finding.message)  # one exception often stops several classes
+        shown.add(location)
         what = "batch found that raises" if finding.status == "error" else "counterexample found"
         screen.print(f"\n{finding.letter}. smallest {what}")
         screen.print(_tokens(finding.batch))
