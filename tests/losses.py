@@ -1,7 +1,7 @@
-"""Losses for the audit: wrong on purpose, each in one of the ways that really happened, and right ones beside them.
+"""Losses for tests of the audit: correct ones, and wrong ones that each reproduce a failure seen in a real codebase.
 
-Written as a user would write them, in plain torch over a TokenBatch, and in the simplest form that shows the failure.
-`WRONG` maps each to the class that names it.
+They are written as a user would write them, in plain torch over a TokenBatch, in the simplest form that shows the
+failure. `WRONG` maps each wrong loss to the class that it must fail.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def kept_mask(batch: TokenBatch, low: float = 0.2, high: float = 5.0) -> Tensor:
 
 
 def linear(batch: TokenBatch, keep: Tensor, advantages: Tensor | None = None) -> Tensor:
-    """-A * r on the kept tokens, safely."""
+    """Return -A * r of the kept tokens; dropped tokens are never read."""
     d = batch.logprobs[keep] - batch.sampler_logprobs[keep]
     return -(batch.advantages if advantages is None else advantages)[keep] * torch.exp(d)
 
@@ -34,7 +34,7 @@ def each_sequence(batch: TokenBatch) -> list[Tensor]:
     return [(batch.sequence == each) & batch.trainable for each in torch.unique(batch.sequence)]
 
 
-# right
+# correct
 
 
 def right_icepop(batch: TokenBatch) -> Tensor:
@@ -116,11 +116,186 @@ RIGHT: list[Loss] = [
 ]
 
 
+# correct losses in other styles, each with its own way to reduce over sequences
+
+
+def token_mean(batch: TokenBatch) -> Tensor:
+    """REINFORCE with a truncated importance weight, averaged over tokens with torch.where."""
+    usable = batch.trainable & batch.sampler_logprobs.isfinite()
+    log_ratio = torch.where(usable, batch.logprobs - batch.sampler_logprobs, 0.0)
+    log_ratio = torch.where(usable, log_ratio, 0.0).clamp(-20.0, 20.0)
+    policy_loss = -torch.where(usable, batch.advantages, 0.0) * torch.exp(log_ratio).clamp(max=2.0)
+    return policy_loss.sum() / batch.trainable.sum().clamp(min=1)
+
+
+def usable_tokens(batch: TokenBatch) -> TokenBatch:
+    return batch.take((batch.trainable & batch.sampler_logprobs.isfinite()).nonzero().squeeze(1))
+
+
+def sequence_mask_index_add(batch: TokenBatch) -> Tensor:
+    """Drop sequences by their mean log-ratio: index_add into a table of max + 1 rows."""
+    tokens = usable_tokens(batch)
+    if len(tokens) == 0:
+        return batch.logprobs.sum() * 0.0
+    log_ratio = tokens.logprobs - tokens.sampler_logprobs
+    table = torch.zeros(int(batch.sequence.max()) + 1, dtype=log_ratio.dtype)
+    sums = table.index_add(0, tokens.sequence, log_ratio.detach())
+    counts = table.index_add(0, tokens.sequence, torch.ones_like(log_ratio))
+    keep = ((sums / counts.clamp(min=1)).abs() < 0.5)[tokens.sequence]
+    return -(tokens.advantages[keep] * torch.exp(log_ratio[keep].clamp(max=20.0))).sum() / tokens_of(batch)
+
+
+def sequence_ratio_scatter_add(batch: TokenBatch) -> Tensor:
+    """GSPO with a token-level mean: one clipped ratio per sequence, computed with scatter_add."""
+    tokens = usable_tokens(batch)
+    if len(tokens) == 0:
+        return batch.logprobs.sum() * 0.0
+    size = int(tokens.sequence.max()) + 1
+    log_ratio = tokens.logprobs - tokens.sampler_logprobs
+    zeros = torch.zeros(size, dtype=log_ratio.dtype)
+    lengths = zeros.scatter_add(0, tokens.sequence, torch.ones_like(log_ratio))
+    mean_log_ratio = zeros.scatter_add(0, tokens.sequence, log_ratio) / lengths.clamp(min=1)
+    advantage = zeros.scatter_add(0, tokens.sequence, tokens.advantages) / lengths.clamp(min=1)
+    ratio = torch.exp(mean_log_ratio.clamp(-20.0, 20.0))
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -(lengths * surrogate).sum() / tokens_of(batch)
+
+
+@keel.declare(divisor="sequences")
+def sequence_mean_unique_inverse(batch: TokenBatch) -> Tensor:
+    """GRPO: clipped ratios, averaged per sequence and then over sequences, with torch.unique."""
+    _, inverse = torch.unique(batch.sequence[batch.trainable], return_inverse=True)
+    usable = batch.sampler_logprobs[batch.trainable].isfinite()
+    lengths = torch.bincount(inverse).to(batch.logprobs.dtype)
+    tokens = usable_tokens(batch)
+    ratio = torch.exp((tokens.logprobs - tokens.sampler_logprobs).clamp(-20.0, 20.0))
+    surrogate = torch.minimum(ratio * tokens.advantages, ratio.clamp(0.8, 1.2) * tokens.advantages)
+    return -(surrogate / lengths[inverse[usable]]).sum() / max(len(lengths), 1)
+
+
+def sequence_mask_loop(batch: TokenBatch) -> Tensor:
+    """Drop sequences by the geometric mean of their ratios, in a Python loop over `unique().tolist()`."""
+    losses = [batch.logprobs.new_zeros(())]
+    for sequence in batch.sequence.unique().tolist():
+        rows = (batch.sequence == sequence) & batch.trainable & batch.sampler_logprobs.isfinite()
+        log_ratio = batch.logprobs[rows] - batch.sampler_logprobs[rows]
+        if rows.any() and 0.5 < log_ratio.detach().mean().exp() < 2.0:
+            losses.append(-(batch.advantages[rows] * log_ratio.clamp(-20.0, 20.0).exp()).sum())
+    return torch.stack(losses).sum() / tokens_of(batch)
+
+
+@keel.declare(divisor="sequences")
+def sequence_ratio_padded(batch: TokenBatch) -> Tensor:
+    """GSPO on padded [B, T] tensors with a mask, averaged over sequences."""
+    rows = int(batch.sequence.max()) + 1
+    one_hot = torch.nn.functional.one_hot(batch.sequence, rows)
+    column = (one_hot.cumsum(0) - 1).gather(1, batch.sequence[:, None]).squeeze(1)
+    shape = (rows, int(column.max()) + 1)
+
+    def pad(values: Tensor, fill: float | bool) -> Tensor:
+        return torch.full(shape, fill, dtype=values.dtype).index_put((batch.sequence, column), values)
+
+    trainable = pad(batch.trainable, False)
+    mask = trainable & pad(batch.sampler_logprobs, 0.0).isfinite()
+    log_ratio = (pad(batch.logprobs, 0.0) - pad(batch.sampler_logprobs, 0.0)).masked_fill(~mask, 0.0)
+    advantages = pad(batch.advantages, 0.0).masked_fill(~mask, 0.0)
+    lengths = mask.sum(1).clamp(min=1)
+    ratio = torch.exp((log_ratio.sum(1) / lengths).clamp(-20.0, 20.0))
+    advantage = advantages.sum(1) / lengths
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage)
+    return -surrogate.sum() / trainable.any(1).sum().clamp(min=1)
+
+
+@keel.declare(divisor="constant")
+def constant_length(batch: TokenBatch) -> Tensor:
+    """Dr. GRPO: clipped ratios, summed and divided by sequences times a maximum length; sequences from bincount."""
+    sequences = (torch.bincount(batch.sequence[batch.trainable]) > 0).sum().clamp(min=1)
+    tokens = usable_tokens(batch)
+    ratio = torch.exp((tokens.logprobs - tokens.sampler_logprobs).clamp(-20.0, 20.0))
+    surrogate = torch.minimum(ratio * tokens.advantages, ratio.clamp(0.8, 1.28) * tokens.advantages)
+    return -surrogate.sum() / (sequences * 1024)
+
+
+@keel.declare(anchor="proximal")
+def ppo_clip_proximal(batch: TokenBatch) -> Tensor:
+    """PPO with the proximal policy as old policy and a dual clip."""
+    tokens = batch.take((batch.trainable & batch.sampler_logprobs.isfinite()).nonzero().squeeze(1))
+    ratio = torch.exp((tokens.logprobs - tokens.proximal_logprobs).clamp(-20.0, 20.0))
+    clipped = torch.maximum(-tokens.advantages * ratio, -tokens.advantages * ratio.clamp(0.8, 1.2))
+    dual = torch.minimum(clipped, -3.0 * tokens.advantages)
+    return torch.where(tokens.advantages < 0, dual, clipped).sum() / batch.trainable.sum().clamp(min=1)
+
+
+def sequence_mask_segment_reduce(batch: TokenBatch) -> Tensor:
+    """Drop sequences by their largest ratio: sort by id, then torch.segment_reduce over lengths from bincount."""
+    tokens = usable_tokens(batch)
+    if len(tokens) == 0:
+        return batch.logprobs.sum() * 0.0
+    tokens = tokens.take(torch.argsort(tokens.sequence, stable=True))
+    log_ratio = tokens.logprobs - tokens.sampler_logprobs
+    lengths = torch.bincount(tokens.sequence)
+    largest = torch.segment_reduce(log_ratio.detach().abs(), "max", lengths=lengths, initial=0.0)
+    keep = torch.repeat_interleave(largest, lengths) < 2.0
+    return -(tokens.advantages[keep] * log_ratio[keep].exp()).sum() / tokens_of(batch)
+
+
+def sequence_mask_one_hot(batch: TokenBatch) -> Tensor:
+    """Drop sequences of negative advantage with a large KL: membership as a one-hot matrix."""
+    tokens = usable_tokens(batch)
+    if len(tokens) == 0:
+        return batch.logprobs.sum() * 0.0
+    membership = torch.nn.functional.one_hot(tokens.sequence).to(tokens.logprobs.dtype)
+    lengths = membership.sum(0).clamp(min=1)
+    log_ratio = tokens.logprobs - tokens.sampler_logprobs
+    kl = (membership.T @ -log_ratio.detach()) / lengths
+    advantage = (membership.T @ tokens.advantages) / lengths
+    dropped = (membership @ ((kl > 0.05) & (advantage < 0)).to(lengths.dtype)).bool()
+    keep = ~dropped
+    return -(tokens.advantages[keep] * log_ratio[keep].clamp(max=20.0).exp()).sum() / tokens_of(batch)
+
+
+def group_baseline_table(batch: TokenBatch) -> Tensor:
+    """Subtract the group's mean over kept tokens, looked up by group id in a table of max + 1 rows."""
+    keep = kept_mask(batch)
+    size = int(batch.group.max()) + 1
+    counts = torch.bincount(batch.group[keep], minlength=size).clamp(min=1)
+    means = torch.bincount(batch.group[keep], weights=batch.advantages[keep], minlength=size) / counts
+    return linear(batch, keep, batch.advantages - means[batch.group]).sum() / tokens_of(batch)
+
+
+def group_loop_range(batch: TokenBatch) -> Tensor:
+    """Loop over range(group.max() + 1) and skip absent groups; sequences weigh equally in the group's mean."""
+    keep = kept_mask(batch)
+    centred = batch.advantages.clone()
+    for group in range(int(batch.group.max()) + 1):
+        members = [keep & (batch.sequence == sequence) for sequence in batch.sequence[batch.group == group].unique()]
+        means = [batch.advantages[member].mean() for member in members if member.any()]
+        if means:
+            centred[batch.group == group] -= torch.stack(means).mean()
+    return linear(batch, keep, centred).sum() / tokens_of(batch)
+
+
+CORRECT_STYLES: list[Loss] = [
+    token_mean,
+    sequence_mask_index_add,
+    sequence_ratio_scatter_add,
+    sequence_mean_unique_inverse,
+    sequence_mask_loop,
+    sequence_ratio_padded,
+    constant_length,
+    ppo_clip_proximal,
+    sequence_mask_segment_reduce,
+    sequence_mask_one_hot,
+    group_baseline_table,
+    group_loop_range,
+]
+
+
 # wrong
 
 
 def mask_times_exp(batch: TokenBatch) -> Tensor:
-    """0 * inf: the mask multiplies what has already overflowed."""
+    """The mask multiplies a ratio that has already overflowed: 0 * inf."""
     usable = batch.trainable & batch.sampler_logprobs.isfinite()
     ratio = torch.exp(batch.logprobs[usable] - batch.sampler_logprobs[usable])
     keep = ((ratio >= 0.2) & (ratio <= 5.0)).double().detach()
@@ -128,7 +303,7 @@ def mask_times_exp(batch: TokenBatch) -> Tensor:
 
 
 def where_after_exp(batch: TokenBatch) -> Tensor:
-    """The forward is clean; the backward multiplies 0 by inf."""
+    """The forward pass is finite, but the backward pass computes 0 * inf."""
     usable = batch.trainable & batch.sampler_logprobs.isfinite()
     ratio = torch.exp(batch.logprobs[usable] - batch.sampler_logprobs[usable])
     inside = (ratio >= 0.2) & (ratio <= 5.0)
@@ -136,13 +311,13 @@ def where_after_exp(batch: TokenBatch) -> Tensor:
 
 
 def nan_times_zero(batch: TokenBatch) -> Tensor:
-    """A NaN log-prob in a prompt, masked by multiplication, reaches the loss."""
+    """A NaN log-prob of a prompt token is masked by multiplication and reaches the loss."""
     ratio = torch.exp((batch.logprobs - batch.sampler_logprobs).clamp(-20, 20))
     return -(batch.trainable * ratio * batch.advantages).sum() / tokens_of(batch)
 
 
 def missing_read_as_on_policy(batch: TokenBatch) -> Tensor:
-    """A sampler log-prob that is missing becomes a ratio of one."""
+    """A missing sampler log-prob becomes a ratio of one."""
     sampler = torch.where(batch.sampler_logprobs.isfinite(), batch.sampler_logprobs, batch.logprobs.detach())
     filled = batch.replace(sampler_logprobs=sampler)
     return linear(filled, kept_mask(filled)).sum() / tokens_of(batch)
@@ -158,26 +333,26 @@ def _baseline_by(batch: TokenBatch, label: Tensor) -> Tensor:
 
 
 def groups_by_stride(batch: TokenBatch) -> Tensor:
-    """Every two sequences, in the order in which they stand, are a group."""
+    """Every two consecutive sequences are taken as a group."""
     place = torch.unique_consecutive(batch.sequence, return_inverse=True)[1]
     return _baseline_by(batch, place // 2)
 
 
 def groups_by_reshape(batch: TokenBatch) -> Tensor:
-    """Every four tokens are a group, and any other number of tokens is a crash."""
+    """Every four consecutive tokens are taken as a group; raises if the number of tokens is not a multiple of 4."""
     rows = batch.advantages.view(-1, 4)
     centred = (rows - rows.mean(1, keepdim=True)).view(-1)
     return linear(batch, kept_mask(batch), centred).sum() / tokens_of(batch)
 
 
 def uneven_groups_share_a_baseline(batch: TokenBatch) -> Tensor:
-    """Groups of equal size have their own baselines; as soon as they differ, all share one."""
+    """Groups of equal size have separate baselines; with unequal sizes, all share one."""
     sizes = {int((batch.group == each).sum()) for each in torch.unique(batch.group)}
     return _baseline_by(batch, batch.group if len(sizes) == 1 else torch.zeros_like(batch.group))
 
 
 def baselines_crossed_by_order(batch: TokenBatch) -> Tensor:
-    """Baselines are listed by group id and handed out in order of appearance."""
+    """Baselines are listed by group id but assigned in order of appearance."""
     keep = kept_mask(batch)
     ids = torch.unique(batch.group)
     masks = [keep & (batch.group == each) for each in ids]
@@ -190,13 +365,13 @@ def baselines_crossed_by_order(batch: TokenBatch) -> Tensor:
 
 
 def runs_taken_for_sequences(batch: TokenBatch) -> Tensor:
-    """A sequence is wherever the id changes: interleaved tokens become sequences of their own."""
+    """Sequences are runs of equal ids, so interleaved tokens become separate sequences."""
     runs = torch.unique_consecutive(batch.sequence, return_inverse=True)[1]
     return right_sequence_mask(batch.replace(sequence=runs))
 
 
 def rejected_sibling_votes(batch: TokenBatch) -> Tensor:
-    """The baseline counts sequences that the mask has thrown out."""
+    """The baseline includes sequences that the mask drops."""
     keep = kept_mask(batch)
     centred = batch.advantages.clone()
     for group in torch.unique(batch.group):
@@ -206,7 +381,7 @@ def rejected_sibling_votes(batch: TokenBatch) -> Tensor:
 
 
 def empty_rollout_votes(batch: TokenBatch) -> Tensor:
-    """The baseline counts rollouts that have no trainable token."""
+    """The baseline includes rollouts without a trainable token."""
     keep = kept_mask(batch)
     sequences = {int(each): batch.sequence == each for each in torch.unique(batch.sequence)}
     centred = batch.advantages.clone()
@@ -219,7 +394,7 @@ def empty_rollout_votes(batch: TokenBatch) -> Tensor:
 
 
 def sequence_mask_leaks(batch: TokenBatch) -> Tensor:
-    """The sequence is judged, but only its tokens of negative advantage leave."""
+    """The decision is made for the sequence, but only its tokens with negative advantage are dropped."""
     keep = kept_mask(batch, 0.0, 1e30)
     total = batch.logprobs[batch.trainable].sum() * 0
     for mine in each_sequence(batch):
@@ -231,7 +406,7 @@ def sequence_mask_leaks(batch: TokenBatch) -> Tensor:
 
 
 def sequence_clip_by_token_sign(batch: TokenBatch) -> Tensor:
-    """One ratio for the sequence, clipped by the sign of each token's own advantage."""
+    """One ratio per sequence, but clipped by the sign of each token's advantage."""
     keep = kept_mask(batch, 1e-12, 1e12)
     total = batch.logprobs[batch.trainable].sum() * 0
     for mine in each_sequence(batch):
@@ -245,14 +420,14 @@ def sequence_clip_by_token_sign(batch: TokenBatch) -> Tensor:
 
 
 def ratio_with_its_own_detach(batch: TokenBatch) -> Tensor:
-    """Always one."""
+    """The ratio is always one."""
     keep = kept_mask(batch)
     ratio = torch.exp(batch.logprobs[keep] - batch.logprobs[keep].detach())
     return -(batch.advantages[keep] * ratio).sum() / tokens_of(batch)
 
 
 def sequence_mask_on_recomputed(batch: TokenBatch) -> Tensor:
-    """The mask measures drift from the trainer's own recomputed log-probs, not from the sampler's."""
+    """The mask measures drift from log-probs recomputed by the trainer instead of the sampler's."""
     keep = kept_mask(batch, 0.0, 1e30)
     total = batch.logprobs[batch.trainable].sum() * 0
     for mine in each_sequence(batch):
@@ -266,7 +441,7 @@ def sequence_mask_on_recomputed(batch: TokenBatch) -> Tensor:
 
 @keel.declare(decisions=["sequence"])
 def mask_that_never_fires(batch: TokenBatch) -> Tensor:
-    """Declares a sequence mask whose statistic compares the policy with itself."""
+    """The declared sequence mask compares the policy with itself."""
     keep = kept_mask(batch, 0.0, 1e30)
     total = batch.logprobs[batch.trainable].sum() * 0
     for mine in each_sequence(batch):
@@ -278,12 +453,12 @@ def mask_that_never_fires(batch: TokenBatch) -> Tensor:
 
 
 def prompts_divide(batch: TokenBatch) -> Tensor:
-    """The numerator has the mask, the denominator has not."""
+    """The mask is applied to the numerator but not to the denominator."""
     return linear(batch, kept_mask(batch)).sum() / len(batch)
 
 
 def truncation_in_numerator_only(batch: TokenBatch) -> Tensor:
-    """The last token of each sequence is masked out, and still counts."""
+    """The last token of each sequence is masked but counts in the denominator."""
     keep = kept_mask(batch)
     for mine in each_sequence(batch):
         if mine.sum() > 1:
@@ -292,22 +467,22 @@ def truncation_in_numerator_only(batch: TokenBatch) -> Tensor:
 
 
 def token_mean_turned_sample_mean(batch: TokenBatch) -> Tensor:
-    """Accumulating a mean per sequence makes short answers louder."""
+    """A mean per sequence, not declared: tokens of short completions weigh more."""
     return right_sequence_mean(batch)
 
 
 def survivors_divide(batch: TokenBatch) -> Tensor:
-    """The more is dropped, the larger every step."""
+    """Only kept tokens count in the divisor, not declared: the more is dropped, the larger the step."""
     return right_kept_divides(batch)
 
 
 def kl_coefficient_ignored(batch: TokenBatch, kl_coef: float = 0.1) -> Tensor:
-    """Read from the settings, and never passed on."""
+    """The coefficient is accepted and never used."""
     return right_icepop(batch)
 
 
 def dual_clip_ignored(batch: TokenBatch, eps: float = 0.2, dual_clip: float = 3.0) -> Tensor:
-    """Parsed, and never used."""
+    """The dual clip is accepted and never used."""
     usable = batch.trainable & batch.sampler_logprobs.isfinite()
     ratio = torch.exp((batch.logprobs[usable] - batch.sampler_logprobs[usable]).clamp(-30, 30))
     advantage = batch.advantages[usable]
@@ -315,7 +490,7 @@ def dual_clip_ignored(batch: TokenBatch, eps: float = 0.2, dual_clip: float = 3.
 
 
 def kl_ignored_without_reference(batch: TokenBatch, kl_coef: float = 0.0) -> Tensor:
-    """Works when there is a reference; when there is none, says nothing."""
+    """The coefficient is silently ignored when there are no reference log-probs."""
     keep = kept_mask(batch)
     loss = linear(batch, keep).sum()
     if batch.reference_logprobs is not None:
@@ -324,7 +499,7 @@ def kl_ignored_without_reference(batch: TokenBatch, kl_coef: float = 0.0) -> Ten
 
 
 def drift_centred_per_row(batch: TokenBatch) -> Tensor:
-    """A KL adjustment centred within each packed row of four tokens."""
+    """A KL adjustment is centred within each packed row of four tokens."""
     keep = kept_mask(batch)
     drift = (batch.logprobs - batch.reference_logprobs).detach()
     adjusted = batch.advantages.clone()
@@ -335,7 +510,7 @@ def drift_centred_per_row(batch: TokenBatch) -> Tensor:
 
 
 def whitened_per_call(batch: TokenBatch) -> Tensor:
-    """Advantages normalised over whatever tokens this rank or micro-batch happens to hold."""
+    """Advantages are normalised over the tokens of the rank or micro-batch."""
     keep = kept_mask(batch)
     mine = batch.advantages[keep]
     spread = mine.std() if len(mine) > 1 else torch.tensor(1.0)
@@ -345,17 +520,17 @@ def whitened_per_call(batch: TokenBatch) -> Tensor:
 
 
 def micro_batch_size_matters(batch: TokenBatch) -> Tensor:
-    """Divided by the square root of the tokens in the call."""
+    """Divided by the square root of the number of tokens in the call."""
     return linear(batch, kept_mask(batch)).sum() / tokens_of(batch).sqrt()
 
 
 def drift_on_dropped_undeclared(batch: TokenBatch) -> Tensor:
-    """A dropped token still pays the drift penalty, and nobody said so."""
+    """A dropped token still pays the drift penalty, not declared."""
     return right_drift_on_all(batch)
 
 
 def sum_over_all_slots(batch: TokenBatch) -> Tensor:
-    """Untrainable tokens train."""
+    """Untrainable tokens contribute to the loss."""
     usable = batch.sampler_logprobs.isfinite() & batch.logprobs.isfinite() & batch.advantages.isfinite()
     return linear(batch, usable & kept_mask(batch.replace(trainable=usable))).sum() / tokens_of(batch)
 

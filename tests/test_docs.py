@@ -47,6 +47,7 @@ def test_every_command_shown_prints_what_is_shown(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "tests"))
     monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.delitem(sys.modules, "my_losses", raising=False)  # of another test's directory
     main(command.split()[1:])
     printed = capsys.readouterr()
     lines = (printed.out + printed.err).rstrip("\n").split("\n")

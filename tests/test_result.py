@@ -50,7 +50,7 @@ def swallows_options(batch: keel.TokenBatch, **options: float) -> Tensor:
     return linear(batch, kept_mask(batch)).sum() / tokens_of(batch)
 
 
-def test_the_audit_forgives_float32_and_refusals_and_not_swallowed_options() -> None:
-    assert audit(computes_in_float32).held
-    assert audit(asserts_that_the_sampler_is_finite).held
-    assert audit(swallows_options).broken == ["g"]
+def test_audit_accepts_float32_and_raising_on_nan_but_not_ignored_options() -> None:
+    assert audit(computes_in_float32).passed
+    assert audit(asserts_that_the_sampler_is_finite).passed
+    assert audit(swallows_options).failed == ["g"]

@@ -1,7 +1,7 @@
-"""A conformance suite for training signals: does a loss do what it says, in any layout, with any junk beside it?"""
+"""Audit a loss for known silent failures, through nothing but its value and its gradient."""
 
 from keel.audit.declaration import Declaration, declare
 from keel.audit.suite import CLASSES, Finding, Report, audit
-from keel.audit.target import TargetError
+from keel.audit.target import LossError, TargetError
 
-__all__ = ["CLASSES", "Declaration", "Finding", "Report", "TargetError", "audit", "declare"]
+__all__ = ["CLASSES", "Declaration", "Finding", "LossError", "Report", "TargetError", "audit", "declare"]

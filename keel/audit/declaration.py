@@ -1,8 +1,9 @@
-"""What a rule says of itself: its anchor, the scope of its decisions, what a dropped token leaves, what divides.
+"""Declare what a loss intends: its anchor, the scope of its decisions, what a dropped token leaves, its divisor.
 
-A recipe's declaration is read off its composition. A function declares with the decorator `keel.declare`, or is held to
-the strict default: anchored on the sampler; each decision about one token from that token alone, or about a whole
-sequence; a dropped token leaves every term; the step's trainable tokens divide.
+The declaration of a preset follows from its composition. A function is declared with the decorator `keel.declare`.
+Without one it is audited against the strict default: anchored on the sampler; a token is dropped because of its own
+values only, or with its whole sequence; a dropped token leaves every term; the divisor is the number of trainable
+tokens of the step.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,20 +25,21 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """One rule's word about itself, which the audit holds it to."""
+    """The intended properties of a loss, which the audit checks."""
 
     anchor: Anchor = "sampler"
-    """The policy that the ratio, or the weight, is measured against."""
+    """The policy in the denominator of the ratio or of the importance weight."""
     decisions: tuple[Scope, ...] = ("token", "sequence")
-    """Who is dropped together."""
+    """The scopes at which tokens are dropped together."""
     leaves: Leaves = "every term"
-    """What a dropped token no longer pays."""
+    """The terms of the loss that a dropped token does not contribute to."""
     divisor: Divisor = "tokens"
-    """"tokens": trainable tokens of the step; "sequences": sequences times own length; "constant": times one length."""
+    """"tokens": the trainable tokens of the step; "sequences": the number of sequences times the length of the
+    token's sequence; "constant": the number of sequences times a constant. With "kept", dropped tokens do not count."""
     signal: Signal = "advantage"
-    """What the policy term follows: the batch's advantages, teacher minus policy, or nothing."""
+    """What the policy term weights log-probs by: the batch's advantages, teacher minus policy, or nothing."""
     drops: bool | None = None
-    """Whether some token must be dropped somewhere; None: not said."""
+    """Whether the loss must drop tokens on some batch; None: not declared."""
 
     def __post_init__(self) -> None:
         for name, kind in (("anchor", Anchor), ("leaves", Leaves), ("divisor", Divisor), ("signal", Signal)):
@@ -51,9 +53,9 @@ def _check(name: str, value: Any, known: tuple[str, ...]) -> None:
         raise ConfigError(f'declaration.{name} = "{value}" is not known; {nearest(str(value), known)}')
 
 
-def declare(**word: Any) -> Callable[[Function], Function]:
+def declare(**declared: Any) -> Callable[[Function], Function]:
     """Attach a declaration to a loss: `@keel.declare(anchor="proximal", divisor="sequences")`."""
-    declaration = revise(Declaration(), word)
+    declaration = revise(Declaration(), declared)
 
     def attach(function: Function) -> Function:
         function.keel_declaration = declaration  # type: ignore[attr-defined]
@@ -62,28 +64,28 @@ def declare(**word: Any) -> Callable[[Function], Function]:
     return attach
 
 
-def revise(declaration: Declaration, word: Mapping[str, Any]) -> Declaration:
-    """A declaration with some of its fields said otherwise."""
-    known = [each.name for each in fields(Declaration)]
-    for name in word:
+def revise(declaration: Declaration, declared: Mapping[str, Any]) -> Declaration:
+    """Return a declaration with some of its fields changed."""
+    known = [field.name for field in fields(Declaration)]
+    for name in declared:
         if name not in known:
             raise ConfigError(f"declaration.{name} is not known; {nearest(name, known)}")
-    word = dict(word)
-    if "decisions" in word:
-        said = word["decisions"]
-        word["decisions"] = (said,) if isinstance(said, str) else tuple(said)
-        word.setdefault("drops", bool(word["decisions"]))
-    return replace(declaration, **word)
+    changes = dict(declared)
+    if "decisions" in changes:
+        decisions = changes["decisions"]
+        changes["decisions"] = (decisions,) if isinstance(decisions, str) else tuple(decisions)
+        changes.setdefault("drops", bool(changes["decisions"]))
+    return replace(declaration, **changes)
 
 
 def declaration_of(composition: Composition) -> Declaration:
-    """What a composition says of itself."""
+    """Return the declaration that follows from a composition."""
     policy, reduction = composition.policy, composition.reduction
     anchor: Anchor = policy.anchor
     if anchor == "none" and composition.weights:
         anchor = "proximal" if composition.weights[0].of == "policy/proximal" else "sampler"
     if composition.proximal == "interpolated":
-        anchor = "sampler"  # the proximal policy is made from it
+        anchor = "sampler"  # the proximal log-probs are computed from the sampler's
     signal: Signal = "advantage"
     if policy.surrogate == "cross_entropy":
         signal = "none"

@@ -1,4 +1,4 @@
-"""The smallest batch that still breaks a rule: fewer sequences, fewer tokens, rounder numbers."""
+"""Reduce a batch on which a check fails: fewer sequences, fewer tokens, rounder numbers."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,16 +7,16 @@ import torch
 from keel.signal import TokenBatch
 
 LIMIT = 300
-"""Candidates tried before the current best is good enough."""
+"""The number of candidates after which the smallest batch so far is returned."""
 
 
-def shrink(batch: TokenBatch, breaks: Callable[[TokenBatch], bool]) -> TokenBatch:
-    """Greedily simplify a batch as long as it still breaks."""
+def shrink(batch: TokenBatch, fails: Callable[[TokenBatch], bool]) -> TokenBatch:
+    """Greedily simplify a batch while the check still fails on it."""
     tried = 0
     while tried < LIMIT:
         for candidate in _simpler(batch):
             tried += 1
-            if breaks(candidate):
+            if fails(candidate):
                 batch = candidate
                 break
             if tried >= LIMIT:
@@ -31,14 +31,15 @@ def _simpler(batch: TokenBatch) -> Iterator[TokenBatch]:
         rest = (batch.sequence != sequence).nonzero().squeeze(1)
         if bool(batch.trainable[rest].any()):
             yield batch.take(rest)
-    for place in range(len(batch)):
-        rest = (torch.arange(len(batch)) != place).nonzero().squeeze(1)
+    for index in range(len(batch)):
+        rest = (torch.arange(len(batch)) != index).nonzero().squeeze(1)
         if bool(batch.trainable[rest].any()):
             yield batch.take(rest)
     for name in ("advantages", "sampler_logprobs", "logprobs"):
-        value = batch.tensors()[name]
+        value = batch.tensors().get(name)
+        if value is None:
+            continue
         for rounded in (value.round(), value.round(decimals=1), value.round(decimals=2)):
-            # a teacher made from the log-probs must move with them, so rules that follow one keep their numbers
-            if not torch.equal(rounded, value) and batch.teacher_logprobs is not None:
+            if not torch.equal(rounded.nan_to_num(), value.nan_to_num()):
                 yield batch.replace(**{name: rounded})
                 break

@@ -1,69 +1,87 @@
-"""The audit: every question, asked of batches from small to large until one breaks, and the smallest such batch.
+"""Run every check on batches from small to large, and reduce the first batch that fails.
 
-The classes are those of the real silent failures in docs/objectives.md. Two of them, h and i, live outside a loss.
+The classes are the silent failures listed in docs/objectives.md. Two of them, h and i, are not properties of a loss.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from keel.audit import layout, scale, tokens
-from keel.audit.asking import Question
-from keel.audit.options import dead_option
-from keel.audit.probes import Token, build, random_batches
-from keel.audit.region import dropped_as_declared
+from keel.audit import layout_checks, normalisation_checks, token_checks
+from keel.audit.drop_region_checks import check_drop_region
+from keel.audit.observe import Check
+from keel.audit.option_checks import check_options
+from keel.audit.probe_batches import Token, build, random_batches
 from keel.audit.shrink import shrink
-from keel.audit.target import Target, TargetError, find_target
+from keel.audit.target import LossError, Target, TargetError, find_target
 from keel.signal import TokenBatch
 
 CLASSES = {
-    "a": "masking by multiplication",
-    "b": "grouping by position",
-    "c": "rejected rows still vote",
-    "d": "sequence decision at token scope",
-    "e": "wrong old policy",
-    "f": "numerator and denominator disagree",
-    "g": "option accepted, not wired",
-    "h": "sampler's distribution is not the trainer's",
-    "i": "stale weights served",
-    "j": "layout changes the number",
+    "a": "masked values reach the loss",
+    "b": "depends on order or ids",
+    "c": "dropped samples affect others",
+    "d": "sequence mask applied per token",
+    "e": "ratio against the wrong policy",
+    "f": "wrong normalisation",
+    "g": "option without effect",
+    "h": "sampler and trainer distributions differ",
+    "i": "sampler serves stale weights",
+    "j": "depends on padding or micro-batches",
 }
-OUTSIDE = {"h": "about log-probs, not a loss", "i": "about weights, not a loss"}
+NOT_APPLICABLE = {"h": "concerns log-probs, not a loss", "i": "concerns weights, not a loss"}
 
-QUESTIONS: dict[str, tuple[Question, ...]] = {
-    "a": (tokens.junk_is_never_read, tokens.extremes_are_finite, tokens.unusable_is_dropped),
-    "b": (layout.order_means_nothing, layout.labels_mean_nothing, layout.groups_keep_to_themselves),
-    "c": (
-        tokens.empty_rows_have_no_vote,
-        tokens.rejected_rows_have_no_vote,
-        tokens.dropped_tokens_leave,
-        tokens.dropped_tokens_still_pay,
+BATCH_CHECKS: dict[str, tuple[Check, ...]] = {
+    "a": (
+        token_checks.check_untrainable_ignored,
+        token_checks.check_extreme_ratios,
+        token_checks.check_unusable_dropped,
     ),
-    "d": (tokens.sequences_share_one_fate,),
-    "e": (scale.anchor_is_as_declared,),
-    "f": (scale.divisor_is_as_declared, scale.dropped_tokens_count_as_declared, scale.every_term_divides),
-    "j": (layout.filler_changes_nothing, layout.micro_batches_add_up),
+    "b": (
+        layout_checks.check_order_invariance,
+        layout_checks.check_relabelling,
+        layout_checks.check_group_isolation,
+    ),
+    "c": (
+        token_checks.check_failed_rollouts_ignored,
+        token_checks.check_dropped_sequences_ignored,
+        token_checks.check_dropped_tokens_leave_every_term,
+        token_checks.check_dropped_tokens_keep_penalty,
+    ),
+    "d": (token_checks.check_sequence_decision,),
+    "e": (normalisation_checks.check_proximal_unused,),
+    "f": (
+        normalisation_checks.check_divisor,
+        normalisation_checks.check_dropped_tokens_in_divisor,
+        normalisation_checks.check_same_divisor_in_every_term,
+    ),
+    "j": (layout_checks.check_padding_invariance, layout_checks.check_micro_batch_sum),
 }
-WHOLE: dict[str, tuple[Callable[[Target], str | None], ...]] = {
-    "e": (scale.follows_its_anchor, scale.somebody_is_dropped),
-    "f": (dropped_as_declared,),
-    "g": (dead_option,),
+TARGET_CHECKS: dict[str, tuple[Callable[[Target], str | None], ...]] = {
+    "e": (normalisation_checks.check_anchor_used, normalisation_checks.check_declared_decision_taken),
+    "f": (check_drop_region,),
+    "g": (check_options,),
 }
+"""Checks that build their own batches."""
+
+Status = Literal["passed", "failed", "error", "not applicable"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One class of failure: held, broken, or not a matter of a loss."""
+    """The outcome of one class.
+
+    "error" means that the target raised an exception on a valid batch and that no check of the class failed on the
+    batches that it could be called with.
+    """
 
     letter: str
-    status: str
-    """"held", "broken" or "outside"."""
+    status: Status
     message: str = ""
     batch: TokenBatch | None = None
-    """The smallest counterexample found."""
+    """The smallest batch found on which a check fails or the target raises."""
 
     @property
     def title(self) -> str:
@@ -72,102 +90,110 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What the audit found about one target."""
+    """The outcome of every class for one target."""
 
     target: str
     findings: list[Finding] = field(default_factory=list)
 
     @property
-    def broken(self) -> list[str]:
-        """The letters of the classes that broke."""
-        return [finding.letter for finding in self.findings if finding.status == "broken"]
+    def failed(self) -> list[str]:
+        """The letters of the classes with a failed check."""
+        return self._with_status("failed")
 
     @property
-    def held(self) -> bool:
-        return not self.broken
+    def errors(self) -> list[str]:
+        """The letters of the classes that could not be checked because the target raised an exception."""
+        return self._with_status("error")
+
+    @property
+    def passed(self) -> bool:
+        """Whether no class failed and none had an error."""
+        return not self.failed and not self.errors
+
+    def _with_status(self, status: Status) -> list[str]:
+        return [finding.letter for finding in self.findings if finding.status == status]
 
 
-def audit(what: Any, /, *, seed: int = 0, parameters: dict[str, Any] | None = None, **word: Any) -> Report:
-    """Audit a recipe's name, `module:function`, a TOML file, a function, an objective or a composition.
+def audit(what: Any, /, *, seed: int = 0, parameters: dict[str, Any] | None = None, **declared: Any) -> Report:
+    """Audit a preset's name, `module:function`, a TOML file, a function, an objective or a composition.
 
-    `word` overrides fields of the target's declaration: anchor, decisions, leaves, divisor, signal.
+    `declared` overrides fields of the target's declaration: anchor, decisions, leaves, divisor, signal. Raises
+    TargetError if the target cannot be loaded, or called on any batch, or does not return a loss.
     """
-    target = _fit(find_target(what, parameters, **word))
-    misfit = _misfit(target, seed)
-    report = Report(target.name)
-    for letter in CLASSES:
-        # a rule that needs a certain shape counts by position: said once, where it belongs
-        report.findings.append(misfit if misfit and letter == "b" else _class(target, letter, seed, fussy=bool(misfit)))
-    return report
+    target = _choose_precision(find_target(what, parameters, **declared))
+    return Report(target.name, [_audit_class(target, letter, seed) for letter in CLASSES])
 
 
-def _fit(target: Target) -> Target:
-    """The target as it can be called: on one of several ordinary batches, in float64 or else in float32."""
-    failure: Exception | None = None
+def _choose_precision(target: Target) -> Target:
+    """Call the target on several ordinary batches until one works, in float64 or else in float32."""
+    failure: LossError | None = None
     for dtype in (torch.float64, torch.float32):
         for size in (1, 2, 3, 4, 8, 16):
-            batch = build(target.declaration, [[Token(0.01 * place) for place in range(size)]])
+            batch = build(target.declaration, [[Token(0.01 * index) for index in range(size)]])
             candidate = replace(target, dtype=dtype)
             try:
                 return replace(candidate, exact=candidate.precision(batch) == torch.float64)
-            except TargetError:
-                raise
-            except Exception as error:  # noqa: BLE001 - a target is anybody's code
+            except LossError as error:
                 failure = failure or error
     assert failure is not None
-    raise TargetError(f"{target.name} cannot be called: {type(failure).__name__}: {failure}") from failure
+    raise TargetError(f"{target.name} cannot be called: {failure}") from failure
 
 
-def _misfit(target: Target, seed: int) -> Finding | None:
-    """A legal batch that cannot even be scored."""
-    for batch in _batches(target, "b", seed):
-        try:
-            target.evaluate(batch)
-        except TargetError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a target is anybody's code
-            message = f"a batch of {len(batch)} tokens cannot be scored: {type(error).__name__}: {error}"
-            return Finding("b", "broken", message, batch)
-    return None
-
-
-def _class(target: Target, letter: str, seed: int, fussy: bool) -> Finding:
-    """One class of failure. A fussy target fails on some legal shapes, and its exceptions say nothing more."""
-    if letter in OUTSIDE:
-        return Finding(letter, "outside", OUTSIDE[letter])
-    for question in QUESTIONS.get(letter, ()):
-        ask = partial(_answer, question, target, fussy)
+def _audit_class(target: Target, letter: str, seed: int) -> Finding:
+    """Run the checks of a class. After an exception, checks continue with other batches: a failure takes precedence."""
+    if letter in NOT_APPLICABLE:
+        return Finding(letter, "not applicable", NOT_APPLICABLE[letter])
+    first_error: LossError | None = None
+    for check in BATCH_CHECKS.get(letter, ()):
         for batch in _batches(target, letter, seed):
-            if ask(batch) is not None:
-                small = shrink(batch, lambda candidate, ask=ask: ask(candidate) is not None)  # type: ignore[misc]
-                return Finding(letter, "broken", ask(small) or "", small)
-    for whole in WHOLE.get(letter, ()):
-        message = _answer(whole, target, fussy)
+            try:
+                message = check(target, batch)
+            except LossError as error:
+                first_error = first_error or error
+                continue
+            if message is not None:
+                smallest = shrink(batch, partial(_fails, check, target))
+                return Finding(letter, "failed", check(target, smallest) or "", smallest)
+    for target_check in TARGET_CHECKS.get(letter, ()):
+        try:
+            message = target_check(target)
+        except LossError as error:
+            first_error = first_error or error
+            continue
         if message is not None:
-            return Finding(letter, "broken", message)
-    return Finding(letter, "held")
+            return Finding(letter, "failed", message)
+    if first_error is not None:
+        smallest = shrink(first_error.batch, partial(_raises, type(first_error.error), target))
+        return Finding(letter, "error", str(first_error), smallest)
+    return Finding(letter, "passed")
 
 
-def _answer(question: Callable[..., str | None], target: Target, fussy: bool, *batch: TokenBatch) -> str | None:
+def _fails(check: Check, target: Target, batch: TokenBatch) -> bool:
     try:
-        return question(target, *batch)
-    except TargetError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a target that fails on a legal batch has not held
-        return None if fussy else f"{question.__name__.replace('_', ' ')}: {type(error).__name__}: {error}"
+        return check(target, batch) is not None
+    except LossError:
+        return False
+
+
+def _raises(kind: type[Exception], target: Target, batch: TokenBatch) -> bool:
+    try:
+        target.evaluate(batch)
+    except LossError as error:
+        return type(error.error) is kind
+    return False
 
 
 def _batches(target: Target, letter: str, seed: int) -> Iterable[TokenBatch]:
-    """Well-known hard cases first, then random batches."""
-    word = target.declaration
-    yield build(word, [[Token(-1.0, -1.0), Token(-1.0, 0.25), Token(-1.0, -1.0)]])
-    if letter == "a":  # untrainable numbers that would tip a decision about the sequence
-        middle = [Token(-1.0, 5.0, False, 9.0), Token(1.0, -5.0, False, -9.0)]
-        for token in middle:
-            yield build(word, [[Token(-1.0, -1.0), token, Token(-1.0, -1.0)], [Token(0.01, 1.0), token]])
+    """Yield batches that are known to reveal failures of the class, then random ones."""
+    declaration = target.declaration
+    yield build(declaration, [[Token(-1.0, -1.0), Token(-1.0, 0.25), Token(-1.0, -1.0)]])
+    if letter == "a":  # untrainable values that would change a sequence-level decision
+        for untrainable in (Token(-1.0, 5.0, False, 9.0), Token(1.0, -5.0, False, -9.0)):
+            first = [Token(-1.0, -1.0), untrainable, Token(-1.0, -1.0)]
+            yield build(declaration, [first, [Token(0.01, 1.0), untrainable]])
     if letter == "d":
         for drift in (0.05, 1.0, 3.0, 8.0, -0.05, -3.0, -8.0):
-            yield build(word, [[Token(drift, 1.0), Token(drift, -0.25), Token(drift, 1.0)]])
-            yield build(word, [[Token(drift, -1.0), Token(drift, 0.25), Token(drift, -1.0)]])
-        yield build(word, [[Token(-3.0, -1.0), Token(0.0, 1.0), Token(0.3, -1.0)], [Token(0.0, 1.0)]])
-    yield from random_batches(word, seed)
+            yield build(declaration, [[Token(drift, 1.0), Token(drift, -0.25), Token(drift, 1.0)]])
+            yield build(declaration, [[Token(drift, -1.0), Token(drift, 0.25), Token(drift, -1.0)]])
+        yield build(declaration, [[Token(-3.0, -1.0), Token(0.0, 1.0), Token(0.3, -1.0)], [Token(0.0, 1.0)]])
+    yield from random_batches(declaration, seed)

@@ -1,14 +1,15 @@
-"""Who is dropped, as a recipe's words have it and as its gradient shows it, over a grid of (p, q) and signs of A.
+"""Check over a grid of probabilities that an objective drops the tokens its gates say it drops.
 
-The words come from `keel.config.region`, plain scalar arithmetic that shares nothing with the tensors that train.
+The expected region comes from `keel.config.region`: scalar arithmetic that shares no code with the tensor
+implementation used in training.
 """
 
 import math
 
 import torch
 
-from keel.audit.asking import active
-from keel.audit.probes import with_advantages
+from keel.audit.observe import active
+from keel.audit.probe_batches import with_advantages
 from keel.audit.target import Target
 from keel.config.region import refuses
 from keel.signal import TokenBatch
@@ -16,13 +17,13 @@ from keel.signal import TokenBatch
 GRID = (0.002, 0.03, 0.11, 0.27, 0.46, 0.63, 0.79, 0.93, 0.985)
 
 
-def dropped_as_declared(target: Target) -> str | None:
-    """Every token of the grid is dropped exactly where the gates' own words say so."""
+def check_drop_region(target: Target) -> str | None:
+    """Check that each token of the grid is dropped exactly where a gate of the objective says so."""
     if target.objective is None or "step" in target.declaration.decisions:
         return None
     gates = [gate for gate in target.objective.composition.gates if gate.of == "policy/sampler"]
     if len(gates) < len(target.objective.composition.gates):
-        return None  # gates between sampler and proximal policy are asked elsewhere
+        return None  # this grid does not cover gates that read the proximal policy
     points = [(p, q, sign) for p in GRID for q in GRID for sign in (1.0, -1.0)]
     logprobs = torch.tensor([math.log(p) for p, _, _ in points], dtype=torch.float64)
     sampler = torch.tensor([math.log(q) for _, q, _ in points], dtype=torch.float64)
@@ -41,10 +42,11 @@ def dropped_as_declared(target: Target) -> str | None:
         teacher_logprobs=sampler,
     )
     batch = with_advantages(target.declaration, batch, advantages)
-    kept, alive = target.objective(batch).keep, active(target, batch)
-    for place, (p, q, sign) in enumerate(points):
-        declared = any(refuses(gate, p, q, sign) is not None for gate in gates)
-        if bool(kept[place]) == declared or (declared and bool(alive[place])):
-            here = "dropped" if declared else "kept"
-            return f"at p = {p}, q = {q}, A = {sign:+.0f} the words say {here}, and the gradient says otherwise"
+    is_active = active(target, batch)
+    kept = target.objective(batch).keep
+    for index, (p, q, sign) in enumerate(points):
+        dropped = any(refuses(gate, p, q, sign) is not None for gate in gates)
+        if bool(kept[index]) == dropped or (dropped and bool(is_active[index])):
+            expected = "dropped" if dropped else "kept"
+            return f"at p = {p}, q = {q}, A = {sign:+.0f} the token should be {expected}, and it is not"
     return None
