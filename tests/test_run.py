@@ -184,7 +184,7 @@ def test_two_environments_share_a_run_by_their_weights(tmp_path: Path) -> None:
         environments__count_letters__weight=3.0,
         evaluation__when="never",
         scheduler__max_off_policy_steps=0,
-        advantages__no_signal="train",
+        advantages__zero_variance_groups="train",
     )
     groups = Counter(row[0].split("#")[0] for row in fates(tmp_path / "run"))
     assert groups["count_letters"] == 3 * groups["larger_number"]

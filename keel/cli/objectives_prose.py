@@ -148,8 +148,8 @@ METRICS_START = """\
 ## Metrics
 
 `result.metrics[name]` is a pair of sum and count or a number derived from pairs, with a `.mean`, or a histogram, with
-a `.median` and `.quantile(share)`; `+` adds two batches. Where the batch has versions, what is measured per token or sequence is also split by
-staleness, under `name/staleness=s`.
+a `.median` and `.quantile(share)`; `+` adds two batches. Where the batch has versions, what is measured per token or
+sequence is also split by staleness, under `name/staleness=s`.
 """
 
 METRICS = {

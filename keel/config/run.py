@@ -20,6 +20,8 @@ from keel.config.settings import Settings, refuse
 
 Estimator = Literal["group_mean", "group_mean_std", "leave_one_out", "mean_normalised", "moving_baseline", "constant"]
 
+ZeroVarianceGroups = Literal["drop", "train"]
+
 
 class AdvantageSettings(Settings):
     """How rewards become advantages."""
@@ -30,8 +32,8 @@ class AdvantageSettings(Settings):
     """moving_baseline: the share of the old baseline that stays; not given: 0.95."""
     baseline: float | None = None
     """constant: the value subtracted from each reward; not given: 0."""
-    no_signal: Literal["drop", "train"] = "drop"
-    """A group whose rewards are all equal: refused and counted, or trained, which leaves penalties only."""
+    zero_variance_groups: ZeroVarianceGroups = "drop"
+    """Groups whose rewards are all equal: drop and count them, or train them, where only penalties act."""
 
     @model_validator(mode="after")
     def _can_act(self) -> Self:

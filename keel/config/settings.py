@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from keel.config.renamed import renamed_keys_in, renamed_value
 from keel.errors import ConfigError
 
 Path = tuple[str | int, ...]
@@ -70,7 +71,9 @@ def explain(
         context = item.get("ctx", {})
         if item["type"] == "unknown":
             key = context["key"]
-            lines.append(f"{label((*path, key))} is not a setting; {nearest(key, context['known'])}")
+            name = label((*path, key))
+            given = item["input"].get(key) if isinstance(item["input"], Mapping) else None
+            lines += _renamed_lines(name, given) or [f"{name} is not a setting; {nearest(key, context['known'])}"]
         elif item["type"] == "keel":
             shown = {field: f"{label((*path, field))} = {_toml(value)}" for field, value in context["values"].items()}
             lines.append(context["sentence"].format(**shown))
@@ -78,9 +81,23 @@ def explain(
             lines.append(str(context["error"]))
         elif item["type"] == "missing":
             lines.append(f"{label(path)} is missing")
+        elif (new := renamed_value(label(path), item["input"])) is not None:
+            lines.append(f"{label(path)} = {_toml(item['input'])} was renamed; write {label(path)} = {_toml(new)}")
         else:
             lines.append(f"{label(path)} = {_toml(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}")
     return ConfigError("\n".join(dict.fromkeys(lines)))
+
+
+def _renamed_lines(name: str, given: Any) -> list[str]:
+    """One line for each renamed setting that an unknown name stands for, with the new value where it changed too."""
+    lines = []
+    for old, value, new in renamed_keys_in(name, given):
+        changed = renamed_value(new, value)
+        if changed is None:
+            lines.append(f"{old} was renamed to {new}")
+        else:
+            lines.append(f"{old} = {_toml(value)} was renamed to {new} = {_toml(changed)}")
+    return lines
 
 
 def _is_union_tag(part: str | int) -> bool:

@@ -74,7 +74,7 @@ class Histogram:
 
     @property
     def median(self) -> float:
-        """The value that half of the entries lie below, to within a bin. A histogram keeps no sum, so it has no mean."""
+        """The value that half of the entries lie below, to within a bin. There is no mean: no sum is kept."""
         return self.quantile(0.5)
 
     def quantile(self, share: float) -> float:
