@@ -13,6 +13,7 @@ from keel.config import RECIPES, Composition, RunSettings, load, renamed, resolv
 from keel.config.load import parse_overrides
 from keel.config.recipe import COMMON_NAMES, PARAMETERS
 from keel.errors import ConfigError, KeelError
+from keel.run.episodes import arenas
 
 ROOT = Path(keel.__file__).parent
 
@@ -237,6 +238,55 @@ def test_every_renamed_key_is_gone_and_its_new_name_exists() -> None:
     for old, new in renamed.RENAMED_KEYS.items():
         assert old.replace("*", "x") not in known, old
         assert any(path == new.replace("*", "x") or path.startswith(new.replace("*", "x") + ".") for path in known), new
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--engine.kind=pool"], 'engine.kind = "pool" needs a table [pool] with its servers'),
+        (
+            ["--pool.urls=['http://a']"],
+            'the table [pool] has no effect with engine.kind = "local"; set engine.kind = "pool"',
+        ),
+        (
+            ["--engine.publish_every=4"],
+            "engine.publish_every = 4 makes samples older than scheduler.max_off_policy_steps = 2 versions, which no"
+            " batch may hold",
+        ),
+        (
+            ["--trainer.max_tokens=100", "--environments.my-sums.name=arithmetic"],
+            "environments.my-sums.limits.tokens = 4096 must not be above trainer.max_tokens = 100: a longer sample"
+            " fits no micro-batch",
+        ),
+        (
+            ["--references.first.source=base"],
+            "references = ['first'] has no effect: the objective reads no reference",
+        ),
+        (["--teacher.name=tiny"], 'teacher.name = "tiny" has no effect: the objective reads no teacher'),
+        (
+            ["--publish.way=adapter"],
+            'publish.way = "adapter" has no effect: without model.lora there is no adapter',
+        ),
+        (
+            ["--publish.path=/shared"],
+            'publish.path = "/shared" has no effect: the engine takes a copy in this process; set publish.way ='
+            ' "folder"',
+        ),
+        (
+            ["--environments=[{name = 'arithmetic'}]"],
+            "environments is a list; write a table [environments.NAME] for each, not [[environments]]",
+        ),
+    ],
+)
+def test_settings_of_several_tables_are_refused_under_their_full_names(overrides: list[str], message: str) -> None:
+    assert refused(None, *overrides) == message
+
+
+def test_sampling_of_an_environment_is_refused_under_its_full_name() -> None:
+    for name in ("sampling", "environments.arithmetic.sampling"):
+        settings = load(overrides=["--environments.arithmetic.weight=1", f"--{name}.top_p=0.5"]).settings
+        with pytest.raises(ConfigError, match=rf"^{name.replace('.', '[.]')}\.top_p = 0\.5 "):
+            arenas(settings)
 
 
 def test_an_unknown_key_inside_a_part_is_refused_too() -> None:

@@ -321,7 +321,7 @@ def test_changed_settings_are_shown_and_have_to_be_allowed(tmp_path: Path) -> No
     [
         ('engine.kind = "pool"', "engine.*pool"),
         ("engine.publish_every = 4", "publish_every = 4"),
-        ("trainer.max_tokens = 100", "tokens = 4096 .* max_tokens = 100"),
+        ("trainer.max_tokens = 100", r"larger_number\.limits\.tokens = 4096 .* trainer\.max_tokens = 100"),
         ('references.a.source = "base"', "references"),
         ('teacher.name = "tiny"', "teacher"),
         ('engine.kind = "vllm"\nengine.int8 = true', "int8"),
