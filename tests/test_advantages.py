@@ -230,3 +230,8 @@ def test_wrong_inputs_are_errors_that_name_them(
 ) -> None:
     with pytest.raises(keel.BatchError, match=message):
         keel.advantages("group_mean", rewards, group, valid=valid)
+
+
+def test_zero_variance_groups_is_refused_where_it_has_no_effect() -> None:
+    with pytest.raises(keel.ConfigError, match="zero_variance_groups = 'train' has no effect on advantages"):
+        keel.advantages("group_mean", [1.0, 1.0], [0, 0], zero_variance_groups="train")

@@ -216,6 +216,29 @@ def test_the_first_step_stays_on_disk_as_a_reference(tmp_path: Path) -> None:
     assert steps == [0, 4] and abs(drift) > 0.01
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"zero_variance_groups": "train"}, {"advantages": AdvantageSettings(zero_variance_groups="train")}],
+    ids=["parameter", "settings"],
+)
+def test_zero_variance_groups_train_wherever_it_is_asked_for(tmp_path: Path, given: dict[str, Any]) -> None:
+    async def train() -> Any:
+        async with keel.LocalBackend(path=tmp_path) as backend:
+            model = agent()
+            await backend.register(model)
+            groups = [keel.TrajectoryGroup([await attempt(model, reward=1.0) for _ in range(2)])]
+            # its gradient does not depend on advantages
+            signal = {"policy": {"surrogate": "cross_entropy", "anchor": "none"}}
+            dropped = await backend.train(model, groups, objective=signal)
+            return dropped, await backend.train(model, groups, objective=signal, **given)
+
+    dropped, trained = run(train())
+    assert dropped.step == 0 and "all advantages are zero" in dropped.why_not
+    assert dropped.metrics["rollout/no_signal_tokens"] > 0
+    assert (trained.step, trained.why_not) == (1, "")
+    assert trained.metrics["rollout/no_signal_tokens"] == 0
+
+
 # --- steps that are whole, or were not ---
 
 

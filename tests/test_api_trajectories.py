@@ -41,7 +41,7 @@ def said(*choices: Any, reward: float | None = 1.0, **more: Any) -> keel.Traject
     return keel.Trajectory(messages_and_choices=[HI, *choices], reward=reward, **more)
 
 
-def batch(*groups: list[keel.Trajectory], no_signal: Any = "drop", **estimator: Any) -> Any:
+def batch(*groups: list[keel.Trajectory], **estimator: Any) -> Any:
     settings = AdvantageSettings.model_validate({"name": "group_mean", **estimator})
     return batch_of(
         [keel.TrajectoryGroup(group) for group in groups],
@@ -49,7 +49,6 @@ def batch(*groups: list[keel.Trajectory], no_signal: Any = "drop", **estimator: 
         step=2,
         estimator=settings,
         moving=MovingBaseline(),
-        no_signal=no_signal,
     )
 
 
@@ -113,7 +112,7 @@ def test_trajectories_without_reward_or_choices_or_with_one_twice_are_refused() 
 
 def test_groups_without_signal_are_counted_and_left_out_or_kept() -> None:
     flat, lively = [said(choice()), said(choice())], [said(choice()), said(choice(), reward=0.0)]
-    dropped, kept = batch(flat, lively), batch(flat, lively, no_signal="keep")
+    dropped, kept = batch(flat, lively), batch(flat, lively, zero_variance_groups="train")
     assert dropped.metrics["groups_no_signal"] == kept.metrics["groups_no_signal"] == 1
     assert len(dropped.samples) == 2 and len(kept.samples) == 4
     assert dropped.metrics["rollout/no_signal_tokens"] == 6 and kept.metrics["rollout/no_signal_tokens"] == 0
@@ -153,7 +152,11 @@ def test_failures_are_data_beside_what_worked() -> None:
     assert [len(group.trajectories) for group in groups] == [1, 1]
     assert [str(error) for group in groups for error in group.exceptions] == ["first", "second"]
     counted = batch_of(
-        groups, model="agent-1", step=2, estimator=AdvantageSettings(), moving=MovingBaseline(), no_signal="keep"
+        groups,
+        model="agent-1",
+        step=2,
+        estimator=AdvantageSettings(zero_variance_groups="train"),
+        moving=MovingBaseline(),
     )
     assert counted.metrics["exceptions"] == 2 and counted.metrics["trajectories"] == 2
 
@@ -259,7 +262,11 @@ def test_groups_may_be_awaited_made_by_coroutines_and_hold_only_trajectories() -
         ({"objective": "icepopp"}, "did you mean icepop?"),
         ({"learning_rate": 0.0}, "learning_rate = 0.0 must be above 0"),
         ({"advantages": "group_median"}, "advantages.name"),
-        ({"no_signal": "ignore"}, 'must be "drop" or "keep"'),
+        ({"zero_variance_groups": "keep"}, 'advantages.zero_variance_groups = "keep": input should be'),
+        (
+            {"zero_variance_groups": "drop", "advantages": AdvantageSettings(zero_variance_groups="train")},
+            'zero_variance_groups = "drop", and advantages.zero_variance_groups = "train"',
+        ),
         ({"groups": [said()]}, "groups[0] is Trajectory"),
     ],
 )
@@ -268,7 +275,6 @@ def test_what_cannot_act_is_refused(given: dict[str, Any], why: str) -> None:
         "objective": "icepop",
         "learning_rate": None,
         "advantages": "group_mean",
-        "no_signal": "drop",
         "kl_penalty_coef": 0.0,
         "kl_penalty_reference_step": None,
         "kl_ref_adapter_path": None,
@@ -287,7 +293,6 @@ def test_the_penalty_joins_any_form_of_objective() -> None:
             objective=form,
             learning_rate=None,
             advantages="group_mean",
-            no_signal="drop",
             kl_penalty_coef=0.25,
             kl_penalty_reference_step=3,
             kl_ref_adapter_path=None,

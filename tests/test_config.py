@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import keel
-from keel.config import RECIPES, Composition, RunSettings, load, resolve_objective
+from keel.config import RECIPES, Composition, RunSettings, load, renamed, resolve_objective
 from keel.config.load import parse_overrides
 from keel.config.recipe import COMMON_NAMES, PARAMETERS
 from keel.errors import ConfigError, KeelError
+from keel.run.episodes import arenas
 
 ROOT = Path(keel.__file__).parent
 
@@ -166,7 +167,126 @@ def test_an_unknown_name_suggests_the_nearest(override: str, message: str) -> No
 
 def test_a_name_near_to_nothing_lists_the_known_ones() -> None:
     message = refused(None, "--advantages.zzzzzz=1")
-    assert message == "advantages.zzzzzz is not a setting; known names: baseline, decay, name, no_signal"
+    assert message == "advantages.zzzzzz is not a setting; known names: baseline, decay, name, zero_variance_groups"
+
+
+def test_the_old_name_of_a_setting_is_refused_with_its_new_name(toml: Path) -> None:
+    message = "advantages.no_signal was renamed to advantages.zero_variance_groups"
+    assert refused(None, "--advantages.no_signal=train") == message
+    toml.write_text('[advantages]\nno_signal = "train"\n')
+    assert refused(toml) == message
+
+
+@pytest.fixture
+def renames(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {
+        "environments.*.limits.time": "environments.*.limits.seconds",
+        "environments.*.share": "scheduler.shares.*",
+        "servers": "pool",
+        "sampler.heat": "sampling.temperature",
+        "sampler.longest": "sampling.max_tokens",
+        "publish.way": "publish.transport",
+        "scheduler.old": "scheduler.stale",
+        "objective.low": "objective.ratio_low",
+    }
+    values = {
+        "environments.*.limits.over_length": {"leave": "cut"},
+        "scheduler.stale": {"again": "resample"},
+        "steps": {"few": 10},
+    }
+    monkeypatch.setattr(renamed, "RENAMED_KEYS", keys)
+    monkeypatch.setattr(renamed, "RENAMED_VALUES", values)
+
+
+@pytest.mark.usefixtures("renames")
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "--environments.sums.limits.time=3",
+            "environments.sums.limits.time was renamed to environments.sums.limits.seconds",
+        ),
+        ("--environments.sums.share=3", "environments.sums.share was renamed to scheduler.shares.sums"),
+        ("--servers.urls=[]", "servers was renamed to pool"),
+        (
+            "--sampler={heat = 1.0, longest = 8}",
+            "sampler.heat was renamed to sampling.temperature\nsampler.longest was renamed to sampling.max_tokens",
+        ),
+        ("--sampler.other=1", "sampler is not a setting; did you mean sampling?"),
+        ('--scheduler.old="again"', 'scheduler.old = "again" was renamed to scheduler.stale = "resample"'),
+        ('--scheduler.old="drop"', "scheduler.old was renamed to scheduler.stale"),
+        ("--objective={name = 'icepop', low = 1}", "objective.low was renamed to objective.ratio_low"),
+        (
+            '--environments.sums.limits.over_length="leave"',
+            'environments.sums.limits.over_length = "leave" was renamed;'
+            ' write environments.sums.limits.over_length = "cut"',
+        ),
+        ('--steps="few"', 'steps = "few" was renamed; write steps = 10'),
+    ],
+)
+def test_renamed_keys_and_values_name_the_old_and_the_new(override: str, message: str) -> None:
+    assert refused(None, override) == message
+
+
+@pytest.mark.usefixtures("renames")
+def test_a_renamed_key_that_is_still_a_setting_loads() -> None:
+    assert load(overrides=["--publish.way=folder"]).settings.publish.way == "folder"
+
+
+def test_every_renamed_key_is_gone_and_its_new_name_exists() -> None:
+    known = {path for path, _, _ in load(overrides=["--environments.x.weight=1"]).rows()}
+    for old, new in renamed.RENAMED_KEYS.items():
+        assert old.replace("*", "x") not in known, old
+        assert any(path == new.replace("*", "x") or path.startswith(new.replace("*", "x") + ".") for path in known), new
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--engine.kind=pool"], 'engine.kind = "pool" needs a table [pool] with its servers'),
+        (
+            ["--pool.urls=['http://a']"],
+            'the table [pool] has no effect with engine.kind = "local"; set engine.kind = "pool"',
+        ),
+        (
+            ["--engine.publish_every=4"],
+            "engine.publish_every = 4 makes samples older than scheduler.max_off_policy_steps = 2 versions, which no"
+            " batch may hold",
+        ),
+        (
+            ["--trainer.max_tokens=100", "--environments.my-sums.name=arithmetic"],
+            "environments.my-sums.limits.tokens = 4096 must not be above trainer.max_tokens = 100: a longer sample"
+            " fits no micro-batch",
+        ),
+        (
+            ["--references.first.source=base"],
+            "references = ['first'] has no effect: the objective reads no reference",
+        ),
+        (["--teacher.name=tiny"], 'teacher.name = "tiny" has no effect: the objective reads no teacher'),
+        (
+            ["--publish.way=adapter"],
+            'publish.way = "adapter" has no effect: without model.lora there is no adapter',
+        ),
+        (
+            ["--publish.path=/shared"],
+            'publish.path = "/shared" has no effect: the engine takes a copy in this process; set publish.way ='
+            ' "folder"',
+        ),
+        (
+            ["--environments=[{name = 'arithmetic'}]"],
+            "environments is a list; write a table [environments.NAME] for each, not [[environments]]",
+        ),
+    ],
+)
+def test_settings_of_several_tables_are_refused_under_their_full_names(overrides: list[str], message: str) -> None:
+    assert refused(None, *overrides) == message
+
+
+def test_sampling_of_an_environment_is_refused_under_its_full_name() -> None:
+    for name in ("sampling", "environments.arithmetic.sampling"):
+        settings = load(overrides=["--environments.arithmetic.weight=1", f"--{name}.top_p=0.5"]).settings
+        with pytest.raises(ConfigError, match=rf"^{name.replace('.', '[.]')}\.top_p = 0\.5 "):
+            arenas(settings)
 
 
 def test_an_unknown_key_inside_a_part_is_refused_too() -> None:

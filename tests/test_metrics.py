@@ -264,8 +264,14 @@ def test_quantile_zero_is_the_smallest_value() -> None:
 @given(values=st.lists(st.floats(-80, 80, width=32), min_size=1, max_size=40))
 def test_histogram_of_logarithms_gives_quantiles_of_what_they_are_logarithms_of(values: list[float]) -> None:
     exact = sorted(values)[math.ceil(0.5 * len(values)) - 1]
-    median = histogram(values, log=True).mean
+    median = histogram(values, log=True).median
     assert math.log(median) == pytest.approx(exact, rel=0.0626, abs=1e-12)
+
+
+def test_histogram_calls_its_median_median_and_has_no_mean() -> None:
+    skewed = histogram([1.0, 1.0, 1.0, 1.0, 100.0])
+    assert skewed.median == pytest.approx(1.0, rel=0.0626)
+    assert not hasattr(skewed, "mean")
 
 
 def test_ratio_and_difference_quantiles_of_a_step() -> None:

@@ -345,11 +345,11 @@ def _always() -> threading.Event:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--publish.way=adapter"], 'publish.way = "adapter" cannot act: without model.lora'),
-        (["--publish.way=folder", "--model.lora.rank=4"], 'publish.way = "folder" cannot act: with model.lora'),
-        (["--publish.way=broadcast"], "the engine is in this process"),
-        (["--publish.way=broadcast", "--engine.kind=vllm"], "vLLM loads folders and adapters"),
-        (["--publish.path=/tmp"], 'publish.path = "/tmp" cannot act: a copy is taken in this process'),
+        (["--publish.way=adapter"], 'publish.way = "adapter" has no effect: without model.lora'),
+        (["--publish.way=folder", "--model.lora.rank=4"], 'publish.way = "folder" has no effect: with model.lora'),
+        (["--publish.way=broadcast"], 'publish.way = "broadcast" has no effect with engine.kind = "local"'),
+        (["--publish.way=broadcast", "--engine.kind=vllm"], 'publish.way = "broadcast" has no effect with vLLM'),
+        (["--publish.path=/tmp"], 'publish.path = "/tmp" has no effect: the engine takes a copy'),
         (["--publish.path=/tmp", "--publish.way=broadcast", "--engine.kind=process"], "writes nothing"),
         (["--publish.address=10.0.0.1"], 'publish.address = "10.0.0.1" cannot act: it belongs to way = "broadcast"'),
         (["--publish.in_flight=wait"], "publish.in_flight"),

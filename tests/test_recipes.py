@@ -116,7 +116,7 @@ def test_distillation_trains_by_its_teacher_also_where_rewards_say_nothing() -> 
     assert (composition.adv_tau, composition.teacher_tau) == (0.0, 1.0)
     assert run.teacher is not None
     assert run.teacher != run.model
-    assert run.advantages.no_signal == "train"
+    assert run.advantages.zero_variance_groups == "train"
 
 
 def test_the_tool_recipe_keeps_its_thinking_and_has_room_for_its_turns() -> None:

@@ -184,7 +184,7 @@ def test_two_environments_share_a_run_by_their_weights(tmp_path: Path) -> None:
         environments__count_letters__weight=3.0,
         evaluation__when="never",
         scheduler__max_off_policy_steps=0,
-        advantages__no_signal="train",
+        advantages__zero_variance_groups="train",
     )
     groups = Counter(row[0].split("#")[0] for row in fates(tmp_path / "run"))
     assert groups["count_letters"] == 3 * groups["larger_number"]
@@ -321,7 +321,7 @@ def test_changed_settings_are_shown_and_have_to_be_allowed(tmp_path: Path) -> No
     [
         ('engine.kind = "pool"', "engine.*pool"),
         ("engine.publish_every = 4", "publish_every = 4"),
-        ("trainer.max_tokens = 100", "tokens = 4096 .* max_tokens = 100"),
+        ("trainer.max_tokens = 100", r"larger_number\.limits\.tokens = 4096 .* trainer\.max_tokens = 100"),
         ('references.a.source = "base"', "references"),
         ('teacher.name = "tiny"', "teacher"),
         ('engine.kind = "vllm"\nengine.int8 = true', "int8"),

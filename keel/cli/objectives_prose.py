@@ -147,9 +147,9 @@ why = [objective.reasons[code] for code in result.reasons.tolist()]
 METRICS_START = """\
 ## Metrics
 
-`result.metrics[name]` is a pair of sum and count (or a histogram, or a number derived from pairs); `.mean` prints it
-and `+` adds two batches. Where the batch has versions, what is measured per token or sequence is also split by
-staleness, under `name/staleness=s`.
+`result.metrics[name]` is a pair of sum and count or a number derived from pairs, with a `.mean`, or a histogram, with
+a `.median` and `.quantile(share)`; `+` adds two batches. Where the batch has versions, what is measured per token or
+sequence is also split by staleness, under `name/staleness=s`.
 """
 
 METRICS = {

@@ -38,16 +38,19 @@ class Sampling(Settings):
         """Whether what is sampled from is another distribution than the model's at this temperature."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.temperature == 0
 
-    def check_trainable(self) -> None:
-        """Refuse what the trainer cannot replay: its log-probs are of the whole distribution."""
+    def check_trainable(self, table: str = "sampling") -> None:
+        """Refuse what the trainer cannot replay: its log-probs are of the whole distribution.
+
+        `table`: the dotted name of these settings, for the error.
+        """
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if getattr(self, name) != off:
                 raise ConfigError(
-                    f"sampling.{name} = {getattr(self, name)} cuts the distribution off, and the trainer's log-probs"
+                    f"{table}.{name} = {getattr(self, name)} cuts the distribution off, and the trainer's log-probs"
                     " are of the whole of it; use it for evaluation only"
                 )
         if self.temperature == 0:
-            raise ConfigError("sampling.temperature = 0 samples nothing; use it for evaluation only")
+            raise ConfigError(f"{table}.temperature = 0 samples nothing; use it for evaluation only")
 
 
 class RendererSettings(Settings):

@@ -20,6 +20,8 @@ from keel.config.settings import Settings, refuse
 
 Estimator = Literal["group_mean", "group_mean_std", "leave_one_out", "mean_normalised", "moving_baseline", "constant"]
 
+ZeroVarianceGroups = Literal["drop", "train"]
+
 
 class AdvantageSettings(Settings):
     """How rewards become advantages."""
@@ -30,8 +32,8 @@ class AdvantageSettings(Settings):
     """moving_baseline: the share of the old baseline that stays; not given: 0.95."""
     baseline: float | None = None
     """constant: the value subtracted from each reward; not given: 0."""
-    no_signal: Literal["drop", "train"] = "drop"
-    """A group whose rewards are all equal: refused and counted, or trained, which leaves penalties only."""
+    zero_variance_groups: ZeroVarianceGroups = "drop"
+    """Groups whose rewards are all equal: drop and count them, or train them, where only penalties act."""
 
     @model_validator(mode="after")
     def _can_act(self) -> Self:
@@ -128,6 +130,8 @@ class RunSettings(Settings):
     def _named(cls, values: Any) -> Any:
         """An environment is called by its table unless it says otherwise."""
         tables = values.get("environments") if isinstance(values, dict) else None
+        if isinstance(tables, list):
+            raise refuse("environments is a list; write a table [environments.NAME] for each, not [[environments]]")
         if not isinstance(tables, dict):
             return values
         named = {
@@ -138,43 +142,57 @@ class RunSettings(Settings):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
-        if (self.engine.kind == "pool") != (self.pool is not None):
-            if self.pool is None:
-                raise refuse("{engine} needs a table pool that says where its servers are", engine=self.engine.kind)
-            raise refuse('{engine} cannot act with a table pool; set engine.kind = "pool"', engine=self.engine.kind)
-        reads = self.objective.composition.reads
+        kind, reads = self.engine.kind, self.objective.composition.reads
+        if kind == "pool" and self.pool is None:
+            raise refuse("{engine.kind} needs a table [pool] with its servers", {"engine.kind": kind})
+        if kind != "pool" and self.pool is not None:
+            raise refuse(
+                'the table [pool] has no effect with {engine.kind}; set engine.kind = "pool"', {"engine.kind": kind}
+            )
         if self.engine.publish_every - 1 > self.scheduler.max_off_policy_steps:
             raise refuse(
-                "{publish_every} leaves samples older than {max_off_policy_steps} versions, which no batch may hold",
-                publish_every=self.engine.publish_every,
-                max_off_policy_steps=self.scheduler.max_off_policy_steps,
+                "{engine.publish_every} makes samples older than {scheduler.max_off_policy_steps} versions, which no"
+                " batch may hold",
+                {
+                    "engine.publish_every": self.engine.publish_every,
+                    "scheduler.max_off_policy_steps": self.scheduler.max_off_policy_steps,
+                },
             )
-        for environment in self.environments.values():
+        for name, environment in self.environments.items():
             if environment.limits.tokens > self.trainer.max_tokens:
+                tokens = f"environments.{name}.limits.tokens"
                 raise refuse(
-                    "{tokens} of an environment's limits must not be above {max_tokens}: a longer sample fits no"
-                    " micro-batch",
-                    tokens=environment.limits.tokens,
-                    max_tokens=self.trainer.max_tokens,
+                    f"{{{tokens}}} must not be above {{trainer.max_tokens}}: a longer sample fits no micro-batch",
+                    {tokens: environment.limits.tokens, "trainer.max_tokens": self.trainer.max_tokens},
                 )
         self._check_publishing()
         if self.references and not reads("reference"):
-            raise refuse("{references} cannot act: the objective compares with none", references=list(self.references))
+            raise refuse(
+                "{references} has no effect: the objective reads no reference", references=list(self.references)
+            )
         if self.teacher is not None and not reads("teacher"):
-            raise refuse("{teacher} cannot act: the objective asks no teacher", teacher=self.teacher.name)
+            raise refuse(
+                "{teacher.name} has no effect: the objective reads no teacher", {"teacher.name": self.teacher.name}
+            )
         return self
 
     def _check_publishing(self) -> None:
         """Refuse a way that the weights of this run cannot take."""
         way, path, lora, kind = self.publish.way, self.publish.path, self.model.lora is not None, self.engine.kind
         vllm = kind == "vllm" or (self.pool is not None and self.pool.server == "vllm")
+        why = ""
         if way == "adapter" and not lora:
-            raise refuse("publish.{way} cannot act: without model.lora there is no adapter", way=way)
-        if way in ("folder", "broadcast") and lora:
-            raise refuse('publish.{way} cannot act: with model.lora only an adapter trains; leave it "auto"', way=way)
-        if way == "broadcast" and kind == "local":
-            raise refuse("publish.{way} cannot act: the engine is in this process and takes a copy", way=way)
-        if way == "broadcast" and vllm:
-            raise refuse('publish.{way} cannot act: vLLM loads folders and adapters; leave it "auto"', way=way)
+            why = "has no effect: without model.lora there is no adapter"
+        elif way in ("folder", "broadcast") and lora:
+            why = 'has no effect: with model.lora only an adapter trains; leave it "auto"'
+        elif way == "broadcast" and kind == "local":
+            why = 'has no effect with engine.kind = "local", which takes a copy in this process'
+        elif way == "broadcast" and vllm:
+            why = 'has no effect with vLLM, which loads folders and adapters; leave it "auto"'
+        if why:
+            raise refuse(f"{{publish.way}} {why}", {"publish.way": way})
         if path is not None and kind == "local" and way == "auto" and not lora:
-            raise refuse('publish.{path} cannot act: a copy is taken in this process; set way = "folder"', path=path)
+            raise refuse(
+                '{publish.path} has no effect: the engine takes a copy in this process; set publish.way = "folder"',
+                {"publish.path": path},
+            )

@@ -5,15 +5,19 @@ name of the setting and the value that was given. Settings are frozen: what was 
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from keel.config.renamed import renamed_keys_in, renamed_value
 from keel.errors import ConfigError
 
 Path = tuple[str | int, ...]
+_FIELD = re.compile(r"\{([\w.-]+)\}")
+"""A field in the sentence of an error, as in `{low}` or `{engine.publish_every}`."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -25,13 +29,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"known names: {', '.join(known)}"
 
 
-def refuse(sentence: str, **values: Any) -> PydanticCustomError:
+def refuse(sentence: str, values: Mapping[str, Any] | None = None, **fields: Any) -> PydanticCustomError:
     """An error about one or more fields of the model being validated.
 
     `sentence` holds the field names in braces; when it is shown each becomes `name = value`, under the name that the
-    user wrote (a recipe calls the low bound of its first gate `ratio_low`).
+    user wrote (a recipe calls the low bound of its first gate `ratio_low`). A validator that compares settings of
+    tables inside its own gives them in `values` by dotted name: `{engine.publish_every}`.
     """
-    return PydanticCustomError("keel", "{sentence}", {"sentence": sentence, "values": values})
+    return PydanticCustomError("keel", "{sentence}", {"sentence": sentence, "values": {**(values or {}), **fields}})
 
 
 class Settings(BaseModel):
@@ -70,17 +75,41 @@ def explain(
         context = item.get("ctx", {})
         if item["type"] == "unknown":
             key = context["key"]
-            lines.append(f"{label((*path, key))} is not a setting; {nearest(key, context['known'])}")
+            name = label((*path, key))
+            given = item["input"].get(key) if isinstance(item["input"], Mapping) else None
+            lines += _renamed_lines(name, given) or [f"{name} is not a setting; {nearest(key, context['known'])}"]
         elif item["type"] == "keel":
-            shown = {field: f"{label((*path, field))} = {_toml(value)}" for field, value in context["values"].items()}
-            lines.append(context["sentence"].format(**shown))
+            shown = {
+                field: f"{label((*path, *field.split('.')))} = {_toml(value)}"
+                for field, value in context["values"].items()
+            }
+            lines.append(_filled(context["sentence"], shown))
         elif isinstance(context.get("error"), ConfigError):
             lines.append(str(context["error"]))
         elif item["type"] == "missing":
             lines.append(f"{label(path)} is missing")
+        elif (new := renamed_value(label(path), item["input"])) is not None:
+            lines.append(f"{label(path)} = {_toml(item['input'])} was renamed; write {label(path)} = {_toml(new)}")
         else:
             lines.append(f"{label(path)} = {_toml(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}")
     return ConfigError("\n".join(dict.fromkeys(lines)))
+
+
+def _filled(sentence: str, shown: Mapping[str, str]) -> str:
+    """Replace each `{field}` that `shown` has; other braces are text of the user."""
+    return _FIELD.sub(lambda match: shown.get(match[1], match[0]), sentence)
+
+
+def _renamed_lines(name: str, given: Any) -> list[str]:
+    """One line for each renamed setting that an unknown name stands for, with the new value where it changed too."""
+    lines = []
+    for old, value, new in renamed_keys_in(name, given):
+        changed = renamed_value(new, value)
+        if changed is None:
+            lines.append(f"{old} was renamed to {new}")
+        else:
+            lines.append(f"{old} = {_toml(value)} was renamed to {new} = {_toml(changed)}")
+    return lines
 
 
 def _is_union_tag(part: str | int) -> bool:

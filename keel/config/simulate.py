@@ -82,7 +82,7 @@ class SimulateSettings(Settings):
     rollout_failures: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of rollouts that fail, somewhere on their way."""
     no_signal: Share = 0.0
-    """Share of groups whose rewards are all equal, which do not train unless advantages.no_signal says so."""
+    """Share of groups whose rewards are all equal; they train only with advantages.zero_variance_groups = "train"."""
     engine_crash_hours: Positive | None = None
     """Hours between two crashes of one engine, in the mean; not given: never."""
     engine_restart_seconds: Seconds = 120.0

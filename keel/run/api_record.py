@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -23,7 +23,6 @@ from keel.run.trajectories import Trajectory, TrajectoryGroup, get
 from keel.signal import MovingBaseline, advantages
 from keel.wire import Finish, Generation
 
-NoSignal = Literal["drop", "keep"]
 FIELDS = ("token_ids", "prompt_token_ids", "versions", "logprobs", "sampling", "model")
 """What a choice of an exact server carries."""
 COUNTED = ("turns", "sampled_tokens")
@@ -50,11 +49,11 @@ def batch_of(
     step: int,
     estimator: AdvantageSettings,
     moving: MovingBaseline,
-    no_signal: NoSignal,
 ) -> Batch:
     """The samples of all groups with their advantages. `step`: the version being trained.
 
-    A group whose advantages are all zero has no signal; it is left out or kept, and counted in either case.
+    A group whose advantages are all zero is dropped or trained, as `estimator.zero_variance_groups` says, and counted
+    in either case.
     """
     episodes = _episodes(groups, model, step)
     rewards = [float(one.reward or 0.0) for group in groups for one in group.trajectories]
@@ -69,7 +68,7 @@ def batch_of(
     for episode, owner, advantage in zip(episodes, owners, found.tolist(), strict=True):
         said = episode.samples.counts
         counts.update({name: said[name] for name in said if name in COUNTED or name.startswith("split_")})
-        if owner in flat and no_signal == "drop":
+        if owner in flat and estimator.zero_variance_groups == "drop":
             counts["no_signal_tokens"] += said["sampled_tokens"]
             continue
         for number, one in enumerate(episode.samples.samples):

@@ -9,10 +9,9 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from keel.config import Composition
-from keel.config.run import AdvantageSettings
+from keel.config.run import AdvantageSettings, ZeroVarianceGroups
 from keel.config.settings import explain
 from keel.errors import BatchError, ConfigError
-from keel.run.api_record import NoSignal
 from keel.run.trajectories import TrajectoryGroup
 from keel.signal import Objective
 from keel.signal import objective as make_objective
@@ -31,7 +30,6 @@ class Wish:
     """The reference, in the words of `ReferenceSettings.source`; none when the objective reads none."""
     learning_rate: float | None
     estimator: AdvantageSettings
-    no_signal: NoSignal
 
     @classmethod
     def of(
@@ -41,7 +39,7 @@ class Wish:
         objective: Signal,
         learning_rate: float | None,
         advantages: str | AdvantageSettings,
-        no_signal: NoSignal,
+        zero_variance_groups: ZeroVarianceGroups | None = None,
         kl_penalty_coef: float,
         kl_penalty_reference_step: int | None,
         kl_ref_adapter_path: str | Path | None,
@@ -53,8 +51,7 @@ class Wish:
             objective=composed,
             source=_source(composed, kl_penalty_reference_step, kl_ref_adapter_path),
             learning_rate=_rate(learning_rate),
-            estimator=_estimator(advantages),
-            no_signal=_choice(no_signal),
+            estimator=_estimator(advantages, zero_variance_groups),
         )
 
 
@@ -114,16 +111,17 @@ def _rate(rate: float | None) -> float | None:
     return rate
 
 
-def _estimator(given: str | AdvantageSettings) -> AdvantageSettings:
-    if isinstance(given, AdvantageSettings):
-        return given
+def _estimator(given: str | AdvantageSettings, zero_variance_groups: ZeroVarianceGroups | None) -> AdvantageSettings:
+    """Return the estimator's settings, with `zero_variance_groups` from whichever of the two parameters gives it."""
+    table = given.model_dump(exclude_unset=True) if isinstance(given, AdvantageSettings) else {"name": given}
+    if zero_variance_groups is not None:
+        own = table.setdefault("zero_variance_groups", zero_variance_groups)
+        if own != zero_variance_groups:
+            raise ConfigError(
+                f'zero_variance_groups = "{zero_variance_groups}", and advantages.zero_variance_groups = "{own}";'
+                " give one of them"
+            )
     try:
-        return AdvantageSettings.model_validate({"name": given})
+        return AdvantageSettings.model_validate(table)
     except ValidationError as error:
         raise explain(error, ("advantages",)) from None
-
-
-def _choice(no_signal: NoSignal) -> NoSignal:
-    if no_signal not in ("drop", "keep"):
-        raise ConfigError(f'no_signal = "{no_signal}" must be "drop" or "keep"')
-    return no_signal

@@ -16,12 +16,12 @@ from typing import Self
 from filelock import FileLock, Timeout
 
 from keel.config import CheckpointSettings, EngineSettings, TrainerSettings
-from keel.config.run import AdvantageSettings
+from keel.config.run import AdvantageSettings, ZeroVarianceGroups
 from keel.errors import ConfigError, KeelError, ModelError
 from keel.policy import load_model
 from keel.run.agent import Endpoint, TrainableModel
 from keel.run.api_learner import Learner
-from keel.run.api_record import NoSignal, batch_of
+from keel.run.api_record import batch_of
 from keel.run.api_server import Server
 from keel.run.api_wish import Signal, Wish
 from keel.run.trajectories import TrajectoryGroup
@@ -105,17 +105,18 @@ class LocalBackend:
         objective: Signal = "icepop",
         learning_rate: float | None = None,
         advantages: str | AdvantageSettings = "group_mean",
-        no_signal: NoSignal = "drop",
+        zero_variance_groups: ZeroVarianceGroups | None = None,
         kl_penalty_coef: float = 0.0,
         kl_penalty_reference_step: int | None = None,
         kl_ref_adapter_path: str | Path | None = None,
     ) -> TrainResult:
         """One step on these groups; returns when its checkpoint is written and the endpoint samples from it.
 
-        `learning_rate`: not given, the one in the backend's `trainer` settings. `no_signal`: whether groups whose
-        advantages are all zero are left out ("drop") or trained with ("keep": they count in means, and penalties act
-        on them). `kl_penalty_coef` adds the centred drift from a reference to the advantages (docs/objectives.md); the
-        reference is a checkpoint of this model, an adapter of its base, or the base itself when neither is given.
+        `learning_rate`: not given, the one in the backend's `trainer` settings. `zero_variance_groups`: whether
+        groups whose advantages are all zero are dropped ("drop") or trained ("train": they count in means, and
+        penalties act on them); not given, as in `advantages`, which drops them by default. `kl_penalty_coef` adds the
+        centred drift from a reference to the advantages (docs/objectives.md); the reference is a checkpoint of this
+        model, an adapter of its base, or the base itself when neither is given.
 
         What cannot act, and trajectories that were not recorded by the endpoint, are refused before anything changes.
         Calls for one model take turns. Cancelling the call does not undo the step: it goes on to its end.
@@ -126,7 +127,7 @@ class LocalBackend:
             objective=objective,
             learning_rate=learning_rate,
             advantages=advantages,
-            no_signal=no_signal,
+            zero_variance_groups=zero_variance_groups,
             kl_penalty_coef=kl_penalty_coef,
             kl_penalty_reference_step=kl_penalty_reference_step,
             kl_ref_adapter_path=kl_ref_adapter_path,
@@ -246,7 +247,6 @@ class _Registered:
             step=learner.step_number,
             estimator=wish.estimator,
             moving=learner.moving,
-            no_signal=wish.no_signal,
         )
         metrics, why_not = batch.metrics, batch.why_not
         if not why_not:

@@ -43,8 +43,9 @@ def arenas(settings: RunSettings) -> dict[str, Arena]:
         name: Arena(load_environment(given), given.sampling or settings.sampling, given.limits, given.weight)
         for name, given in settings.environments.items()
     }
-    for arena in found.values():
-        arena.sampling.check_trainable()
+    for name, arena in found.items():
+        own = settings.environments[name].sampling is not None
+        arena.sampling.check_trainable(f"environments.{name}.sampling" if own else "sampling")
     return found
 
 

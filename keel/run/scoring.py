@@ -1,8 +1,8 @@
 """From a batch of the scheduler to rows: each rollout with its advantage, or with the reason why it does not train.
 
 A group whose rewards are all equal teaches nothing about which answer is better; whether it is dropped or trained
-(penalties act on it all the same) is `advantages.no_signal`, and it is counted either way. Rollouts that failed have no
-vote in the baseline.
+(penalties still act on it) is `advantages.zero_variance_groups`, and it is counted either way. Rollouts that failed
+have no vote in the baseline.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ def score(batch: Batch, settings: AdvantageSettings, moving: MovingBaseline | No
     for group, values in zip(batch.groups, _advantages(batch.groups, settings, moving), strict=True):
         rewards = [rollout.reward for rollout in group.rollouts]
         flat = len(set(rewards)) < 2 if settings.name in _BY_GROUP else not any(values)
-        dropped = flat and settings.no_signal == "drop"
+        dropped = flat and settings.zero_variance_groups == "drop"
         chances = iter(values)
         for member in group.members:
             place = (group.id, group.environment, group.task_id, member.member, member.attempt)
@@ -118,7 +118,7 @@ def halt_if_barren(ledger: Ledger, step: int, limit: int | None) -> None:
     reasons = [f"{name.removeprefix('refused/')} {count:.0f}" for name, count in told if name.startswith("refused/")]
     raise KeelError(
         f"{limit} steps in a row trained nothing (scheduler.halt_after = {limit}); refused in the last one:"
-        f' {", ".join(reasons) or "nothing"}; look at the rewards, or set advantages.no_signal = "train"'
+        f' {", ".join(reasons) or "nothing"}; look at the rewards, or set advantages.zero_variance_groups = "train"'
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from keel.config.run import AdvantageSettings
 from keel.config.settings import explain
-from keel.errors import BatchError
+from keel.errors import BatchError, ConfigError
 from keel.signal.segments import Segments
 
 
@@ -53,6 +53,11 @@ def advantages(
     if isinstance(name, AdvantageSettings):
         settings = name
     else:
+        if "zero_variance_groups" in parameters:
+            raise ConfigError(
+                f"zero_variance_groups = {parameters['zero_variance_groups']!r} has no effect on advantages: every"
+                " rollout gets one; it decides which groups a run or LocalBackend.train trains on"
+            )
         try:
             settings = AdvantageSettings.model_validate({"name": name, **parameters})
         except ValidationError as error:

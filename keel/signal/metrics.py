@@ -8,20 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-
-
-class Measure(Protocol):
-    """Anything that adds and has a mean."""
-
-    @property
-    def mean(self) -> float: ...
-
-    def __add__(self, other: Self) -> Self: ...
 
 
 @dataclass(frozen=True)
@@ -82,8 +73,8 @@ class Histogram:
         return float(self.counts.sum())
 
     @property
-    def mean(self) -> float:
-        """The median."""
+    def median(self) -> float:
+        """The value that half of the entries lie below, to within a bin. There is no mean: no sum is kept."""
         return self.quantile(0.5)
 
     def quantile(self, share: float) -> float:
@@ -110,6 +101,10 @@ class Histogram:
 
     def __add__(self, other: Self) -> Self:
         return type(self)(self.counts + other.counts, self.log)
+
+
+Measure = Metric | Derived | Histogram
+"""A metric: the first two have a `mean`, a histogram has a `median` and quantiles."""
 
 
 @cache
@@ -142,11 +137,12 @@ class Metrics(Mapping[str, Measure]):
 
     def __add__(self, other: "Metrics") -> "Metrics":
         names = dict.fromkeys([*self, *other])
-        joined = {}
+        joined: dict[str, Any] = {}
         for name in names:
-            mine, theirs = self.values_by_name.get(name), other.values_by_name.get(name)
+            # a name has the same kind of metric in both
+            mine, theirs = cast(Any, self.values_by_name.get(name)), other.values_by_name.get(name)
             joined[name] = mine + theirs if mine is not None and theirs is not None else mine or theirs
-        return Metrics(joined, self.dropped_tokens + other.dropped_tokens)  # type: ignore[arg-type]
+        return Metrics(joined, self.dropped_tokens + other.dropped_tokens)
 
     def means(self) -> dict[str, float]:
         """Every metric as one number; a histogram as its quantiles."""

@@ -189,7 +189,7 @@ class World:
 
     def _silent(self, group: Group) -> bool:
         """Whether its rewards are all equal, and it does not train for that."""
-        if not self._assumed.no_signal or self._settings.advantages.no_signal == "train":
+        if not self._assumed.no_signal or self._settings.advantages.zero_variance_groups == "train":
             return False
         return self._chance.draws(f"{NO_SIGNAL}/{group.id}")[0] < self._assumed.no_signal
 

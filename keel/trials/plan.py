@@ -155,8 +155,7 @@ def _can_run(settings: RunSettings, worlds: set[str]) -> None:
     require(settings.metrics)
     world = repr((settings.environments, settings.sampling))
     if world not in worlds:
-        for arena in arenas(settings).values():
-            arena.sampling.check_trainable()
+        arenas(settings)
         worlds.add(world)
 
 
