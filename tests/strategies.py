@@ -16,6 +16,7 @@ from torch import Tensor
 
 import keel
 from keel.config import RECIPES
+from keel.config.statistics import STATISTICS, gate_statistic, statistic_names
 from keel.signal.metrics import Derived, Histogram, Metric, Metrics
 
 FLOATS = (
@@ -242,17 +243,19 @@ PAIRS = ("policy/sampler", "policy/proximal", "proximal/sampler")
 @st.composite
 def gates(draw: st.DrawFn) -> dict[str, Any]:
     """Any gate that can be written down, with bounds off the grid."""
-    on = draw(st.sampled_from(sorted(BOUNDS)))
+    on = draw(st.sampled_from(sorted(statistic_names())))
     gate: dict[str, Any] = {"on": on, "of": draw(st.sampled_from(PAIRS))}
-    low, high = BOUNDS[on]
+    low, high = BOUNDS.get(on) or default_bounds(on)
     sides = draw(st.sampled_from(["low", "high", "both"])) if low is not None else "high"
     gate |= {"low": low} if sides in ("low", "both") else {}
     gate |= {"high": high} if sides in ("high", "both") else {}
-    if on == "ratio":
-        gate["level"] = draw(st.sampled_from(["token", "sequence", "geometric"]))
-    if on not in ("second_moment", "sequence_kl") and gate.get("level", "token") == "token":
-        gate["scope"] = draw(st.sampled_from(["token", "sequence"]))
-    if on != "second_moment":
+    levels = [level for level in ("token", "sequence", "geometric") if (on, level) in STATISTICS]
+    if len(levels) > 1:
+        gate["level"] = draw(st.sampled_from(levels))
+    scopes = gate_statistic(on, gate.get("level", "token")).scopes
+    if len(scopes) > 1:
+        gate["scope"] = draw(st.sampled_from(scopes))
+    if gate.get("scope", scopes[0]) != "step":
         gate["when"] = draw(st.sampled_from(["always", "positive_advantage", "negative_advantage"]))
     return gate
 
@@ -266,6 +269,14 @@ BOUNDS: dict[str, tuple[float | None, float]] = {
     "sequence_kl": (-0.57, 0.13),
     "second_moment": (None, 0.29),
 }
+
+
+def default_bounds(on: str) -> tuple[float | None, float]:
+    """Bounds for a statistic that BOUNDS does not list."""
+    statistic = gate_statistic(on)
+    if statistic.direction == "distance":
+        return None, 0.29
+    return (0.41, 2.1) if statistic.in_log_space else (-0.21, 0.23)
 
 
 @st.composite

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import keel
 from keel.config import RECIPES, Composition, Gate, resolve_objective
-from keel.config.region import bernoulli_kl, first_refusal, refuses
+from keel.config.region import first_refusal, refuses
+from keel.config.statistics import bernoulli_kl
 from keel.config.words import Words, describe, describe_recipe, number
 
 NAMES = list(RECIPES)

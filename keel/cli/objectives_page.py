@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from keel.cli.objectives_prose import ADVANTAGES, AFTER, COMPOSE, INTRODUCTION, METRICS, METRICS_END, METRICS_START
 from keel.cli.parameters import Row, defaults, parameters, show
 from keel.config import RECIPES, Gate, Penalty, Policy, Recipe, Reduction, Weight
+from keel.config.settings import OneOf
 from keel.config.symbols import COMMON_SYMBOLS
 from keel.config.words import Words, describe_recipe
 
@@ -64,13 +65,18 @@ def _part(part: type[Any]) -> str:
     rows = []
     for name, field in part.model_fields.items():
         default = "required" if field.is_required() else show(field.default)
-        rows.append((f"`{name}`", _kind(field.annotation), default, " ".join((field.description or "").split())))
+        rows.append(
+            (f"`{name}`", _kind(field.annotation, field.metadata), default, " ".join((field.description or "").split()))
+        )
     first = (part.__doc__ or "").strip()
     return f"**{part.__name__}.** {first}\n\n{_table(('field', 'takes', 'default', 'meaning'), rows)}"
 
 
-def _kind(annotation: Any) -> str:
+def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """What a field takes, in words."""
+    for marker in metadata:
+        if isinstance(marker, OneOf):
+            return ", ".join(f"`{choice}`" for choice in marker.choices())
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(annotation))
     if annotation is bool:

@@ -9,7 +9,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from keel.config.settings import Settings, refuse
+from keel.config.settings import OneOf, Settings, refuse
+from keel.config.statistics import STATISTICS, GateStatistic, Level, Scope, gate_statistic, statistic_names
 
 LogRatio = Literal["policy/sampler", "policy/proximal", "proximal/sampler"]
 """Which log-prob minus which: l - b, l - o, or o - b."""
@@ -17,25 +18,11 @@ LogRatio = Literal["policy/sampler", "policy/proximal", "proximal/sampler"]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 
-Level = Literal["token", "sequence", "geometric"]
-"""A ratio of the token itself, the product over its sequence, or the geometric mean over its sequence."""
-
-DISTANCES = ("binary_kl", "symmetric_binary_kl", "second_moment")
-"""Statistics without a direction: too far is too far, and only a high bound makes sense."""
-
 
 class Gate(Settings):
     """Refuses the tokens whose statistic leaves the band [low, high]; the bounds themselves are kept."""
 
-    on: Literal[
-        "ratio",
-        "probability_difference",
-        "binary_kl",
-        "signed_binary_kl",
-        "symmetric_binary_kl",
-        "sequence_kl",
-        "second_moment",
-    ]
+    on: Annotated[str, OneOf(statistic_names)]
     """The statistic the gate looks at."""
     of: LogRatio = "policy/sampler"
     """The two policies compared."""
@@ -45,17 +32,25 @@ class Gate(Settings):
     """Refuse below this value."""
     high: float | None = None
     """Refuse above this value."""
-    scope: Literal["token", "sequence", "step"] = "token"
+    scope: Scope = "token"
     """Who leaves together. A token statistic at scope "sequence" refuses the sequence when any of its tokens is out."""
     when: Literal["always", "positive_advantage", "negative_advantage"] = "always"
     """Which advantages the gate applies to; at sequence scope the mean advantage of the sequence decides."""
 
     @model_validator(mode="before")
     @classmethod
-    def _natural_scope(cls, data: object) -> object:
+    def _default_scope(cls, data: object) -> object:
         if isinstance(data, dict) and "scope" not in data:
-            return {**data, "scope": _scopes(data.get("on"), data.get("level", "token"))[0]}
+            on, level = data.get("on"), data.get("level", "token")
+            statistic = STATISTICS.get((on, level)) if isinstance(on, str) and isinstance(level, str) else None
+            if statistic is not None:  # anything else is refused when its field is validated
+                return {**data, "scope": statistic.scopes[0]}
         return data
+
+    @property
+    def statistic(self) -> GateStatistic:
+        """What the table of statistics holds about `on` at `level`."""
+        return gate_statistic(self.on, self.level)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -63,31 +58,24 @@ class Gate(Settings):
             raise refuse("{on}: a gate needs a low or a high bound", on=self.on)
         if self.low is not None and self.high is not None and self.low > self.high:
             raise refuse("{low} must be below {high}", low=self.low, high=self.high)
-        if self.on == "ratio" and self.low is not None and self.low < 0:
+        if (self.on, self.level) not in STATISTICS:
+            owners = " or ".join(f'"{on}"' for on, level in STATISTICS if level == self.level)
+            raise refuse(f"{{level}} cannot act: it belongs to on = {owners}", level=self.level)
+        statistic = self.statistic
+        if statistic.in_log_space and self.low is not None and self.low < 0:
             raise refuse("{low} must not be negative: it bounds a ratio", low=self.low)
-        if self.on == "ratio" and self.high is not None and self.high <= 0:
+        if statistic.in_log_space and self.high is not None and self.high <= 0:
             raise refuse("{high} must be positive: it bounds a ratio", high=self.high)
-        if self.on != "ratio" and self.level != "token":
-            raise refuse('{level} cannot act: it belongs to on = "ratio"', level=self.level)
-        if self.on in DISTANCES and self.low is not None:
+        if statistic.direction == "distance" and self.low is not None:
             raise refuse("{low} cannot act: the statistic is a distance and has only a high bound", low=self.low)
-        if self.on in DISTANCES and self.high is not None and self.high < 0:
+        if statistic.direction == "distance" and self.high is not None and self.high < 0:
             raise refuse("{high} must not be negative: it bounds a distance", high=self.high)
-        allowed = _scopes(self.on, self.level)
-        if self.scope not in allowed:
-            raise refuse(f"{{scope}}: this statistic belongs to the {allowed[0]} and decides for it", scope=self.scope)
+        if self.scope not in statistic.scopes:
+            owner = statistic.scopes[0]
+            raise refuse(f"{{scope}}: this statistic belongs to the {owner} and decides for it", scope=self.scope)
         if self.scope == "step" and self.when != "always":
             raise refuse("{when}: a gate over the step applies to every advantage", when=self.when)
         return self
-
-
-def _scopes(on: object, level: object) -> tuple[str, ...]:
-    """The scopes a statistic may decide at, the natural one first."""
-    if on == "second_moment":
-        return ("step",)
-    if on == "sequence_kl" or level != "token":
-        return ("sequence",)
-    return ("token", "sequence")
 
 
 class Weight(Settings):

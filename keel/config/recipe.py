@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, create_model, model_validator
 
-from keel.config.composition import Composition, Level, NonNegative, Positive, Transforms
+from keel.config.composition import Composition, NonNegative, Positive, Transforms
 from keel.config.settings import Path, Settings, dotted, explain, refuse
+from keel.config.statistics import Level
 
 PARAMETERS: dict[str, tuple[Any, str]] = {
     "ratio_low": (NonNegative | None, "smallest ratio kept (cispo: smallest weight)"),

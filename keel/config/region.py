@@ -1,11 +1,10 @@
-"""Who is dropped, stated a second time: one token, plain probabilities, the math module.
+"""Decide whether gates drop a single token, from plain probabilities.
 
-Written from the mathematics of docs/objectives.md and sharing nothing with `keel.signal.gates`, so that the plot of a
-rule and the audit have a statement of their own to hold the tensors against. It covers a sequence of one token; what a
-gate over the step does cannot be said about one token and is left out.
+The values come from the scalar functions of `keel.config.statistics`, which share no arithmetic with the tensors of
+`keel.signal.gates`: plots and the audit compare training against an independent statement of the same rule. Covers a
+sequence of one token. A gate over the step has no decision about a single token and is left out.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -32,21 +31,12 @@ def refuses(gate: Gate, p: float, q: float, advantage: float) -> Side | None:
         return None
     if gate.when == "negative_advantage" and not advantage < 0:
         return None
-    if gate.on == "ratio":
-        return _outside(p / q, gate.low, gate.high)
-    if gate.on == "probability_difference":
-        return _outside(p - q, gate.low, gate.high)
-    if gate.on == "signed_binary_kl":
-        return _outside(math.copysign(bernoulli_kl(q, p), p - q), gate.low, gate.high)
-    if gate.on == "sequence_kl":
-        # mean(b - l) = log(q / p) grows as the policy falls: above the high bound the policy is too low
-        side = _outside(math.log(q / p), gate.low, gate.high)
-        return None if side is None else "low" if side == "high" else "high"
-    distance = bernoulli_kl(q, p)
-    if gate.on == "symmetric_binary_kl":
-        distance = max(distance, bernoulli_kl(p, q))
-    if gate.high is None or distance <= gate.high:
-        return None
+    statistic = gate.statistic
+    crossed = _crossed_bound(statistic.scalar(p, q), gate.low, gate.high)
+    if crossed is None or statistic.direction == "rising":
+        return crossed
+    if statistic.direction == "falling":
+        return "low" if crossed == "high" else "high"
     return "low" if p < q else "high"
 
 
@@ -59,15 +49,7 @@ def first_refusal(gates: Sequence[Gate], p: float, q: float, advantage: float) -
     return None
 
 
-def bernoulli_kl(start: float, end: float) -> float:
-    """KL(start || end) between (drawn token, any other token): s*log(s/e) + (1-s)*log((1-s)/(1-e)), 0*log(0) = 0."""
-    divergence = start * math.log(start / end)
-    if start < 1:
-        divergence += math.inf if end == 1 else (1 - start) * math.log((1 - start) / (1 - end))
-    return max(divergence, 0.0)
-
-
-def _outside(value: float, low: float | None, high: float | None) -> Side | None:
+def _crossed_bound(value: float, low: float | None, high: float | None) -> Side | None:
     if low is not None and value < low:
         return "low"
     if high is not None and value > high:

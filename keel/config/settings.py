@@ -7,10 +7,12 @@ name of the setting and the value that was given. Settings are frozen: what was 
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
 from keel.config.renamed import renamed_keys_in, renamed_value
 from keel.errors import ConfigError
@@ -37,6 +39,30 @@ def refuse(sentence: str, values: Mapping[str, Any] | None = None, **fields: Any
     tables inside its own gives them in `values` by dotted name: `{engine.publish_every}`.
     """
     return PydanticCustomError("keel", "{sentence}", {"sentence": sentence, "values": {**(values or {}), **fields}})
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Annotate a string setting whose allowed values are looked up each time a value is validated.
+
+    It is a `Literal` for values that come from a table: messages and JSON schema are the same.
+    """
+
+    choices: Callable[[], tuple[str, ...]]
+
+    def _validate(self, value: Any) -> str:
+        choices = self.choices()
+        if isinstance(value, str) and value in choices:
+            return value
+        quoted = [repr(choice) for choice in choices]
+        expected = " or ".join([part for part in (", ".join(quoted[:-1]), quoted[-1]) if part])
+        raise PydanticKnownError("literal_error", {"expected": expected})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._validate)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"type": "string", "enum": list(self.choices())}
 
 
 class Settings(BaseModel):

@@ -14,6 +14,7 @@ from keel.config.composition import Composition, Gate, Penalty, Weight
 from keel.config.objective import resolve_objective
 from keel.config.recipe import Recipe
 from keel.config.settings import Path
+from keel.config.statistics import gate_statistic
 from keel.config.symbols import COMMON_SYMBOLS, PAIRS, SIGNS, Symbol, used_in
 
 Names = Callable[[Path], str | None]
@@ -107,16 +108,15 @@ def dropped(composition: Composition, names: Names = lambda _path: None) -> tupl
 
 def _sentence(gate: Gate, names: Names, place: Path) -> str:
     low, high = (_at(names, (*place, bound), getattr(gate, bound)) for bound in ("low", "high"))
-    statistic = _statistic(gate)
+    statistic, pair = gate.statistic, PAIRS[gate.of]._asdict()
+    value = statistic.formula.format(**pair)
     if gate.scope == "step":
-        return f"the tokens of the step with the largest {statistic}, until the mean of the rest is at most {high}"
-    each = "any " if gate.scope == "sequence" and _is_of_token(gate) else ""
-    if low is not None and low == f"-{high}" and gate.on == "probability_difference":
-        outside = [f"{each}|{statistic}| > {high}"]
+        return f"the tokens of the step with the largest {value}, until the mean of the rest is at most {high}"
+    each = "any " if gate.scope == "sequence" and statistic.sequence is None else ""
+    if low is not None and low == f"-{high}" and statistic.magnitude_formula is not None:
+        outside = [f"{each}{statistic.magnitude_formula.format(**pair)} > {high}"]
     else:
-        outside = [
-            f"{each}{statistic} {sign} {bound}" for sign, bound in (("<", low), (">", high)) if bound is not None
-        ]
+        outside = [f"{each}{value} {sign} {bound}" for sign, bound in (("<", low), (">", high)) if bound is not None]
     who = "token" if gate.scope == "token" else "whole sequence"
     if gate.when == "always":
         return f"{who} when {' or '.join(outside)}"
@@ -125,28 +125,6 @@ def _sentence(gate: Gate, names: Names, place: Path) -> str:
     rest = outside[0] if len(outside) == 1 else f"({' or '.join(outside)})"
     comma = "," if gate.scope == "token" else ""
     return f"{who}{comma} when {advantage} {sign} 0 and {rest}"
-
-
-def _is_of_token(gate: Gate) -> bool:
-    return gate.on != "sequence_kl" and gate.level == "token"
-
-
-def _statistic(gate: Gate) -> str:
-    pair = PAIRS[gate.of]
-    over, under = pair.over, pair.under
-    return {
-        "ratio": _at_level(pair.ratio, gate.level),
-        "probability_difference": f"{over} - {under}",
-        "binary_kl": f"KLb({under}, {over})",
-        "signed_binary_kl": f"sign({pair.log_ratio}) * KLb({under}, {over})",
-        "symmetric_binary_kl": f"max(KLb({over}, {under}), KLb({under}, {over}))",
-        "sequence_kl": f"mean({pair.reverse})",
-        "second_moment": f"{pair.log_ratio}^2",
-    }[gate.on]
-
-
-def _at_level(ratio: str, level: str) -> str:
-    return {"token": ratio, "sequence": f"prod({ratio})", "geometric": f"gmean({ratio})"}[level]
 
 
 def divisor(composition: Composition, names: Names = lambda _path: None) -> str:
@@ -221,7 +199,7 @@ def _clip(composition: Composition, names: Names, ratio: str, A: str) -> str:
 
 
 def _weight(weight: Weight, names: Names, place: int) -> str:
-    base = _at_level(PAIRS[weight.of].ratio, weight.level)
+    base = gate_statistic("ratio", weight.level).formula.format(**PAIRS[weight.of]._asdict())
     if weight.kernel == "gamma":
         mark = _mark(place)
         base = f"{base}^k_A{mark} * exp(rate_A{mark} * (1 - {base}))"

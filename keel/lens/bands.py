@@ -11,14 +11,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from keel.config.composition import Composition, Gate
+from keel.config.statistics import STATISTICS, GateStatistic, gate_statistic
 
 BINS = 30
 """Bins to each unit of asinh(value / scale)."""
-
-_REST = "greatest(1 - exp({}), 1e-300)"
-_KL = "(exp({0}) * ({0} - {1}) + " + f"{_REST.format('{0}')} * (ln({_REST.format('{0}')}) - ln({_REST.format('{1}')})))"
-_FORWARD = f"greatest({_KL.format('b', 'l')}, 0)"
-_BACKWARD = f"greatest({_KL.format('l', 'b')}, 0)"
 
 
 @dataclass
@@ -29,7 +25,7 @@ class Statistic:
     title: str
     scope: Literal["token", "sample"]
     expression: str
-    """In duckdb: of l and b for a token, of d (sum of l - b) and n for a sample."""
+    """DuckDB expression, `LensHistogram.sql`."""
     axis: Literal["ratio", "plain"]
     """ratio: the value is the logarithm of one."""
     scale: float
@@ -52,32 +48,33 @@ class Band:
     label: str
 
 
-def _known() -> dict[str, Statistic]:
-    known = (
-        Statistic("ratio", "ratio, policy / sampler", "token", "(l - b)", "ratio", 0.4),
-        Statistic("difference", "probability, policy - sampler", "token", "(exp(l) - exp(b))", "plain", 0.2),
-        Statistic("binary_kl", "binary KL, sampler to policy", "token", _FORWARD, "plain", 0.01),
-        Statistic("signed_binary_kl", "binary KL, signed", "token", f"({_FORWARD} * sign(l - b))", "plain", 0.01),
-        Statistic(
-            "symmetric_binary_kl", "binary KL, larger way", "token", f"greatest({_FORWARD}, {_BACKWARD})", "plain", 0.01
-        ),
-        Statistic("sequence_kl", "mean log-ratio of a sample, sampler / policy", "sample", "(-d / n)", "plain", 0.01),
-        Statistic("geometric_ratio", "geometric mean ratio of a sample", "sample", "(d / n)", "ratio", 0.02),
-        Statistic("sequence_ratio", "product of ratios of a sample", "sample", "d", "ratio", 0.1),
+def _from_table(statistic: GateStatistic) -> Statistic:
+    histogram = statistic.histogram
+    return Statistic(
+        histogram.name,
+        histogram.title,
+        "token" if statistic.sequence is None else "sample",
+        histogram.sql,
+        "ratio" if statistic.in_log_space else "plain",
+        histogram.scale,
     )
-    return {one.name: one for one in known}
 
 
 def statistics_of(composition: Composition | None) -> tuple[list[Statistic], list[str]]:
-    """Ratio and probability difference, whatever else the objective looks at, and what cannot be drawn, in words."""
-    known, notes = _known(), []
+    """Return the statistics to draw and, as sentences, the bands that cannot be drawn.
+
+    Drawn are those that are always shown and those on which the objective has a band.
+    """
+    notes = []
+    drawable = {entry.histogram.name: _from_table(entry) for entry in STATISTICS.values()}
     if composition is not None:
         for name, band, note in _bands(composition):
             if note:
                 notes.append(note)
             else:
-                known[name].bands.append(band)
-    shown = [one for one in known.values() if one.bands or one.name in ("ratio", "difference")]
+                drawable[name].bands.append(band)
+    always_shown = {entry.histogram.name for entry in STATISTICS.values() if entry.histogram.always_shown}
+    shown = [one for one in drawable.values() if one.bands or one.name in always_shown]
     for one in shown:
         sizes = [abs(bound) for band in one.bands for bound in (band.low, band.high) if bound]
         if sizes:
@@ -92,29 +89,27 @@ def _bands(composition: Composition) -> Iterator[tuple[str, Band, str]]:
     for place, weight in enumerate(composition.weights):
         if weight.kernel == "ratio" and (weight.low is not None or weight.high is not None):
             band = Band("weight", _log(weight.low), _log(weight.high), "always", f"weight {place}")
-            yield _level(weight.level), band, _drawable(weight.of, f"weight {place}")
+            yield _ratio_histogram(weight.level), band, _drawable(weight.of, f"weight {place}")
     policy = composition.policy
     if policy.surrogate == "clip" and policy.eps is not None:
         above = policy.eps if policy.eps_high is None else policy.eps_high
         band = Band("clip", _log(1 - policy.eps), math.log1p(above), "always", "clip")
-        name = "geometric_ratio" if policy.level == "sequence" else "ratio"
+        name = _ratio_histogram("geometric" if policy.level == "sequence" else "token")
         yield name, band, _drawable(f"policy/{policy.anchor}", "the clip")
 
 
 def _gate(place: int, gate: Gate) -> tuple[str, Band, str]:
-    label = f"gate {place}"
-    band = Band("gate", gate.low, gate.high, gate.when, label)
-    if gate.on == "second_moment":
-        return "", band, f"{label} (second_moment) has no fixed band: its bound follows from the tokens of each step"
-    note = _drawable(gate.of, label)
-    if gate.on == "ratio":
-        band = Band("gate", _log(gate.low), _log(gate.high), gate.when, label)
-        return _level(gate.level), band, note
-    return ("difference" if gate.on == "probability_difference" else gate.on), band, note
+    label, statistic = f"gate {place}", gate.statistic
+    band = Band("gate", *statistic.comparable_bounds(gate.low, gate.high), gate.when, label)
+    if gate.scope == "step":
+        note = f"{label} ({statistic.label}) has no fixed band: its bound follows from the tokens of each step"
+    else:
+        note = _drawable(gate.of, label)
+    return statistic.histogram.name, band, note
 
 
-def _level(level: str) -> str:
-    return {"token": "ratio", "sequence": "sequence_ratio", "geometric": "geometric_ratio"}[level]
+def _ratio_histogram(level: str) -> str:
+    return gate_statistic("ratio", level).histogram.name
 
 
 def _log(ratio: float | None) -> float | None:

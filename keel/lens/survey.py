@@ -170,7 +170,7 @@ class Region(Survey):
 _SAMPLE_ROWS = f"""
 SELECT {SIDE} AS side, version - list_min(list_filter(versions, lambda v: v >= 0)) AS staleness, 1.0 AS l, 0.0 AS b,
     list_sum(list_transform(list_zip(logprobs, sampler_logprobs), lambda x: x[1] - x[2])) AS d,
-    list_count(logprobs) AS n,
+    list_count(logprobs) AS n, logprobs, sampler_logprobs,
     CASE WHEN list_contains(kept, 'trained') THEN 'trained' ELSE list_any_value(kept) END AS kept
 FROM {{files}} WHERE fate = 'trained' AND list_count(logprobs) > 0
 """

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from keel.config import Gate
-from keel.config.composition import DISTANCES
+from keel.config.statistics import GateStatistic, log_ratio_of_token
 from keel.signal.passes import above, below, count
 from keel.signal.segments import Table
 from keel.signal.view import View, apply_bits_, staying_bits
@@ -29,64 +29,75 @@ def reason_names(gates: Sequence[Gate]) -> tuple[str, ...]:
     """What each reason code means."""
     names = ["trained", "not trainable", "other role", "unusable sampler log-prob"]
     for position, gate in enumerate(gates):
-        what = gate.on if gate.level == "token" else f"{gate.level} {gate.on}"
+        label = gate.statistic.label
         scope = "" if gate.scope == "token" else f", {gate.scope}"
-        names += [f"gate {position} ({what}{scope}) low", f"gate {position} ({what}{scope}) high"]
+        names += [f"gate {position} ({label}{scope}) low", f"gate {position} ({label}{scope}) high"]
     return tuple(names)
 
 
-def binary_kl(start: Float[Tensor, "n"], end: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
-    """KL of the two-outcome distributions (drawn token, any other), from log-probs: KL(start || end)."""
-    other, other_end = -torch.expm1(start.clamp(max=0)), -torch.expm1(end.clamp(max=0))
-    rest = (other * (other.log() - other_end.log())).masked_fill_(other == 0, 0.0)
-    return start.exp().mul_(start - end).add_(rest)
+def token_values(gate: Gate, view: View) -> Float[Tensor, "n"]:
+    """Return the gate's statistic for each token, or what a statistic of sequences sums. Not to be modified."""
+    over, under = (view.logprob(who) for who in gate.of.split("/"))
+    return gate.statistic.tensor(view.log_ratio(gate.of), over, under)
 
 
 def token_sides(gate: Gate, view: View, threshold: float | None = None) -> Sides:
-    """Which tokens are outside the band of a gate on a token statistic, whatever their advantage."""
-    x = view.log_ratio(gate.of)
-    over, under = (view.logprob(who) for who in gate.of.split("/"))
-    if gate.on == "ratio":
-        low = None if gate.low is None or gate.low == 0 else below(x, math.log(gate.low))
-        return low, None if gate.high is None else above(x, math.log(gate.high))
-    if gate.on == "second_moment":
+    """Return which tokens are outside the band of a gate on a token statistic, whatever their advantage.
+
+    `threshold` replaces the high bound of a gate over the step.
+    """
+    low, high = gate.low, gate.high
+    if gate.scope == "step":
         assert threshold is not None
-        distance, high = x.square(), threshold
-    elif gate.on in DISTANCES:
-        distance = binary_kl(under, over)
-        if gate.on == "symmetric_binary_kl":
-            distance = torch.maximum(distance, binary_kl(over, under))
-        assert gate.high is not None
-        high = gate.high
-    else:
-        if gate.on == "probability_difference":
-            statistic = over.exp().sub_(under.exp())
-        else:
-            statistic = binary_kl(under, over).mul_(x.sign())
-        return (
-            None if gate.low is None else below(statistic, gate.low),
-            None if gate.high is None else above(statistic, gate.high),
-        )
-    far, negative = above(distance, high), below(x, 0.0)
-    return far & negative, far & ~negative
+        high = threshold
+    return _sides(gate.statistic, token_values(gate, view), view.log_ratio(gate.of), low, high)
+
+
+def sequence_columns(gate: Gate) -> set[str]:
+    """Name the per-sequence sums that a gate on a statistic of sequences reads."""
+    columns = {_sum_column(gate)}
+    if gate.statistic.direction == "distance":
+        columns.add(f"sum {gate.of}")  # its sign gives the side
+    return columns
+
+
+def sum_sequences(gate: Gate, view: View) -> dict[str, Tensor]:
+    """Sum the gate's token values over each sequence; nothing where they are log-ratios, which others sum too."""
+    if gate.statistic.tensor is log_ratio_of_token:
+        return {}
+    return {_sum_column(gate): view.segments.sum(token_values(gate, view))}
+
+
+def _sum_column(gate: Gate) -> str:
+    statistic = gate.statistic
+    return f"sum {gate.of}" if statistic.tensor is log_ratio_of_token else f"sum {statistic.label} {gate.of}"
 
 
 def row_sides(gate: Gate, position: int, table: Table) -> Sides:
-    """Which sequences a gate at sequence scope refuses."""
-    if gate.on == "sequence_kl":
-        # mean(b - l) above its bound: the policy is too low, so the sides change places
-        kl = -table[f"sum {gate.of}"] / table["usable"].clamp(min=1)
-        low = None if gate.high is None else kl > gate.high
-        high = None if gate.low is None else kl < gate.low
-    elif gate.level != "token":
-        log_ratio = table[f"sum {gate.of}"]
-        if gate.level == "geometric":
-            log_ratio = log_ratio / table["usable"].clamp(min=1)
-        low = None if gate.low is None or gate.low == 0 else log_ratio < math.log(gate.low)
-        high = None if gate.high is None else log_ratio > math.log(gate.high)
-    else:
+    """Return which sequences a gate at sequence scope drops."""
+    statistic = gate.statistic
+    if statistic.sequence is None:
         low, high = table[f"low {position}"] > 0, table[f"high {position}"] > 0
-    return _when(gate, table["sum advantage"], low, high)
+        return _when(gate, table["sum advantage"], low, high)
+    values = statistic.sequence(table[_sum_column(gate)], table["usable"].clamp(min=1))
+    log_ratio = table[f"sum {gate.of}"] if statistic.direction == "distance" else values
+    return _when(gate, table["sum advantage"], *_sides(statistic, values, log_ratio, gate.low, gate.high))
+
+
+def _sides(
+    statistic: GateStatistic, values: Tensor, log_ratio: Tensor, lowest: float | None, highest: float | None
+) -> Sides:
+    """Compare values with their bounds. `log_ratio` is read only for a distance, whose values have no direction."""
+    lowest, highest = statistic.comparable_bounds(lowest, highest)
+    under = None if lowest is None else below(values, lowest)
+    over = None if highest is None else above(values, highest)
+    if statistic.direction == "rising":
+        return under, over
+    if statistic.direction == "falling":
+        return over, under
+    assert over is not None
+    negative = below(log_ratio, 0.0)
+    return over & negative, over & ~negative
 
 
 def _when(gate: Gate, advantage: Tensor, low: Tensor | None, high: Tensor | None) -> Sides:
@@ -164,14 +175,14 @@ def _spread(view: View, rows: Tensor | None) -> Tensor | None:
     return None if rows is None or not bool(rows.any()) else view.segments.spread(rows)
 
 
-def second_moment_threshold(squares: Float[Tensor, "n"], tau: float) -> float:
-    """The largest d^2 that may stay so that the mean of what stays is at most tau.
+def step_threshold(values: Float[Tensor, "n"], highest_mean: float) -> float:
+    """Return the largest value to keep so that the mean of the kept values is at most `highest_mean`.
 
-    Equal values leave together, so that the choice never depends on their order.
+    Equal values are dropped together, so that the choice never depends on their order.
     """
-    ordered = squares.sort().values.double()
+    ordered = values.sort().values.double()
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
-    staying = int(torch.searchsorted(means, tau, right=True))
+    staying = int(torch.searchsorted(means, highest_mean, right=True))
     if staying == len(ordered):
         return math.inf
     first_out = float(ordered[staying])

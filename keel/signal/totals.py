@@ -15,7 +15,15 @@ from torch import Tensor
 
 from keel.config import Composition
 from keel.errors import BatchError, SignalRefused
-from keel.signal.gates import Decision, decide, second_moment_threshold, token_sides
+from keel.signal.gates import (
+    Decision,
+    decide,
+    sequence_columns,
+    step_threshold,
+    sum_sequences,
+    token_sides,
+    token_values,
+)
 from keel.signal.segments import Table
 from keel.signal.view import View
 
@@ -94,8 +102,8 @@ def totals_of(composition: Composition, views: Sequence[View], gather: Gather | 
     for position, gate in enumerate(composition.gates):
         if gate.scope == "step":
             assert gate.high is not None
-            squares = torch.cat([view.log_ratio(gate.of).square() for view in views]) if views else torch.zeros(0)
-            totals.thresholds[position] = second_moment_threshold(torch.cat(gather(squares)), gate.high)
+            values = torch.cat([token_values(gate, view) for view in views]) if views else torch.zeros(0)
+            totals.thresholds[position] = step_threshold(torch.cat(gather(values)), gate.high)
     _count_kept(totals, views, gather)
     return totals
 
@@ -129,8 +137,8 @@ def _gate_columns(composition: Composition) -> set[str]:
         if gate.scope != "sequence":
             continue
         columns |= {"usable", "sum advantage"}
-        if gate.on == "sequence_kl" or gate.level != "token":
-            columns.add(f"sum {gate.of}")
+        if gate.statistic.sequence is not None:
+            columns |= sequence_columns(gate)
         else:
             columns |= {f"low {position}", f"high {position}"}
     for weight in composition.weights:
@@ -153,6 +161,8 @@ def _sums(totals: Totals, view: View, columns: set[str]) -> Table:
         if f"sum {pair}" in columns:
             sums[f"sum {pair}"] = segments.sum(view.log_ratio(pair))
     for position, gate in enumerate(totals.composition.gates):
+        if gate.statistic.sequence is not None:
+            sums |= sum_sequences(gate, view)
         if f"low {position}" in columns:
             for name, side in zip(("low", "high"), token_sides(gate, view), strict=True):
                 zeros = torch.zeros(len(segments), device=segments.ids.device)
