@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from keel.cli.console import console, write
+from keel.cli.modules import add_module_folders
 from keel.config.load import parse_overrides
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """Audit and print; 1 when something is broken."""
     from keel.audit import audit
 
-    sys.path.insert(0, str(Path.cwd()))  # as `python` itself would: the user's module stands where the user does
+    add_module_folders()
     word = {name: getattr(args, name) for name in ("anchor", "leaves", "divisor", "signal") if getattr(args, name)}
     word = {name: value.replace("-", " ") for name, value in word.items()}
     if args.decisions is not None:
