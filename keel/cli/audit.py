@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from keel.cli.console import console, write
+from keel.cli.modules import add_module_folders
 from keel.config.load import parse_overrides
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Audit the target, print the report and return the exit code."""
     from keel.audit import audit
 
-    sys.path.insert(0, str(Path.cwd()))  # as `python` does, so that a module in the working directory can be imported
+    add_module_folders()
     options = {name: getattr(args, name) for name in ("anchor", "leaves", "divisor", "signal")}
     declared: dict[str, Any] = {name: value.replace("-", " ") for name, value in options.items() if value}
     if args.decisions is not None:

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.cli.console import console, write
+from keel.cli.modules import add_module_folders
 from keel.cli.progress import interval, plain
 from keel.errors import ConfigError
 
@@ -94,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
         given = getattr(args, name)
         if given is not None and given < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {given} must be at least 1")
+    add_module_folders(args.recipe, args.what)
     subject = find(args)
     chosen = environments(args.environment, subject.settings)
     found = asyncio.run(play(args, subject, chosen))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keel.cli.modules import add_module_folders
 from keel.errors import ConfigError, KeelError
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.allow_changes and args.resume is None:
         raise ConfigError("--allow-changes cannot act without --resume")
     require_ray()
+    add_module_folders(args.recipe, args.resume)
     plan = _plan(args)
     try:
         with _interruptible(), RayCluster(args.cluster, plan) as cluster:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from keel.cli.modules import add_module_folders
 from keel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("give a RECIPE, or --resume RUN; recipes/larger_number.toml is one to begin with")
     if args.allow_changes and args.resume is None:
         raise ConfigError("--allow-changes cannot act without --resume")
+    add_module_folders(args.recipe, args.resume)
     # asked for and refused before there is a folder: a run that cannot begin leaves nothing
     with _bound(args) as bound:
         folder = _folder(args, place)

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.cli.console import PLAIN_WIDTH, console, write
+from keel.cli.modules import add_module_folders
 from keel.cli.progress import QUIET, duration, plain
 from keel.cli.train import TWICE
 from keel.errors import ConfigError
@@ -46,6 +47,7 @@ def run_trials(args: argparse.Namespace, recipe: str | None, variants: "Sequence
     from keel.trials import Plan, Session
     from keel.trials.results import results
 
+    add_module_folders(recipe, args.resume)
     if args.resume is not None:
         plan = Plan.read(args.resume)
     else:

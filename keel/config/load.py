@@ -6,7 +6,7 @@ none, as a string. Everything is checked before anything is returned.
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ class Loaded:
 
     settings: RunSettings
     origins: dict[str, str]
+    recipe_folder: Path | None = None
+    """The absolute folder of the file, for modules next to it; None: the settings are not from a file."""
 
     def rows(self) -> list[tuple[str, Any, str]]:
         """Every setting with its value and its origin, the resolved parameters of the objective included."""
@@ -52,7 +54,8 @@ class Loaded:
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Loaded:
     """Read, merge and check. `overrides` are the command line's remaining words."""
-    return _checked({} if path is None else _read(Path(path)), str(path), overrides)
+    loaded = _checked({} if path is None else _read(Path(path)), str(path), overrides)
+    return loaded if path is None else replace(loaded, recipe_folder=Path(path).absolute().parent)
 
 
 def loads(text: str, origin: str) -> Loaded:

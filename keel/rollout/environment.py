@@ -100,7 +100,9 @@ def _imported(name: str, module: str, attribute: str) -> Callable[..., Any]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f'environment.name = "{name}" cannot be imported: {error}') from error
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        where = "; put the module next to the recipe, in the current folder or on PYTHONPATH" if missing else ""
+        raise ConfigError(f'environment.name = "{name}" cannot be imported: {error}{where}') from error
     if not callable(found):
         raise ConfigError(f'environment.name = "{name}" is a {type(found).__name__}, not a class or function')
     maker: Callable[..., Any] = found

@@ -77,7 +77,7 @@ class RunFolder:
         lock = _lock(path)
         try:
             text = _write_config(path, loaded)
-            write_json(path / "run.json", _origin(path.name))
+            write_json(path / "run.json", _origin(path.name, loaded.recipe_folder))
             temporary = path / "run.db.new"
             for old in path.glob("run.db.new*"):
                 old.unlink()
@@ -204,7 +204,7 @@ def _write_config(path: Path, loaded: Loaded) -> str:
     return text
 
 
-def _origin(name: str) -> dict[str, Any]:
+def _origin(name: str, recipe_folder: Path | None) -> dict[str, Any]:
     """What a run was started with."""
     versions = {}
     for part in PARTS:
@@ -217,6 +217,8 @@ def _origin(name: str) -> dict[str, Any]:
         "name": name,
         "created": time.time(),
         "argv": sys.argv,
+        # modules next to the recipe are found again when the run is resumed or evaluated
+        "recipe_folder": None if recipe_folder is None else str(recipe_folder),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": versions,

@@ -101,7 +101,7 @@ def _custom(path: str) -> Open:
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f'metrics.custom = "{path}" cannot be imported: {error}; it is module:attribute, and the module has to be'
-            " on PYTHONPATH"
+            " next to the recipe, in the current folder or on PYTHONPATH"
         ) from error
     if not callable(found):
         raise ConfigError(f'metrics.custom = "{path}" is a {type(found).__name__}; it must make a sink when called')

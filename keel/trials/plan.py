@@ -7,7 +7,7 @@ recipe that is edited meanwhile changes nothing. A plan is never changed after i
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -52,6 +52,8 @@ class Plan:
     recipe: str
     """As the user wrote it."""
     trials: tuple[Trial, ...]
+    recipe_folder: Path | None = None
+    """Where the recipe was, for modules next to it; None: it was not recorded."""
 
     @property
     def variants(self) -> list[str]:
@@ -64,7 +66,8 @@ class Plan:
 
     def load(self, trial: Trial) -> Loaded:
         """The settings of one."""
-        return load(self.folder / "recipe.toml", trial.words)
+        loaded = load(self.folder / "recipe.toml", trial.words)
+        return replace(loaded, recipe_folder=self.recipe_folder or loaded.recipe_folder)
 
     def path(self, trial: Trial) -> Path:
         """Where its run is, or will be."""
@@ -87,7 +90,7 @@ class Plan:
             for seed in range(first, first + seeds)
         )
         _check(recipe, trials[::seeds])
-        plan = cls(folder, str(recipe), trials)
+        plan = cls(folder, str(recipe), trials, recipe.absolute().parent)
         plan._write(recipe)
         return plan
 
@@ -105,7 +108,8 @@ class Plan:
             raise KeelError(f"{path} is of another version; this version of keel reads format {FORMAT}")
         try:
             trials = (Trial(one["name"], one["variant"], one["seed"], tuple(one["words"])) for one in found["trials"])
-            plan = cls(folder, str(found["recipe"]), tuple(trials))
+            beside = found.get("recipe_folder")
+            plan = cls(folder, str(found["recipe"]), tuple(trials), None if beside is None else Path(beside))
         except (LookupError, TypeError) as error:
             raise KeelError(f"{path} is damaged: {error!r}") from None
         for trial in plan.trials:
@@ -125,7 +129,9 @@ class Plan:
             for one in self.trials
         ]
         # last: a folder without it holds no trials yet
-        write_json(self.folder / "trials.json", {"format": FORMAT, "recipe": self.recipe, "trials": rows})
+        beside = None if self.recipe_folder is None else str(self.recipe_folder)
+        written = {"format": FORMAT, "recipe": self.recipe, "recipe_folder": beside, "trials": rows}
+        write_json(self.folder / "trials.json", written)
 
 
 def _check(recipe: Path, trials: Sequence[Trial]) -> None:
