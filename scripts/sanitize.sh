@@ -11,7 +11,7 @@ python=${1:-.venv/bin/python}
 preload=""
 for runtime in libasan.so libubsan.so; do
   path=$(gcc -print-file-name="$runtime")
-  [ -e "$path" ] || { echo "gcc has no $runtime: install the sanitizer libraries of gcc (Debian: libgcc-dev)" >&2; exit 1; }
+  [ -e "$path" ] || { echo "gcc has no $runtime: install the sanitizer libraries of gcc (Debian: libgcc-VERSION-dev)" >&2; exit 1; }
   preload+="${preload:+:}$(realpath "$path")"
 done
 export KEEL_NATIVE_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1"
@@ -38,4 +38,5 @@ grep -q "AddressSanitizer: heap-buffer-overflow" <<<"$report" \
   || { echo "a deliberate out-of-bounds read was not reported:"; echo "$report"; exit 1; } >&2
 echo "a deliberate out-of-bounds read is reported"
 
-run -m pytest -q -n 0 -p no:cacheprovider tests/test_native_*.py tests/test_own.py
+# --capture=sys leaves file descriptor 2 alone, so that the report of a failure is shown
+run -m pytest -q -n 0 --capture=sys -p no:cacheprovider tests/test_native_*.py tests/test_own.py
