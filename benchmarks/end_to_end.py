@@ -72,8 +72,8 @@ def install(folder: Path) -> None:
 def prepare(scratch: Path, steps: int) -> dict[str, Any]:
     """What both sides are given: the model's folder, and the tasks in the order in which keel takes them."""
     from keel.config import load
-    from keel.policy.source import find
-    from keel.rollout.environment import load_environment
+    from keel.rollout.environments.environment import load_environment
+    from keel.training.model.model_source import find
 
     settings = load(RECIPE).settings
     (environment,) = settings.environments.values()

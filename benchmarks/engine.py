@@ -30,13 +30,13 @@ import numpy as np
 import torch
 
 from benchmarks.measure import ratio, verdict
+from keel.common.openmp import release
 from keel.config import EngineSettings, ModelSettings, Sampling
-from keel.engine.local import LocalEngine
-from keel.policy import load_model
-from keel.policy.allocator import keep_memory
-from keel.policy.model import Model
-from keel.threads import release
-from keel.wire import Generation
+from keel.inference.local.local_engine import LocalEngine
+from keel.inference.protocol import Generation
+from keel.training import load_model
+from keel.training.model.model import Model
+from keel.training.step.malloc import keep_memory
 
 BARS = {50: 2.5, 110: 4.0}
 """By prompt length: how many times faster than `generate`, in wall time and per sampled token."""

@@ -19,8 +19,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(sys.path.pop(0))))
 import torch
 
 from benchmarks.measure import Peak, in_process_of_its_own, interleave, ratio, verdict
-from keel.policy.allocator import keep_memory
-from keel.policy.head import Head, logprobs
+from keel.training.step.lm_head import Head, logprobs
+from keel.training.step.malloc import keep_memory
 
 WORDS, WIDTH = 49152, 576
 TIME_BAR, MEMORY_BAR = 1.1, 350.0

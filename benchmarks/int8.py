@@ -22,7 +22,7 @@ import torch
 import keel
 from benchmarks.engine import Case, Ours
 from keel.config import ModelSettings, TrainerSettings
-from keel.policy import Sample, Trainer, load_model
+from keel.training import Sample, Trainer, load_model
 
 OBJECTIVES = ("icepop", "ipo_kl", "dppo_tv", "dppo_kl", "opsm")
 

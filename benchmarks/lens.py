@@ -32,10 +32,10 @@ import pyarrow.parquet as pq
 
 from benchmarks.measure import verdict
 from keel.config import load
-from keel.config.write import toml_lines
+from keel.config.toml_writer import toml_lines
 from keel.run.ledger import Fate, Ledger
 from keel.run.records import SCHEMA, path_of
-from tests.lens_browser import browser, missing
+from tests.support.lens_browser import browser, missing
 
 ROOT = Path(__file__).parent.parent
 ROLLOUTS, LENGTH, PROMPT, GROUP = 512, 300, 60, 8

@@ -31,14 +31,14 @@ from pathlib import Path
 import torch
 
 from keel.config import ModelSettings, PoolSettings, Sampling
-from keel.engine.client import HttpEngine
-from keel.engine.vllm import start_vllm
-from keel.policy import load_model
-from keel.policy.model import Model
-from keel.rollout.pool import Pool
-from keel.run.broadcasting import Broadcast
-from keel.run.publishing import Folder, Publisher, Way
-from keel.wire import Engine
+from keel.inference.pool.http_engine import HttpEngine
+from keel.inference.pool.pool import Pool
+from keel.inference.pool.vllm_engine import start_vllm
+from keel.inference.protocol import Engine
+from keel.training import load_model
+from keel.training.model.model import Model
+from keel.training.publish.broadcast import Broadcast
+from keel.training.publish.publisher import Folder, Publisher, Way
 
 ASKERS = 4
 TOKENS = 16

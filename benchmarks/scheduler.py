@@ -29,9 +29,9 @@ import asyncio
 from benchmarks.measure import interleave, ratio, verdict
 from benchmarks.plot import Line, Panel, write_svg
 from keel.config import SchedulerSettings
-from keel.rollout.groups import Dispatch
-from keel.rollout.scheduler import Scheduler
-from keel.rollout.sources import Source
+from keel.rollout.scheduler.groups import Dispatch
+from keel.rollout.scheduler.scheduler import Scheduler
+from keel.rollout.scheduler.task_sources import Source
 
 ROOT = Path(__file__).parent.parent
 GROUP = 8

@@ -22,11 +22,11 @@ import numpy as np
 
 from benchmarks.measure import ratio, verdict
 from keel.config import Sampling
-from keel.engine.client import HttpEngine
-from keel.engine.vllm import start_vllm
-from keel.policy.source import find
-from keel.run.served import served
-from keel.wire import Engine
+from keel.inference.pool.http_engine import HttpEngine
+from keel.inference.pool.managed_server import served
+from keel.inference.pool.vllm_engine import start_vllm
+from keel.inference.protocol import Engine
+from keel.training.model.model_source import find
 
 MODEL = "smollm2-135m"
 REQUESTS, PROMPT, ANSWER = 32, 60, 64

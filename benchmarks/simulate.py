@@ -19,7 +19,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(sys.path.pop(0))))
 from benchmarks.measure import verdict
 from keel.config import RunSettings
 from keel.config.simulate import SimulateSettings
-from keel.simulate.prediction import Prediction, predict
+from keel.tools.simulate.prediction import Prediction, predict
 
 STEPS = 50
 BAR = 30.0

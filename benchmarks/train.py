@@ -31,13 +31,13 @@ from torch import Tensor
 from benchmarks.measure import Peak, in_process_of_its_own, interleave, ratio, seconds, verdict
 from benchmarks.plot import Line, Panel, write_svg
 from keel import ModelSettings, Sample, TokenBatch, TrainerSettings, load_model, objective
-from keel.policy.allocator import keep_memory
-from keel.policy.forward import Forward
-from keel.policy.model import Model
-from keel.policy.optimizer import build
-from keel.policy.report import Ledger
-from keel.policy.sample import Tokens
-from keel.policy.update import Update
+from keel.training.model.model import Model
+from keel.training.step.forward import Forward
+from keel.training.step.malloc import keep_memory
+from keel.training.step.optimizer import build
+from keel.training.step.optimizer_step import Update
+from keel.training.step.sample import Tokens
+from keel.training.step.step_report import Ledger
 
 ROOT = Path(__file__).parent.parent
 RULE = objective("icepop")

@@ -9,27 +9,20 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from keel.audit import declare
+    from keel.api.backend import LocalBackend, TrainResult
+    from keel.api.trainable_model import TrainableModel
+    from keel.api.trajectories import Trajectory, TrajectoryGroup, gather_groups
     from keel.config import (
         CheckpointSettings,
-        Composition,
-        Gate,
         LoraSettings,
         ModelSettings,
         OptimizerSettings,
-        Penalty,
-        Policy,
-        Reduction,
         ReferenceSettings,
         TrainerSettings,
-        Weight,
         load,
     )
     from keel.errors import BatchError, ConfigError, KeelError, ModelError, SignalRefused, StepRefused
-    from keel.policy import Checkpoints, References, Sample, StepReport, Trainer, load_model
-    from keel.run.agent import TrainableModel
-    from keel.run.backend import LocalBackend, TrainResult
-    from keel.run.trajectories import Trajectory, TrajectoryGroup, gather_groups
+    from keel.objectives import Composition, Gate, Penalty, Policy, Reduction, Weight
     from keel.signal import (
         Metric,
         Metrics,
@@ -41,9 +34,11 @@ if TYPE_CHECKING:
         advantages,
         objective,
     )
+    from keel.signal.audit import declare
+    from keel.training import Checkpoints, References, Sample, StepReport, Trainer, load_model
 
 _ROOMS = {
-    "keel.audit": ["declare"],
+    "keel.signal.audit": ["declare"],
     "keel.config": [
         "CheckpointSettings",
         "Composition",
@@ -60,10 +55,10 @@ _ROOMS = {
         "load",
     ],
     "keel.errors": ["BatchError", "ConfigError", "KeelError", "ModelError", "SignalRefused", "StepRefused"],
-    "keel.policy": ["Checkpoints", "References", "Sample", "StepReport", "Trainer", "load_model"],
-    "keel.run.agent": ["TrainableModel"],
-    "keel.run.backend": ["LocalBackend", "TrainResult"],
-    "keel.run.trajectories": ["Trajectory", "TrajectoryGroup", "gather_groups"],
+    "keel.training": ["Checkpoints", "References", "Sample", "StepReport", "Trainer", "load_model"],
+    "keel.api.trainable_model": ["TrainableModel"],
+    "keel.api.backend": ["LocalBackend", "TrainResult"],
+    "keel.api.trajectories": ["Trajectory", "TrajectoryGroup", "gather_groups"],
     "keel.signal": [
         "Metric",
         "Metrics",

@@ -10,10 +10,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from lens_browser import Browser, browser
-from lens_world import make_run
+from tests.support.lens_browser import Browser, browser
+from tests.support.lens_world import make_run
 
 HERE = Path(__file__).parent
 PICTURES = {

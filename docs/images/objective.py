@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from keel.cli.objectives import explain
-from keel.config import RECIPES
+from keel.cli.inspect.objectives import explain
+from keel.objectives import RECIPES
 
 WIDTH = 90
 NAME = "dppo_kl"

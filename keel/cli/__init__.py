@@ -10,22 +10,8 @@ import sys
 from collections.abc import Sequence
 
 import keel
-from keel.cli import (
-    audit,
-    compare,
-    config,
-    doctor,
-    eval,
-    export,
-    launch,
-    lens,
-    objectives,
-    pool,
-    serve,
-    simulate,
-    sweep,
-    train,
-)
+from keel.cli.inspect import audit, compare, config, doctor, lens, objectives, simulate
+from keel.cli.run import eval, export, launch, pool, serve, sweep, train
 from keel.errors import KeelError
 
 FLAGS = {

@@ -8,7 +8,7 @@ multiprocessing inherit the path; those of `keel launch` run this code again wit
 import sys
 from pathlib import Path
 
-from keel.reading import read_json
+from keel.common.safe_read import read_json
 
 RECIPE_FOLDER = "recipe_folder"
 """The key in `run.json` and `trials.json`."""

@@ -1,22 +1,10 @@
-"""Typed settings: what a run, an objective or a gate is made of, as data.
+"""Typed settings of a run.
 
-Nothing in this room imports torch, so that settings can be read, checked and printed anywhere in a moment.
+Nothing here imports torch, so settings can be read, validated and printed quickly on any machine.
 """
 
-from keel.config.composition import Composition, Gate, Penalty, Policy, Reduction, Weight
 from keel.config.launch import LaunchSettings
 from keel.config.load import Loaded, load
-from keel.config.objective import ObjectiveSettings, resolve_objective
-from keel.config.policy import (
-    CheckpointSettings,
-    LoraSettings,
-    ModelSettings,
-    OptimizerSettings,
-    ReferenceSettings,
-    TrainerSettings,
-)
-from keel.config.recipe import Recipe
-from keel.config.recipes import RECIPES
 from keel.config.rollout import (
     EngineSettings,
     EnvironmentSettings,
@@ -28,37 +16,35 @@ from keel.config.rollout import (
     SchedulerSettings,
 )
 from keel.config.run import AdvantageSettings, EvaluationSettings, MetricsSettings, RunSettings
+from keel.config.trainer import (
+    CheckpointSettings,
+    LoraSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ReferenceSettings,
+    TrainerSettings,
+)
 
 __all__ = [
-    "RECIPES",
     "AdvantageSettings",
     "CheckpointSettings",
-    "Composition",
     "EngineSettings",
     "EnvironmentSettings",
     "EpisodeLimits",
     "EvaluationSettings",
-    "Gate",
     "LaunchSettings",
     "Loaded",
     "LoraSettings",
     "MetricsSettings",
     "ModelSettings",
-    "ObjectiveSettings",
     "OptimizerSettings",
-    "Penalty",
-    "Policy",
     "PoolSettings",
     "PublishSettings",
-    "Recipe",
-    "Reduction",
     "ReferenceSettings",
     "RendererSettings",
     "RunSettings",
     "Sampling",
     "SchedulerSettings",
     "TrainerSettings",
-    "Weight",
     "load",
-    "resolve_objective",
 ]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from keel.config.settings import Settings, refuse
+from keel.common.settings import Settings, refuse
 
 Seconds = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]

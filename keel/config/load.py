@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from keel.common.settings import explain
 from keel.config.run import RunSettings
-from keel.config.settings import explain
 from keel.errors import ConfigError
 
 LARGEST = 16 * 2**20

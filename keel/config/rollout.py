@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from keel.common.settings import Settings, refuse
 from keel.config.secrets import secret_in_address, secret_names
-from keel.config.settings import Settings, refuse
 from keel.errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]

@@ -4,9 +4,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from keel.common.settings import Settings, refuse
 from keel.config.launch import LaunchSettings
-from keel.config.objective import ObjectiveSettings
-from keel.config.policy import CheckpointSettings, ModelSettings, ReferenceSettings, TrainerSettings
 from keel.config.rollout import (
     EngineSettings,
     EnvironmentSettings,
@@ -16,7 +15,8 @@ from keel.config.rollout import (
     Sampling,
     SchedulerSettings,
 )
-from keel.config.settings import Settings, refuse
+from keel.config.trainer import CheckpointSettings, ModelSettings, ReferenceSettings, TrainerSettings
+from keel.objectives.resolve import ObjectiveSettings
 
 Estimator = Literal["group_mean", "group_mean_std", "leave_one_out", "mean_normalised", "moving_baseline", "constant"]
 

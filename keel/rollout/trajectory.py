@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from keel.config.rollout import EpisodeLimits
-from keel.wire import Generation
+from keel.inference.protocol import Generation
 
 START = "start"
 """The reason of the first sample of an episode; every other sample has another reason."""

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from keel.config.rollout import EpisodeLimits, Sampling
 from keel.errors import ConfigError, KeelError
-from keel.rollout.client import PolicyClient, derive_seed
-from keel.rollout.environment import Environment, Task, run_episode
-from keel.rollout.renderer import Renderer
+from keel.inference.protocol import Engine
+from keel.rollout.environments.environment import Environment, Task, run_episode
+from keel.rollout.policy_client import PolicyClient, derive_seed
+from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout import Rollout
-from keel.run.statistics import Estimate, ladder, mean_reward, pass_at
-from keel.wire import Engine
+from keel.run.intervals import Estimate, ladder, mean_reward, pass_at
 
 PASSED = 1 - 1e-9
 """An answer passes from this reward on: full marks, to rounding. Partial credit is in the reward and not in pass@k."""

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
+from keel.common.atomic_files import TEMPORARY, replace_file, write_json
 from keel.config import Loaded, RunSettings, load
 from keel.config.load import loads
-from keel.config.write import toml_lines
+from keel.config.toml_writer import toml_lines
 from keel.errors import ConfigError, KeelError, StorageError
-from keel.policy.files import TEMPORARY, replace_file, write_json
 from keel.run.ledger import Ledger
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)

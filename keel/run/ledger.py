@@ -19,8 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from keel.common.safe_read import LARGEST, parse_json
 from keel.errors import KeelError, StorageError
-from keel.reading import LARGEST, parse_json
 from keel.rollout.rollout import Rollout
 from keel.rollout.trajectory import TrainingSample
 

@@ -17,30 +17,30 @@ from typing import Any, TypeVar
 
 import torch
 
+from keel.common.atomic_files import hash_file
+from keel.common.openmp import Workers
 from keel.config import ReferenceSettings
 from keel.errors import KeelError, SignalRefused, StepRefused, StorageError
-from keel.policy import Checkpoints, StepReport, Trainer
-from keel.policy.allocator import keep_memory
-from keel.policy.crew import Crew
-from keel.policy.files import hash_file
-from keel.policy.world import Place
-from keel.rollout.client import derive_seed
-from keel.rollout.ledger import Batch, Exhausted, NothingToTrain
-from keel.rollout.renderer import Renderer
-from keel.rollout.scheduler import Scheduler
+from keel.inference.protocol import Engine
+from keel.rollout.episode_runner import Episodes, arenas
+from keel.rollout.policy_client import derive_seed
+from keel.rollout.rendering.renderer import Renderer
+from keel.rollout.scheduler.accounts import Batch, Exhausted, NothingToTrain
+from keel.rollout.scheduler.scheduler import Scheduler
 from keel.run import records, scoring
-from keel.run.engines import Sampler, sampler
-from keel.run.episodes import Episodes, arenas
+from keel.run.engine_factory import Sampler, sampler
 from keel.run.evaluate import Evaluation, evaluate
 from keel.run.folder import DISK, RunFolder
-from keel.run.live import Live
-from keel.run.observer import Observer, Silent
+from keel.run.live_status import Live
+from keel.run.monitor.callbacks import Observer, Silent
 from keel.run.records import Row
 from keel.run.watchdog import STALL, Watchdog
 from keel.signal import MovingBaseline
 from keel.signal import objective as make_objective
-from keel.threads import Workers
-from keel.wire import Engine
+from keel.training import Checkpoints, StepReport, Trainer
+from keel.training.distributed.rank_processes import Crew
+from keel.training.distributed.world import Place
+from keel.training.step.malloc import keep_memory
 
 Done = TypeVar("Done")
 

@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from keel.common.atomic_files import hash_file, replace_file
+from keel.common.safe_read import check_values
 from keel.errors import StorageError
-from keel.policy import Sample, StepReport
-from keel.policy.files import hash_file, replace_file
-from keel.reading import check_values
 from keel.rollout.trajectory import TrainingSample
+from keel.training import Sample, StepReport
 
 _TOKENS = pa.list_(pa.float64())
 

@@ -13,9 +13,9 @@ import torch
 
 from keel.config import AdvantageSettings
 from keel.errors import KeelError
-from keel.rollout.groups import Group, Refusal
-from keel.rollout.ledger import Batch
 from keel.rollout.rollout import Rollout
+from keel.rollout.scheduler.accounts import Batch
+from keel.rollout.scheduler.groups import Group, Refusal
 from keel.run.ledger import Fate, Ledger
 from keel.run.records import Row
 from keel.signal import MovingBaseline, advantages

@@ -1,10 +1,10 @@
 """The training signal: who may train, how much, and what became of every token."""
 
 from keel.signal.advantages import MovingBaseline, advantages
-from keel.signal.batch import TokenBatch
 from keel.signal.metrics import Histogram, Metric, Metrics
 from keel.signal.objective import Objective, Result, objective
-from keel.signal.totals import Totals
+from keel.signal.step_totals import Totals
+from keel.signal.token_batch import TokenBatch
 
 __all__ = [
     "Histogram",

@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float, Int
 from pydantic import ValidationError
 from torch import Tensor
 
+from keel.common.settings import explain
 from keel.config.run import AdvantageSettings
-from keel.config.settings import explain
 from keel.errors import BatchError, ConfigError
 from keel.signal.segments import Segments
 

@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
-from keel.config import Gate
-from keel.config.statistics import GateStatistic, log_ratio_of_token
-from keel.signal.passes import above, below, count
+from keel.objectives import Gate
+from keel.objectives.statistics import GateStatistic, log_ratio_of_token
+from keel.signal.active_tokens import View, apply_bits_, staying_bits
+from keel.signal.cpu_ops import above, below, count
 from keel.signal.segments import Table
-from keel.signal.view import View, apply_bits_, staying_bits
 
 TRAINED, NOT_TRAINABLE, OTHER_ROLE, UNUSABLE, FIRST_GATE = range(5)
 """The first reason codes. Gate i has two: FIRST_GATE + 2*i where the policy went too low, then too high."""

@@ -15,17 +15,17 @@ from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from keel.config import Composition, ObjectiveSettings, Weight, resolve_objective
 from keel.errors import BatchError
-from keel.signal.account import Outcome, measure
-from keel.signal.batch import TokenBatch
+from keel.objectives import Composition, ObjectiveSettings, Weight, resolve_objective
+from keel.signal.active_tokens import View, apply_bits_, ratio, staying_bits
+from keel.signal.cpu_ops import above
 from keel.signal.gates import NOT_TRAINABLE, OTHER_ROLE, UNUSABLE, Decision, reason_names
+from keel.signal.loss_terms import Term, by_sign, penalty_term, policy_term
 from keel.signal.metrics import Metrics
-from keel.signal.passes import above
 from keel.signal.segments import Table
-from keel.signal.terms import Term, by_sign, penalty_term, policy_term
-from keel.signal.totals import Gather, Totals, kept_here, totals_of
-from keel.signal.view import View, apply_bits_, ratio, staying_bits
+from keel.signal.step_metrics import Outcome, measure
+from keel.signal.step_totals import Gather, Totals, kept_here, totals_of
+from keel.signal.token_batch import TokenBatch
 
 
 def objective(name: str | Composition | ObjectiveSettings | Mapping[str, Any], /, **parameters: Any) -> "Objective":

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keel.errors import BatchError
-from keel.signal.passes import find_runs, repeat_runs, sum_runs
+from keel.signal.cpu_ops import find_runs, repeat_runs, sum_runs
 
 
 class Segments:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from keel.config import CheckpointSettings
 from keel.errors import ModelError
-from keel.policy.checkpoint import Checkpoints
+from keel.training.model.checkpoint import Checkpoints
 
 BITS = ("model.safetensors", "training/optimizer.safetensors")
 COLUMNS = ["step", "group", "member", "attempt", "sample", "fate"]

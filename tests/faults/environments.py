@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterable
 from typing import Literal
 
-from keel.rollout.client import PolicyClient
-from keel.rollout.environment import Outcome, Split, Task
+from keel.rollout.environments.environment import Outcome, Split, Task
+from keel.rollout.policy_client import PolicyClient
 
 Way = Literal["raise", "nan", "exit", "wait", "deaf", "hold"]
 

@@ -21,13 +21,13 @@ from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
-    "keel.cli.serve",
-    "keel.engine.server",
-    "keel.policy.tiny",
-    "keel.rollout.adapters",
-    "keel.rollout.builtin",
+    "keel.cli.run.serve",
+    "keel.inference.server.app",
+    "keel.training.model.tiny_models",
+    "keel.rollout.environments.integrations",
+    "keel.rollout.environments.builtin",
     "keel.run.loop",
-    "keel.run.sinks",
+    "keel.run.monitor.sinks",
     "transformers.models.llama.modeling_llama",
     "uvicorn",
 )

@@ -1,0 +1,273 @@
+"""Training from a loop of one's own: register a model, let agents talk to it, train on what they did.
+
+Guarantees: after `train` returns, the endpoint samples from the new weights and stamps their step as the version; a
+step is whole and on disk, or did not happen; only tokens that the endpoint recorded train; a folder is written by one
+backend at a time. Training runs in a thread, and the endpoint answers meanwhile. It schedules nothing and keeps no
+ledger of rollouts: the loop is the caller's.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from filelock import FileLock, Timeout
+
+from keel.api.checkpointed_trainer import Learner
+from keel.api.endpoint import Server
+from keel.api.samples import batch_of
+from keel.api.train_request import Signal, Wish
+from keel.api.trainable_model import Endpoint, TrainableModel
+from keel.api.trajectories import TrajectoryGroup
+from keel.common.openmp import Workers
+from keel.config import CheckpointSettings, EngineSettings, TrainerSettings
+from keel.config.run import AdvantageSettings, ZeroVarianceGroups
+from keel.errors import ConfigError, KeelError, ModelError
+from keel.training import load_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a call of `train` did."""
+
+    step: int
+    """Of the weights that are live now; one more than before, unless nothing trained."""
+    metrics: dict[str, float]
+    """The trainer's numbers, and those about groups and trajectories."""
+    checkpoint_path: Path
+    """The weights of `step`, in the layout of Hugging Face or PEFT."""
+    why_not: str = ""
+    """Why the optimizer did not step; empty when it did."""
+
+
+class LocalBackend:
+    """Engines and trainers in this process, and their folder.
+
+    `path/NAME/checkpoints/step_N` is model NAME after N steps. The newest checkpoints are kept as `checkpoints` says,
+    and step 0, the model as it was registered, for good. `trainer`, `engine` and `seed` hold for every model.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str | Path,
+        trainer: TrainerSettings | None = None,
+        checkpoints: CheckpointSettings | None = None,
+        engine: EngineSettings | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.path = Path(path)
+        self.trainer = trainer or TrainerSettings()
+        self.checkpoints = checkpoints or CheckpointSettings()
+        self.engine = engine or EngineSettings()
+        _refuse_what_cannot_act(self.engine, ("kind", "dtype", "publish_every", "python"), "engine")
+        _refuse_what_cannot_act(self.checkpoints, ("every",), "checkpoints")
+        self.seed = seed
+        self._registered: dict[str, _Registered] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def register(self, model: TrainableModel) -> None:
+        """Load the model and open its endpoint. Returns when it answers.
+
+        A folder that has checkpoints is gone on with, from the last whole one; a broken one is a warning.
+        """
+        if model.name in self._registered:
+            raise ConfigError(f'a model of name "{model.name}" is registered; give this one another name')
+        if model._endpoint is not None:
+            raise ConfigError(f'model "{model.name}" is registered with another backend; close that first')
+        registered = _Registered(self, model)
+        self._registered[model.name] = registered
+        try:
+            await registered.open()
+        except BaseException:
+            del self._registered[model.name]
+            await registered.close()
+            raise
+
+    async def step(self, model: TrainableModel) -> int:
+        """How many steps the model has been trained for."""
+        return self._of(model).learner.step_number
+
+    async def train(
+        self,
+        model: TrainableModel,
+        groups: Iterable[TrajectoryGroup],
+        *,
+        objective: Signal = "icepop",
+        learning_rate: float | None = None,
+        advantages: str | AdvantageSettings = "group_mean",
+        zero_variance_groups: ZeroVarianceGroups | None = None,
+        kl_penalty_coef: float = 0.0,
+        kl_penalty_reference_step: int | None = None,
+        kl_ref_adapter_path: str | Path | None = None,
+    ) -> TrainResult:
+        """One step on these groups; returns when its checkpoint is written and the endpoint samples from it.
+
+        `learning_rate`: not given, the one in the backend's `trainer` settings. `zero_variance_groups`: whether
+        groups whose advantages are all zero are dropped ("drop") or trained ("train": they count in means, and
+        penalties act on them); not given, as in `advantages`, which drops them by default. `kl_penalty_coef` adds the
+        centred drift from a reference to the advantages (docs/objectives.md); the reference is a checkpoint of this
+        model, an adapter of its base, or the base itself when neither is given.
+
+        What cannot act, and trajectories that were not recorded by the endpoint, are refused before anything changes.
+        Calls for one model take turns. Cancelling the call does not undo the step: it goes on to its end.
+        """
+        registered = self._of(model)
+        wish = Wish.of(
+            groups,
+            objective=objective,
+            learning_rate=learning_rate,
+            advantages=advantages,
+            zero_variance_groups=zero_variance_groups,
+            kl_penalty_coef=kl_penalty_coef,
+            kl_penalty_reference_step=kl_penalty_reference_step,
+            kl_ref_adapter_path=kl_ref_adapter_path,
+        )
+        return await asyncio.shield(registered.begin(wish))
+
+    async def close(self) -> None:
+        """Wait for training that is under way, then stop the endpoints and give the folders back."""
+        while self._registered:
+            _, registered = self._registered.popitem()
+            await registered.close()
+
+    def _of(self, model: TrainableModel) -> "_Registered":
+        found = self._registered.get(model.name)
+        if found is None or found.model is not model:
+            raise KeelError(f'model "{model.name}" is not registered here: await backend.register(model) first')
+        return found
+
+
+class _Registered:
+    """A model with its trainer, its server and its lock."""
+
+    def __init__(self, backend: LocalBackend, model: TrainableModel) -> None:
+        self.backend = backend
+        self.model = model
+        self.folder = backend.path / model.name
+        self._lock = FileLock(self.folder / ".lock", timeout=0)
+        # a thread of its own: torch keeps its worker threads with the thread that calls it
+        self._thread = Workers(1, thread_name_prefix=f"keel-train-{model.name}")
+        self._turns = asyncio.Lock()
+        self._under_way: set[asyncio.Task[TrainResult]] = set()
+        self.server: Server | None = None
+        self._learner: Learner | None = None
+
+    @property
+    def learner(self) -> Learner:
+        if self._learner is None:
+            raise KeelError(f'model "{self.model.name}" is still being registered')
+        return self._learner
+
+    # opening and closing
+
+    async def open(self) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, self._load)
+        assert self.server is not None and self._learner is not None
+        if self._learner.step_number:
+            await self._publish()
+        self.model._endpoint = Endpoint(self.server.base_url, self.server.api_key)
+
+    def _load(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+        except Timeout:
+            raise ModelError(
+                f"{self.folder} is in use by another backend; close that, or use another path or name"
+            ) from None
+        except OSError as error:
+            raise ModelError(f"{self.folder} cannot be written: {error.strerror}") from error
+        backend, settings = self.backend, self.model.settings
+        self._learner = Learner(
+            settings, backend.trainer, self.folder / "checkpoints", backend.checkpoints, backend.seed
+        )
+        own = load_model(settings.model_copy(update={"lora": None, "gradient_checkpointing": False}), backend.seed)
+        self.server = Server(own, self.model.name, backend.engine)
+        self.server.start()
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._under_way, return_exceptions=True)
+        endpoint, self.model._endpoint = self.model._endpoint, None
+        for client in endpoint.clients.values() if endpoint is not None else ():
+            await client.close()
+        # after whatever that thread is still doing, and there because the lock belongs to the thread that took it
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._unload)
+        self._thread.shutdown()
+
+    def _unload(self) -> None:
+        try:
+            if self.server is not None:
+                self.server.stop()
+        finally:
+            self._lock.release()
+
+    # training
+
+    def begin(self, wish: Wish) -> asyncio.Task[TrainResult]:
+        task = asyncio.ensure_future(self._train(wish))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return task
+
+    async def _train(self, wish: Wish) -> TrainResult:
+        async with self._turns:
+            loop = asyncio.get_running_loop()
+            result = await loop.run_in_executor(self._thread, self._step, wish)
+            if not result.why_not:
+                await self._publish()
+            return result
+
+    def _step(self, wish: Wish) -> TrainResult:
+        learner = self.learner
+        baseline = dict(learner.moving.state)
+        try:
+            result = self._taken(learner, wish)
+        except BaseException:
+            learner.moving.state = baseline
+            raise
+        if result.why_not:
+            learner.moving.state = baseline
+        return result
+
+    def _taken(self, learner: Learner, wish: Wish) -> TrainResult:
+        batch = batch_of(
+            wish.groups,
+            model=self.model.name,
+            step=learner.step_number,
+            estimator=wish.estimator,
+            moving=learner.moving,
+        )
+        metrics, why_not = batch.metrics, batch.why_not
+        if not why_not:
+            report = learner.advance(
+                batch.samples, wish.objective, source=wish.source, learning_rate=wish.learning_rate
+            )
+            metrics, why_not = metrics | report.numbers(), report.why_not
+        return TrainResult(
+            step=learner.step_number, metrics=metrics, checkpoint_path=learner.checkpoint_path, why_not=why_not
+        )
+
+    async def _publish(self) -> None:
+        """Give the engine the weights of the last checkpoint, by the file: what is served is what was saved."""
+        assert self.server is not None
+        engine, folder = self.server.engine, str(self.learner.checkpoint_path.resolve())
+        load = engine.load_weights if self.learner.model.peft is None else engine.load_adapter
+        await self.server.call(load(folder, self.learner.step_number))
+
+
+def _refuse_what_cannot_act(settings: EngineSettings | CheckpointSettings, names: tuple[str, ...], table: str) -> None:
+    """Settings of a run that mean nothing here: the engine is in this process, and every step has a checkpoint."""
+    for name in names:
+        if getattr(settings, name) != type(settings).model_fields[name].default:
+            raise ConfigError(f"{table}.{name} = {getattr(settings, name)} cannot act in a LocalBackend; leave it out")

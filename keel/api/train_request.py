@@ -1,0 +1,127 @@
+"""What a call of `train` asks for, checked before any work: every parameter acts, or is refused with the reason."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ValidationError
+
+from keel.api.trajectories import TrajectoryGroup
+from keel.common.settings import explain
+from keel.config.run import AdvantageSettings, ZeroVarianceGroups
+from keel.errors import BatchError, ConfigError
+from keel.objectives import Composition
+from keel.signal import Objective
+from keel.signal import objective as make_objective
+
+Signal = str | Mapping[str, Any] | Composition | Objective
+"""A recipe's name, an `[objective]` table, a composition, or an objective that was made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """One step, as it is to be taken."""
+
+    groups: list[TrajectoryGroup]
+    objective: Objective
+    source: str | None
+    """The reference, in the words of `ReferenceSettings.source`; none when the objective reads none."""
+    learning_rate: float | None
+    estimator: AdvantageSettings
+
+    @classmethod
+    def of(
+        cls,
+        groups: Iterable[TrajectoryGroup],
+        *,
+        objective: Signal,
+        learning_rate: float | None,
+        advantages: str | AdvantageSettings,
+        zero_variance_groups: ZeroVarianceGroups | None = None,
+        kl_penalty_coef: float,
+        kl_penalty_reference_step: int | None,
+        kl_ref_adapter_path: str | Path | None,
+    ) -> Self:
+        """From the parameters of `LocalBackend.train`."""
+        composed = _composed(objective, kl_penalty_coef)
+        return cls(
+            groups=_gathered(groups),
+            objective=composed,
+            source=_source(composed, kl_penalty_reference_step, kl_ref_adapter_path),
+            learning_rate=_rate(learning_rate),
+            estimator=_estimator(advantages, zero_variance_groups),
+        )
+
+
+def _gathered(groups: Iterable[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    found = list(groups)
+    for number, group in enumerate(found):
+        if not isinstance(group, TrajectoryGroup):
+            raise BatchError(f"groups[{number}] is {type(group).__name__}, not a TrajectoryGroup")
+        if group.pending:
+            raise BatchError(f"groups[{number}] has not been gathered: groups = await keel.gather_groups(...)")
+    return found
+
+
+def _composed(given: Signal, coef: float) -> Objective:
+    """The objective, with the penalty on top."""
+    if not coef:
+        return given if isinstance(given, Objective) else make_objective(given)
+    if isinstance(given, str):
+        return make_objective(given, kl_penalty_coef=coef)
+    whole = given if isinstance(given, Objective) else make_objective(given)
+    if whole.composition.kl_penalty_coef:
+        raise ConfigError(
+            f"kl_penalty_coef = {coef}, and the objective has {whole.composition.kl_penalty_coef} already; give one"
+        )
+    try:
+        composition = Composition.model_validate(whole.composition.model_dump() | {"kl_penalty_coef": coef})
+    except ValidationError as error:
+        raise explain(error, ("objective",)) from None
+    return Objective(composition, name=whole.name, parameters=whole.parameters | {"kl_penalty_coef": coef})
+
+
+def _source(objective: Objective, step: int | None, adapter: str | Path | None) -> str | None:
+    """The reference, in the words of `ReferenceSettings.source`."""
+    given = [
+        f"{name} = {value}"
+        for name, value in (("kl_penalty_reference_step", step), ("kl_ref_adapter_path", adapter))
+        if value is not None
+    ]
+    if len(given) == 2:
+        raise ConfigError(f"{given[0]} and {given[1]}: a step has one reference; give one of them")
+    if not objective.composition.reads("reference"):
+        if given:
+            raise ConfigError(
+                f"{given[0]} cannot act: the objective compares with no reference; give kl_penalty_coef too"
+            )
+        return None
+    if step is not None:
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ConfigError(f"kl_penalty_reference_step = {step} must be the number of a step")
+        return f"step:{step}"
+    return "base" if adapter is None else f"adapter:{Path(adapter).expanduser().resolve()}"
+
+
+def _rate(rate: float | None) -> float | None:
+    if rate is not None and not (math.isfinite(rate) and rate > 0):
+        raise ConfigError(f"learning_rate = {rate} must be above 0")
+    return rate
+
+
+def _estimator(given: str | AdvantageSettings, zero_variance_groups: ZeroVarianceGroups | None) -> AdvantageSettings:
+    """Return the estimator's settings, with `zero_variance_groups` from whichever of the two parameters gives it."""
+    table = given.model_dump(exclude_unset=True) if isinstance(given, AdvantageSettings) else {"name": given}
+    if zero_variance_groups is not None:
+        own = table.setdefault("zero_variance_groups", zero_variance_groups)
+        if own != zero_variance_groups:
+            raise ConfigError(
+                f'zero_variance_groups = "{zero_variance_groups}", and advantages.zero_variance_groups = "{own}";'
+                " give one of them"
+            )
+    try:
+        return AdvantageSettings.model_validate(table)
+    except ValidationError as error:
+        raise explain(error, ("advantages",)) from None

@@ -1,0 +1,112 @@
+"""A model that agents talk to and that is trained on what they did.
+
+It is a name, settings, and once a backend has registered it an endpoint: an OpenAI-compatible server that samples from
+the current weights. Any client works; `openai_client` makes the usual one. It holds no weights.
+"""
+
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import ValidationError
+
+from keel.common.settings import explain
+from keel.config import LoraSettings, ModelSettings
+from keel.errors import ConfigError, KeelError
+
+if TYPE_CHECKING:
+    import openai
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass
+class Endpoint:
+    """Where a registered model answers."""
+
+    base_url: str
+    api_key: str
+    clients: dict[str, Any] = field(default_factory=dict)
+    """Those that were made, to be closed with it."""
+
+
+class TrainableModel:
+    """A model to register with a backend.
+
+    `name` is its folder in the backend's and what requests call it; `base` is what it begins as. The other settings are
+    those of `keel.ModelSettings`.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        base: str = "smollm2-135m",
+        lora: LoraSettings | Mapping[str, Any] | None = None,
+        dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto",
+        device: str = "auto",
+        gradient_checkpointing: bool = False,
+        warm_up_steps: int = 0,
+    ) -> None:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"name = {name!r} must be a folder's name: up to 100 letters, digits, dots, dashes and underscores, a"
+                " letter or digit first"
+            )
+        self.name = name
+        given = {
+            "name": base,
+            "lora": dict(lora) if isinstance(lora, Mapping) else lora,
+            "dtype": dtype,
+            "device": device,
+            "gradient_checkpointing": gradient_checkpointing,
+            "warm_up_steps": warm_up_steps,
+        }
+        try:
+            self.settings = ModelSettings.model_validate(given)
+        except ValidationError as error:
+            raise explain(error, ("model",)) from None
+        self._endpoint: Endpoint | None = None
+
+    def __repr__(self) -> str:
+        return f"TrainableModel(name={self.name!r}, base={self.settings.name!r})"
+
+    @property
+    def base_url(self) -> str:
+        """Of the endpoint, for any OpenAI-compatible client."""
+        return self._need_endpoint().base_url
+
+    @property
+    def api_key(self) -> str:
+        """What the endpoint asks for; drawn anew at each registration."""
+        return self._need_endpoint().api_key
+
+    def openai_client(self, **options: Any) -> "openai.AsyncOpenAI":
+        """A client of the endpoint. `options` go to `openai.AsyncOpenAI`; equal ones give the same client.
+
+        The backend closes it. Request `model=model.name`.
+        """
+        endpoint = self._need_endpoint()
+        try:
+            library = importlib.import_module("openai")
+        except ImportError as error:
+            raise KeelError(
+                "openai_client needs the openai package: pip install openai; or use any other client with base_url and"
+                " api_key"
+            ) from error
+        for name in ("base_url", "api_key"):
+            if name in options:
+                raise ConfigError(f"{name} is the endpoint's own; a client of another server is made by openai itself")
+        key = repr(sorted(options.items()))
+        if key not in endpoint.clients:
+            client = library.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, **options)
+            endpoint.clients[key] = client
+        made: openai.AsyncOpenAI = endpoint.clients[key]
+        return made
+
+    def _need_endpoint(self) -> Endpoint:
+        if self._endpoint is None:
+            raise KeelError(f'model "{self.name}" has no endpoint: await backend.register(model) first')
+        return self._endpoint

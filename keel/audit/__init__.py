@@ -1,7 +1,0 @@
-"""Audit a loss for known silent failures, through nothing but its value and its gradient."""
-
-from keel.audit.declaration import Declaration, declare
-from keel.audit.suite import CLASSES, Finding, Report, audit
-from keel.audit.target import LossError, TargetError
-
-__all__ = ["CLASSES", "Declaration", "Finding", "LossError", "Report", "TargetError", "audit", "declare"]

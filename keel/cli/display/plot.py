@@ -1,0 +1,104 @@
+"""Kept and dropped over (p, q), drawn with letters: sampler probability to the right, policy probability upwards.
+
+The marks come from `keel.objectives.scalar_gates`, which knows nothing of tensors. It draws what can be said of one token; where
+a rule drops nobody, decides over the step or mixes policies, it says so instead.
+"""
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from keel.objectives import Composition, Gate
+from keel.objectives.scalar_gates import first_refusal
+
+COLUMNS, ROWS = 32, 16
+"""Powers of two: no cell lies on a decimal bound such as 0.2, where rounding would fray the edge."""
+SMALLEST = -8
+"""The lowest decade of logarithmic axes."""
+MARKS = {None: (".", "dim"), "low": ("-", "bold blue"), "high": ("+", "bold red")}
+ROLES = {"policy": "policy", "sampler": "sampler", "proximal": "proximal policy"}
+
+
+def draw(composition: Composition) -> Text:
+    """The plot with its caption, or a sentence where there is nothing to plot."""
+    gates = [gate for gate in composition.gates if gate.scope != "step"]
+    if not composition.gates:
+        return Text("No plot: the rule drops nobody.")
+    if not gates:
+        return Text("No plot: the rule decides over the step, not about a token by itself.")
+    if len({gate.of for gate in gates}) > 1:
+        return Text("No plot: the gates compare different pairs of policies.")
+    signs = (1.0, -1.0) if any(gate.when != "always" for gate in gates) else (0.0,)
+    log = False
+    panels = [_grid(gates, sign, log) for sign in signs]
+    if not _any_dropped(panels):
+        log = True
+        panels = [_grid(gates, sign, log) for sign in signs]
+    over, under = (ROLES[who] for who in gates[0].of.split("/"))
+    titles = ["A > 0", "A < 0"] if len(signs) == 2 else ["every A"]
+    framed = [_frame(panel, title, over, under, log) for panel, title in zip(panels, titles, strict=True)]
+    text = Text()
+    for lines in zip(*framed, strict=True):
+        joined = Text("   ").join(lines)
+        joined.rstrip()
+        text.append_text(joined).append("\n")
+    return text.append_text(_caption(composition.gates, panels, over, under))
+
+
+def _any_dropped(panels: Sequence[list[Text]]) -> bool:
+    return any(mark in line.plain for panel in panels for line in panel for mark in "+-")
+
+
+def _coordinate(place: int, count: int, log: bool) -> float:
+    """The middle of a cell."""
+    share = (place + 0.5) / count
+    return float(10 ** (SMALLEST * (1 - share))) if log else share
+
+
+def _grid(gates: Sequence[Gate], advantage: float, log: bool) -> list[Text]:
+    """One line of marks for each policy probability, the largest first."""
+    lines = []
+    for row in reversed(range(ROWS)):
+        line = Text()
+        for column in range(COLUMNS):
+            p, q = _coordinate(row, ROWS, log), _coordinate(column, COLUMNS, log)
+            line.append(*MARKS[first_refusal(gates, p, q, advantage)])
+        lines.append(line)
+    return lines
+
+
+def _frame(panel: list[Text], title: str, over: str, under: str, log: bool) -> list[Text]:
+    """A panel with its axes; all lines equally long."""
+    ticks = (f"1e{SMALLEST}", f"1e{SMALLEST // 2}", "1") if log else ("0.0", "0.5", "1.0")
+    labels = {0: ticks[2], ROWS // 2: ticks[1], ROWS - 1: ticks[0]}
+    lines = [Text(f"{title}, {over} p upwards", style="bold")]
+    lines += [Text(f"{labels.get(place, ''):>5} |").append_text(line) for place, line in enumerate(panel)]
+    lines.append(Text(f"{'':5} +{'=' * COLUMNS}"))
+    half = COLUMNS // 2
+    lines.append(Text(f"{'':7}{ticks[0]:<{half}}{ticks[1]:<{half - len(ticks[2])}}{ticks[2]}"))
+    lines.append(Text(f"{'':7}{under + ' q':^{COLUMNS}}"))
+    for line in lines:
+        line.pad_right(COLUMNS + 7 - len(line))
+    return lines
+
+
+def _caption(gates: Sequence[Gate], panels: Sequence[list[Text]], over: str, under: str) -> Text:
+    marks = [
+        (None, "kept"),
+        ("low", f"dropped, p too far below q ({over} below {under})"),
+        ("high", "dropped, too far above"),
+    ]
+    text = Text()
+    for side, meaning in marks:
+        text.append(*MARKS[side]).append(f" {meaning}   ")
+    text.rstrip()
+    notes = []
+    if any(gate.scope == "sequence" for gate in gates):
+        notes.append("A sequence decides as a whole; this is a sequence of one token.")
+    if any(gate.scope == "step" for gate in gates):
+        notes.append("A gate that decides over the step is not shown.")
+    if all(gate.when != "always" for gate in gates):
+        notes.append("Where A = 0 everything is kept.")
+    if not _any_dropped(panels):
+        notes.append("No point shown here is dropped.")
+    return text.append("".join(f"\n{note}" for note in notes))

@@ -1,0 +1,1 @@
+"""Commands that inspect objectives, settings, runs and the machine."""

@@ -1,0 +1,148 @@
+"""`keel audit`: check a loss for known silent failures and print the smallest batch on which a check fails."""
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from keel.cli.display.console import console, write
+from keel.cli.modules import add_module_folders
+from keel.config.load import parse_overrides
+
+if TYPE_CHECKING:
+    from keel.signal import TokenBatch
+    from keel.signal.audit import Finding, Report
+
+FLAGS = ("--anchor", "--decisions", "--leaves", "--divisor", "--signal", "--seed", "--json")
+"""The command's own flags; any other `--name value` is a parameter of the preset."""
+
+COLUMNS = {
+    "sequence": "sequence",
+    "group": "group",
+    "trainable": "trainable",
+    "logprobs": "l",
+    "sampler_logprobs": "b",
+    "advantages": "A",
+}
+STYLES = {"passed": "green", "failed": "bold red", "error": "bold yellow", "not applicable": "dim"}
+
+
+def add(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "audit",
+        help="check a preset or any loss for known silent failures",
+        description="Check a loss for known silent failures.\n\nTARGET is a preset, with any of its parameters"
+        " as --name value;\na TOML file with an [objective];\nor module:function, a function from a TokenBatch to a"
+        " loss.\n\nExit code 0: every class passed; 1: a class failed; 2: the target cannot be loaded or called,\nor"
+        " no class failed but the target raised an exception on a valid batch.",
+        epilog="examples:\n  keel audit icepop\n  keel audit opsm --opsm_delta 0.01\n"
+        "  keel audit my_losses:sequence_mask --anchor proximal --divisor sequences",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", metavar="TARGET")
+    declared = parser.add_argument_group("declaration", "what the loss intends; fields not given keep their default")
+    declared.add_argument("--anchor", help="the policy that the ratio is measured against: sampler, proximal or none")
+    declared.add_argument("--decisions", help="what is dropped together: token, sequence, step, or several with commas")
+    declared.add_argument(
+        "--leaves", help='terms that a dropped token does not contribute to: "every term" or "policy term"'
+    )
+    declared.add_argument(
+        "--divisor", help="tokens, sequences or constant; kept-tokens, ... if dropped tokens do not count"
+    )
+    declared.add_argument("--signal", help="what the policy term follows: advantage, teacher or none")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random batches (default 0)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Audit the target, print the report and return the exit code."""
+    from keel.signal.audit import audit
+
+    add_module_folders()
+    options = {name: getattr(args, name) for name in ("anchor", "leaves", "divisor", "signal")}
+    declared: dict[str, Any] = {name: value.replace("-", " ") for name, value in options.items() if value}
+    if args.decisions is not None:
+        declared["decisions"] = tuple(part.strip() for part in args.decisions.split(",") if part.strip())
+    report = audit(args.target, seed=args.seed, parameters=dict(parse_overrides(args.overrides)), **declared)
+    if args.json:
+        write(json.dumps(_as_json(report), indent=2) + "\n")
+    else:
+        _show(report)
+    if report.failed:
+        return 1
+    return 2 if report.errors else 0
+
+
+def _show(report: "Report") -> None:
+    screen = console()
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "checked for", "", "finding"):
+        table.add_column(name, overflow="fold")
+    for finding in report.findings:
+        status = Text(finding.status, STYLES[finding.status])
+        table.add_row(finding.letter, finding.title, status, Text(finding.message))
+    screen.print(f"audit of {report.target}\n")
+    screen.print(table)
+    shown: set[str] = set()
+    for finding in report.findings:
+        # one line of the loss often raises in several classes; show one batch for it
+        location = finding.message.rpartition(" (")[2] if finding.status == "error" else finding.letter
+        if finding.batch is None or location in shown:
+            continue
+        shown.add(location)
+        what = "batch found that raises" if finding.status == "error" else "counterexample found"
+        screen.print(f"\n{finding.letter}. smallest {what}")
+        screen.print(_tokens(finding.batch))
+    screen.print(f"\n{_summary(report)}")
+
+
+def _summary(report: "Report") -> str:
+    passed = sum(finding.status == "passed" for finding in report.findings)
+    summary = f"{passed} passed, {len(report.failed)} failed"
+    if report.failed:
+        summary += f": {', '.join(report.failed)}"
+    if report.errors:
+        errors = "error" if len(report.errors) == 1 else "errors"
+        summary += f"; {len(report.errors)} {errors}: {', '.join(report.errors)}"
+    return summary
+
+
+def _tokens(batch: "TokenBatch") -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("token", justify="right")
+    tensors = batch.tensors()
+    names = [name for name in COLUMNS if name in tensors]
+    for name in names:
+        table.add_column(COLUMNS[name], justify="right")
+    for index in range(len(batch)):
+        cells = [tensors[name][index].item() for name in names]
+        table.add_row(str(index), *(f"{cell:.6g}" if isinstance(cell, float) else str(cell).lower() for cell in cells))
+    return table
+
+
+def _as_json(report: "Report") -> dict[str, Any]:
+    return {
+        "target": report.target,
+        "passed": report.passed,
+        "failed": report.failed,
+        "errors": report.errors,
+        "findings": [_finding(finding) for finding in report.findings],
+    }
+
+
+def _finding(finding: "Finding") -> dict[str, Any]:
+    batch = None
+    if finding.batch is not None:
+        batch = {name: value.tolist() for name, value in finding.batch.tensors().items()}
+    return {
+        "class": finding.letter,
+        "title": finding.title,
+        "status": finding.status,
+        "message": finding.message,
+        "counterexample": batch,
+    }

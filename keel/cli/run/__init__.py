@@ -1,0 +1,1 @@
+"""Commands that run, serve or export something."""

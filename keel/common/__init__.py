@@ -1,0 +1,1 @@
+"""Utilities shared by every room; imports nothing of Keel except errors."""

@@ -1,0 +1,151 @@
+"""The base of every settings class, and the one place where a validation error becomes a sentence.
+
+Guarantees that an unknown key is an error which suggests the nearest name, and that every message carries the full
+name of the setting and the value that was given. Settings are frozen: what was checked is what runs.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
+
+from keel.common.renamed_settings import renamed_keys_in, renamed_value
+from keel.errors import ConfigError
+
+Path = tuple[str | int, ...]
+_FIELD = re.compile(r"\{([\w.-]+)\}")
+"""A field in the sentence of an error, as in `{low}` or `{engine.publish_every}`."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an "unknown name" message: the closest known name, or all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"known names: {', '.join(known)}"
+
+
+def refuse(sentence: str, values: Mapping[str, Any] | None = None, **fields: Any) -> PydanticCustomError:
+    """An error about one or more fields of the model being validated.
+
+    `sentence` holds the field names in braces; when it is shown each becomes `name = value`, under the name that the
+    user wrote (a recipe calls the low bound of its first gate `ratio_low`). A validator that compares settings of
+    tables inside its own gives them in `values` by dotted name: `{engine.publish_every}`.
+    """
+    return PydanticCustomError("keel", "{sentence}", {"sentence": sentence, "values": {**(values or {}), **fields}})
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Annotate a string setting whose allowed values are looked up each time a value is validated.
+
+    It is a `Literal` for values that come from a table: messages and JSON schema are the same.
+    """
+
+    choices: Callable[[], tuple[str, ...]]
+
+    def _validate(self, value: Any) -> str:
+        choices = self.choices()
+        if isinstance(value, str) and value in choices:
+            return value
+        quoted = [repr(choice) for choice in choices]
+        expected = " or ".join([part for part in (", ".join(quoted[:-1]), quoted[-1]) if part])
+        raise PydanticKnownError("literal_error", {"expected": expected})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._validate)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"type": "string", "enum": list(self.choices())}
+
+
+class Settings(BaseModel):
+    """A frozen table of settings in which unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys_only(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            for key in data:
+                if key not in cls.model_fields:
+                    raise PydanticCustomError("unknown", "{key}", {"key": str(key), "known": list(cls.model_fields)})
+        return data
+
+
+def dotted(path: Path) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def explain(
+    error: ValidationError, prefix: Path = (), name_of: Callable[[Path], str | None] = lambda _path: None
+) -> ConfigError:
+    """All problems of one validation as a single error, one line each.
+
+    `name_of` may give a place in the settings the name under which the user knows it.
+    """
+
+    def label(path: Path) -> str:
+        return dotted((*prefix, name_of(path) or dotted(path)))
+
+    lines = []
+    for item in error.errors():
+        path: Path = tuple(part for part in item["loc"] if not _is_union_tag(part))
+        context = item.get("ctx", {})
+        if item["type"] == "unknown":
+            key = context["key"]
+            name = label((*path, key))
+            given = item["input"].get(key) if isinstance(item["input"], Mapping) else None
+            lines += _renamed_lines(name, given) or [f"{name} is not a setting; {nearest(key, context['known'])}"]
+        elif item["type"] == "keel":
+            shown = {
+                field: f"{label((*path, *field.split('.')))} = {_toml(value)}"
+                for field, value in context["values"].items()
+            }
+            lines.append(_filled(context["sentence"], shown))
+        elif isinstance(context.get("error"), ConfigError):
+            lines.append(str(context["error"]))
+        elif item["type"] == "missing":
+            lines.append(f"{label(path)} is missing")
+        elif (new := renamed_value(label(path), item["input"])) is not None:
+            lines.append(f"{label(path)} = {_toml(item['input'])} was renamed; write {label(path)} = {_toml(new)}")
+        else:
+            lines.append(f"{label(path)} = {_toml(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}")
+    return ConfigError("\n".join(dict.fromkeys(lines)))
+
+
+def _filled(sentence: str, shown: Mapping[str, str]) -> str:
+    """Replace each `{field}` that `shown` has; other braces are text of the user."""
+    return _FIELD.sub(lambda match: shown.get(match[1], match[0]), sentence)
+
+
+def _renamed_lines(name: str, given: Any) -> list[str]:
+    """One line for each renamed setting that an unknown name stands for, with the new value where it changed too."""
+    lines = []
+    for old, value, new in renamed_keys_in(name, given):
+        changed = renamed_value(new, value)
+        if changed is None:
+            lines.append(f"{old} was renamed to {new}")
+        else:
+            lines.append(f"{old} = {_toml(value)} was renamed to {new} = {_toml(changed)}")
+    return lines
+
+
+def _is_union_tag(part: str | int) -> bool:
+    # pydantic puts the type it tried ("float", "function-before[...]") into the path of a union's error
+    return isinstance(part, str) and (part in {"float", "int", "str", "bool", "none"} or "[" in part)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value)

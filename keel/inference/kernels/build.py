@@ -1,0 +1,125 @@
+"""Compile the native kernels with the machine's own compiler, cache the shared library and load it.
+
+The kernels serve float32 on CPUs, where they are faster than torch. Without a compiler, or on an unsupported system,
+`library` returns None and callers use torch. The library is only loaded from a file and a folder that nobody but the
+user can write. The kernels use the OpenMP runtime that torch has already loaded, which must be GNU's: macOS and Windows
+are not supported. Correctness of the results is not checked here; the engine and the trainer compare a probe with the
+model's own code.
+
+The environment variable KEEL_NATIVE_CFLAGS adds compiler flags, for example `-fsanitize=address` (see
+scripts/sanitize.sh). Libraries built with different flags are cached separately.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch  # noqa: F401 - loads the OpenMP runtime that _load looks for
+
+from keel.common.cache import cache_folder
+
+log = logging.getLogger("keel")
+
+HERE = Path(__file__).parent
+FLAGS = ["-O3", "-march=native", "-std=gnu11", "-fopenmp", "-fPIC", "-fno-math-errno"]
+EXTRA_FLAGS = "KEEL_NATIVE_CFLAGS"
+"""Environment variable with flags to add after FLAGS, when compiling and when linking; quoted as in a shell."""
+SECONDS = 120
+"""Timeout of one compiler call: more than ten times what it takes on a slow machine."""
+
+
+def library() -> ctypes.CDLL | None:
+    """Return the compiled kernels, or None if they cannot be built or loaded here."""
+    return _found()[0]
+
+
+def why_not() -> str:
+    """Return the reason why `library` returns None, or an empty string if it returns the kernels."""
+    return _found()[1]
+
+
+def require_library() -> ctypes.CDLL:
+    """Return the compiled kernels; raise RuntimeError with the reason if there are none."""
+    found, why = _found()
+    if found is None:
+        raise RuntimeError(f"native kernels are not available: {why}; call library() first and use torch if it is None")
+    return found
+
+
+@cache
+def _found() -> tuple[ctypes.CDLL | None, str]:
+    try:
+        return _load(), ""
+    except (OSError, subprocess.SubprocessError) as error:
+        lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        why = lines[0] if lines else type(error).__name__
+        log.info("native kernels are not used: %s", why)
+        return None, why
+
+
+def _load() -> ctypes.CDLL:
+    """Load the library for these sources, flags and processor; compile it first if it is not cached."""
+    if not sys.platform.startswith("linux"):
+        raise OSError(f"native kernels are not supported on {sys.platform}")
+    if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        raise OSError("torch uses an OpenMP runtime other than GNU's")
+    compiler = next((found for name in ("gcc", "cc") if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise OSError("there is no C compiler (gcc) on the PATH")
+    flags = _flags()
+    # The predefined macros name the compiler and the processor: machines that differ may share a cache folder.
+    macros = _run([compiler, *flags, "-dM", "-E", "-x", "c", os.devnull])
+    digest = hashlib.sha256(macros.encode())
+    for source in sorted([*HERE.glob("*.c"), *HERE.glob("*.h")]):
+        digest.update(source.read_bytes())
+    digest.update(shlex.join(flags).encode())
+    target = cache_folder() / "kernels" / f"{digest.hexdigest()[:16]}.so"
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _check_owner(target.parent)
+    if not target.exists():
+        _compile(compiler, flags, target)
+    _check_owner(target)
+    return ctypes.CDLL(str(target))
+
+
+def _flags() -> list[str]:
+    extra = os.environ.get(EXTRA_FLAGS, "")
+    try:
+        return [*FLAGS, *shlex.split(extra)]
+    except ValueError as error:
+        raise OSError(f"{EXTRA_FLAGS} = {extra!r} cannot be split into flags: {error}") from error
+
+
+def _check_owner(path: Path) -> None:
+    """Raise OSError if another user may have written this file or folder: code is loaded from it."""
+    found = path.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise OSError(f"{path} may be written by other users; make yourself its owner and run chmod go-w on it")
+
+
+def _compile(compiler: str, flags: list[str], target: Path) -> None:
+    """Compile every C file next to this module into `target`, which appears complete or not at all."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        objects = []
+        for source in sorted(HERE.glob("*.c")):
+            objects.append(str(Path(scratch) / f"{source.stem}.o"))
+            _run([compiler, *flags, "-c", str(source), "-o", objects[-1]])
+        made = Path(scratch) / target.name
+        # Linked without -fopenmp: its symbols resolve to the runtime that torch has loaded. A second runtime would
+        # start its own threads.
+        link_flags = [flag for flag in flags if flag != "-fopenmp"]
+        _run([compiler, *link_flags, "-shared", *objects, "-o", str(made), "-lm"])
+        made.chmod(0o700)
+        os.replace(made, target)
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS).stdout

@@ -1,0 +1,1 @@
+"""The in-process engine: continuous batching with shared prompt prefixes."""

@@ -1,0 +1,1 @@
+"""Clients for engines behind HTTP and pools of them."""

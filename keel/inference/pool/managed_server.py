@@ -1,0 +1,131 @@
+"""A server of the run's own as a process that is started again when it ends, for a pool of one.
+
+Guarantees that it listens before the block begins, that one that was killed is replaced, and that none is left when the
+block ends. What a new one holds is the pool's business: it is another member, under another address, and gets the
+weights before it gets a request. A server that ends by itself before it listens ends the run; one that is killed then
+has a few tries, and one that dies later is started again for as long as the run's own watchdog waits.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from keel.config import PoolSettings
+from keel.errors import KeelError
+from keel.inference.pool.discovery import DiscoveryError
+from keel.inference.protocol import EngineError
+
+logger = logging.getLogger("keel")
+
+START = 300.0
+"""Seconds that a server may take to load its model."""
+TRIES = 3
+"""How often one that is killed while it starts is started at the beginning of a run."""
+PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds before it is started again, doubled each time it ended before it had answered for as long."""
+
+SETTINGS = PoolSettings(urls=["http://127.0.0.1:1"], interval=1.0, health_timeout=60.0, wait=START)
+"""Of the pool; its one URL is never asked, because members are found by `Served`."""
+
+
+class Served:
+    """Where the server is at present; a source of the members of a pool."""
+
+    changes = True
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = words
+        self._process: asyncio.subprocess.Process | None = None
+        self._url: str | None = None
+        self._why = "the engine's server has not started yet"
+        self.restarts = 0
+
+    async def find(self) -> list[str]:
+        if self._url is None:
+            raise DiscoveryError(self._why)
+        return [self._url]
+
+    async def start(self) -> None:
+        """Start it and wait until it listens."""
+        self._process = process = await asyncio.create_subprocess_exec(
+            *self._words, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+        )
+        assert process.stdout is not None
+        try:
+            line = (await asyncio.wait_for(process.stdout.readline(), START)).decode()
+        except TimeoutError:
+            _signal(process, signal.SIGKILL)
+            raise EngineError(f"the engine's server did not start within {START:.0f} s", retryable=False) from None
+        if "http://" not in line:
+            code = await process.wait()
+            raise KeelError(f"the engine's server did not start (exit code {code}); see its message above")
+        self._url = line.split()[-1]
+
+    async def begin(self) -> None:
+        """Start it for the first time: what is wrong with its settings would be wrong again, a kill need not be."""
+        for left in reversed(range(TRIES)):
+            try:
+                await self.start()
+                return
+            except KeelError as error:
+                killed = self._process is not None and (self._process.returncode or 0) < 0
+                if not (killed and left):
+                    raise
+                logger.warning("%s; it was killed, and is started again", error)
+
+    async def keep(self) -> None:
+        """Start it again whenever it has ended."""
+        loop = asyncio.get_running_loop()
+        pause, began = PAUSE, loop.time()
+        while True:
+            assert self._process is not None
+            code = await self._process.wait()
+            lived = loop.time() - began
+            pause = PAUSE if lived > LONGEST_PAUSE else min(pause * 2, LONGEST_PAUSE)
+            self._url, self._why = None, f"the engine's server ended with exit code {code} and is being started again"
+            self.restarts += 1
+            logger.warning("%s (restart %d)", self._why, self.restarts)
+            await asyncio.sleep(pause)
+            try:
+                began = loop.time()
+                await self.start()
+            except (KeelError, OSError) as error:
+                self._why = str(error)
+
+    async def end(self) -> None:
+        """Ask the server to end, and see that it does."""
+        process = self._process
+        if process is None:
+            return
+        _signal(process, signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), 10)
+        except TimeoutError:
+            _signal(process, signal.SIGKILL)
+            await process.wait()
+
+
+@asynccontextmanager
+async def served(words: Sequence[str]) -> AsyncIterator[Served]:
+    """The server of this command, for as long as the block lasts."""
+    server = Served(words)
+    keeper: asyncio.Task[None] | None = None
+    try:
+        await server.begin()
+        keeper = asyncio.create_task(server.keep(), name="engine server")
+        yield server
+    finally:
+        if keeper is not None:
+            keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await keeper
+        await server.end()
+
+
+def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

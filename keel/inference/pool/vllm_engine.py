@@ -1,0 +1,310 @@
+"""vLLM as the engine: attach to a server, or start one in its own environment and stop it again.
+
+Guarantees that a version is stamped only after its weights are live, that every weight change resets the prefix cache,
+and that each token carries the version that sampled it: requests under way when all weights change are ended by vLLM
+where they are and go on from their own tokens with the new weights, or with `drain` end before the change; requests on
+an adapter stay on it until they end. A stop text that begins before such a change and ends after it is not seen.
+Weights must be in a folder that the server can read; where it can be seen from here too, its manifest is checked first,
+because vLLM knows none.
+"""
+
+import asyncio
+import re
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from keel.common.manifest import check_weights
+from keel.config import Sampling
+from keel.errors import ModelError
+from keel.inference.pool.http_engine import HttpEngine, Kind
+from keel.inference.pool.process import ServerProcess
+from keel.inference.protocol import EngineError, Generation, Health
+
+
+class VllmEngine(HttpEngine):
+    """A vLLM server, with the endpoints that `VLLM_SERVER_DEV_MODE=1` and runtime adapters give it."""
+
+    def _set_up(self) -> None:
+        self._process: ServerProcess | None = None
+        self._adapter: str | None = None
+        self._in_use: Counter[str] = Counter()
+        self._retired: set[str] = set()
+        self._loading = asyncio.Lock()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._changes = 0
+        self._broken = ""
+        self._identity: str | None = None
+        self._doubted = False
+
+    def own(self, process: ServerProcess) -> None:
+        """The server was started here, and ends with the engine."""
+        self._process = process
+
+    # --- generating ---
+
+    async def _generate(self, prompt: list[int], sampling: Sampling, group: str | None) -> Generation:
+        parts: list[Generation] = []
+        sampled: list[int] = []
+        while True:
+            part, interrupted = await self._part(prompt + sampled, _rest(sampling, len(sampled)), group)
+            parts.append(part)
+            sampled += part.token_ids
+            if not interrupted or len(sampled) >= sampling.max_tokens:
+                return _joined(parts)
+
+    async def _part(self, prompt: list[int], sampling: Sampling, group: str | None) -> tuple[Generation, bool]:
+        """An answer up to its end, or up to where a change of weights interrupted it."""
+        await self._open.wait()
+        if self._broken:
+            raise EngineError(f"engine {self.url} is not usable: {self._broken}")
+        kind = await self._found()
+        await self._check_temperature(kind, sampling.temperature, prompt)
+        changes, live, name = self._changes, self._version, self._model_name()
+        self._in_use[name] += 1
+        self._idle.clear()
+        try:
+            choice = await self._complete(self._body(prompt, sampling, group))
+        finally:
+            self._in_use[name] -= 1
+            if not self._in_use.total():
+                self._idle.set()
+            await self._unload_retired()
+        part = self._read(choice, sampling, live)
+        return part, part.finish == "cancelled" and changes != self._changes
+
+    def _body(self, prompt: list[int], sampling: Sampling, group: str | None) -> dict[str, Any]:
+        # what is not said vLLM takes from the model's generation_config.json
+        neutral = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
+        return super()._body(prompt, sampling, group) | neutral
+
+    def _model_name(self) -> str:
+        return self._adapter or str(self.model)
+
+    # --- weights ---
+
+    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
+        """Take all weights from a folder. Requests in flight go on with the new ones, or end before the change."""
+        async with self._loading:
+            await self._found()
+            await asyncio.to_thread(_check, folder)
+            async with self._paused(f"loading {folder} as version {version}", drain):
+                body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+                await self._post("/collective_rpc", body, "start it with VLLM_SERVER_DEV_MODE=1")
+                await self._reset_cache()
+                self._identity = await self._process_start()
+                self._retire(None)
+                self._version = version
+            await self._unload_retired()
+
+    async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
+        """Take a PEFT adapter, under a name of its own. Requests in flight end on the one that they began with."""
+        del drain  # every answer is of one version anyway
+        async with self._loading:
+            await self._found()
+            await asyncio.to_thread(_check, folder)
+            # never the name of an earlier adapter: vLLM would answer from that one's cached prefixes
+            name = f"keel-{version}-{uuid.uuid4().hex[:8]}"
+            missing = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+            await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, missing)
+            await self._reset_cache()
+            self._identity = await self._process_start()
+            self._retire(name)
+            self._version = version
+            await self._unload_retired()
+
+    @asynccontextmanager
+    async def _paused(self, doing: str, drain: bool) -> AsyncIterator[None]:
+        """Nothing is sampled meanwhile. When it fails the weights are in doubt, and so is everything sampled later."""
+        self._open.clear()
+        try:
+            if drain:
+                await self._idle.wait()
+            self._changes += 1
+            # a server without /pause samples on; its requests then count as of the older version to their end.
+            # "wait": requests of others are drained too
+            mode = {"mode": "wait" if drain else "abort"}
+            paused = (await self._send("POST", "/pause", params=mode)).status_code == 200
+            try:
+                yield
+            finally:
+                if paused:
+                    await self._post("/resume", None, "")
+            self._broken = ""
+        except BaseException as error:
+            self._broken = f"{doing} failed ({error or type(error).__name__}); load weights again"
+            raise
+        finally:
+            self._open.set()
+
+    async def _reset_cache(self) -> None:
+        # what is under way is computed again; without it a cache in use is not reset
+        response = await self._send("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
+        if response.status_code != 200:
+            raise self._refused(response)
+
+    async def _post(self, path: str, body: dict[str, Any] | None, when_missing: str) -> None:
+        response = await self._send("POST", path, json=body) if body else await self._send("POST", path)
+        if response.status_code == 404 and when_missing:
+            raise EngineError(f"vLLM at {self.url} has no {path}; {when_missing}", retryable=False)
+        if response.status_code != 200:
+            raise self._refused(response)
+
+    def _retire(self, successor: str | None) -> None:
+        if self._adapter is not None:
+            self._retired.add(self._adapter)
+        self._adapter = successor
+
+    async def _unload_retired(self) -> None:
+        """Unload adapters that nobody is on any more."""
+        for name in [name for name in self._retired if not self._in_use[name]]:
+            self._retired.discard(name)
+            try:
+                await self._send("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, timeout=10.0)
+            except EngineError:
+                # the server is gone, and the adapter with it
+                return
+
+    # --- what is live ---
+
+    async def version(self) -> int:
+        """Of the weights that are live, as far as this engine loaded them and the server was not restarted since."""
+        await self._found()
+        if self._adapter is not None:
+            models = (await self._get("/v1/models")).get("data") or []
+            if self._adapter not in {model.get("id") for model in models if isinstance(model, dict)}:
+                self._forget()
+        return self._version
+
+    async def health(self) -> Health:
+        """How the server is doing; after a failed load it is not ready until weights are loaded."""
+        health = await super().health()
+        if health.ready and self._doubted:
+            try:
+                await self._found()
+            except EngineError as error:
+                return Health(False, self._version, error=str(error))
+        load = await self._load_of_server() if health.ready else {}
+        return Health(
+            ready=health.ready and not self._broken,
+            version=self._version,
+            running=load.get("running", health.running),
+            waiting=load.get("waiting", 0),
+            error=health.error or self._broken,
+        )
+
+    def _lost(self) -> None:
+        if self._process is not None and self._process.alive:
+            return
+        self._kind = None
+        self._doubted = True
+
+    async def _found(self) -> Kind:
+        kind = await super()._found()
+        if self._doubted:
+            self._doubted = False
+            if self._identity is None or await self._process_start() != self._identity:
+                self._forget()
+        return kind
+
+    def _forget(self) -> None:
+        """The server was restarted: it has the weights that it was started with."""
+        self._adapter = None
+        self._retired.clear()
+        self._scaled = None
+        self._broken = ""
+        self._version = self._first_version
+
+    async def _process_start(self) -> str | None:
+        found = re.search(r"^process_start_time_seconds (\S+)", await self._metrics(), re.MULTILINE)
+        return found.group(1) if found else None
+
+    async def _load_of_server(self) -> dict[str, int]:
+        rows = re.findall(r"^vllm:num_requests_(running|waiting)\{[^}]*\} (\S+)", await self._metrics(), re.MULTILINE)
+        load: Counter[str] = Counter()
+        for name, value in rows:
+            load[name] += int(float(value))
+        return dict(load)
+
+    async def _metrics(self) -> str:
+        try:
+            response = await self._send("GET", "/metrics", timeout=10.0)
+        except EngineError:
+            return ""
+        return response.text if response.status_code == 200 else ""
+
+    async def close(self) -> None:
+        """End requests in flight with an `EngineError`, and the server if it was started here."""
+        await super().close()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.stop)
+
+
+def _check(folder: str) -> None:
+    try:
+        check_weights(Path(folder))
+    except ModelError as error:
+        raise EngineError(f"weights in {folder} are refused: {error}", retryable=False) from error
+
+
+def _rest(sampling: Sampling, sampled: int) -> Sampling:
+    """What is left to sample. The seed moves on, so that the same noise is not drawn twice."""
+    if not sampled:
+        return sampling
+    seed = None if sampling.seed is None else sampling.seed + sampled
+    return sampling.model_copy(update={"max_tokens": sampling.max_tokens - sampled, "seed": seed})
+
+
+def _joined(parts: Sequence[Generation]) -> Generation:
+    if len(parts) == 1:
+        return parts[0]
+    return Generation(
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        logprobs=tuple(value for part in parts for value in part.logprobs),
+        versions=tuple(version for part in parts for version in part.versions),
+        finish=parts[-1].finish,
+        temperature=parts[-1].temperature,
+    )
+
+
+async def start_vllm(
+    python: str,
+    model_folder: str,
+    *,
+    port: int = 0,
+    dtype: str = "auto",
+    max_lora_rank: int | None = None,
+    max_model_len: int | None = None,
+    version: int = 0,
+    timeout: float = 600.0,
+    start_timeout: float = 600.0,
+    options: Sequence[str] = (),
+) -> VllmEngine:
+    """Start a server with the interpreter of an environment that has vLLM (scripts/install_vllm.sh), on loopback.
+
+    Returns when it answers; a server that does not, or not in time, is ended, and the end of its log is in the error.
+    `options` are added to its command line.
+    """
+    process = ServerProcess.start(python, model_folder, port, dtype, max_lora_rank, max_model_len, options)
+    engine = VllmEngine(
+        process.url, model=ServerProcess.MODEL, api_key=process.api_key, timeout=timeout, version=version
+    )
+    engine.own(process)
+    try:
+        deadline = asyncio.get_running_loop().time() + start_timeout
+        while not (await engine.health()).ready:
+            if not process.alive:
+                raise EngineError(f"vLLM did not start (exit code {process.code}):\n{process.tail()}", retryable=False)
+            if asyncio.get_running_loop().time() > deadline:
+                raise EngineError(f"vLLM did not answer within {start_timeout} s:\n{process.tail()}", retryable=False)
+            await asyncio.sleep(0.5)
+    except BaseException:
+        await engine.close()
+        raise
+    return engine

@@ -1,0 +1,302 @@
+"""What an objective is made of: gates, weights, a policy term, penalties and a reduction, as data.
+
+Each part is a small frozen table; an objective is one of each kind of list. Combinations that cannot act, or that are
+known to be wrong (a sequence statistic decided token by token, k1 as a plain loss), cannot be written down.
+The meaning of every field is in docs/objectives.md; `keel.signal` turns the data into arithmetic.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from keel.common.settings import OneOf, Settings, refuse
+from keel.objectives.statistics import STATISTICS, GateStatistic, Level, Scope, gate_statistic, statistic_names
+
+LogRatio = Literal["policy/sampler", "policy/proximal", "proximal/sampler"]
+"""Which log-prob minus which: l - b, l - o, or o - b."""
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class Gate(Settings):
+    """Refuses the tokens whose statistic leaves the band [low, high]; the bounds themselves are kept."""
+
+    on: Annotated[str, OneOf(statistic_names)]
+    """The statistic the gate looks at."""
+    of: LogRatio = "policy/sampler"
+    """The two policies compared."""
+    level: Level = "token"
+    """on "ratio": which ratio."""
+    low: float | None = None
+    """Refuse below this value."""
+    high: float | None = None
+    """Refuse above this value."""
+    scope: Scope = "token"
+    """Who leaves together. A token statistic at scope "sequence" refuses the sequence when any of its tokens is out."""
+    when: Literal["always", "positive_advantage", "negative_advantage"] = "always"
+    """Which advantages the gate applies to; at sequence scope the mean advantage of the sequence decides."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_scope(cls, data: object) -> object:
+        if isinstance(data, dict) and "scope" not in data:
+            on, level = data.get("on"), data.get("level", "token")
+            statistic = STATISTICS.get((on, level)) if isinstance(on, str) and isinstance(level, str) else None
+            if statistic is not None:  # anything else is refused when its field is validated
+                return {**data, "scope": statistic.scopes[0]}
+        return data
+
+    @property
+    def statistic(self) -> GateStatistic:
+        """What the table of statistics holds about `on` at `level`."""
+        return gate_statistic(self.on, self.level)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.low is None and self.high is None:
+            raise refuse("{on}: a gate needs a low or a high bound", on=self.on)
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise refuse("{low} must be below {high}", low=self.low, high=self.high)
+        if (self.on, self.level) not in STATISTICS:
+            owners = " or ".join(f'"{on}"' for on, level in STATISTICS if level == self.level)
+            raise refuse(f"{{level}} cannot act: it belongs to on = {owners}", level=self.level)
+        statistic = self.statistic
+        if statistic.in_log_space and self.low is not None and self.low < 0:
+            raise refuse("{low} must not be negative: it bounds a ratio", low=self.low)
+        if statistic.in_log_space and self.high is not None and self.high <= 0:
+            raise refuse("{high} must be positive: it bounds a ratio", high=self.high)
+        if statistic.direction == "distance" and self.low is not None:
+            raise refuse("{low} cannot act: the statistic is a distance and has only a high bound", low=self.low)
+        if statistic.direction == "distance" and self.high is not None and self.high < 0:
+            raise refuse("{high} must not be negative: it bounds a distance", high=self.high)
+        if self.scope not in statistic.scopes:
+            owner = statistic.scopes[0]
+            raise refuse(f"{{scope}}: this statistic belongs to the {owner} and decides for it", scope=self.scope)
+        if self.scope == "step" and self.when != "always":
+            raise refuse("{when}: a gate over the step applies to every advantage", when=self.when)
+        return self
+
+
+class Weight(Settings):
+    """A factor without gradient on the policy term: an importance ratio, clamped, or shaped by a kernel."""
+
+    of: LogRatio = "policy/sampler"
+    """The two policies compared."""
+    level: Level = "token"
+    """Ratio of the token, product or geometric mean over its sequence."""
+    low: NonNegative | None = None
+    """Smaller weights are raised to this value."""
+    high: Positive | None = None
+    """Larger weights are lowered to this value."""
+    kernel: Literal["ratio", "gamma"] = "ratio"
+    """"gamma": ratio^k * exp(rate * (1 - ratio)), with its own k and rate for each sign of the advantage (VESPO)."""
+    k_positive: Positive | None = None
+    """gamma: power where the advantage is positive."""
+    rate_positive: NonNegative | None = None
+    """gamma: decay where the advantage is positive."""
+    k_negative: Positive | None = None
+    """gamma: power elsewhere."""
+    rate_negative: NonNegative | None = None
+    """gamma: decay elsewhere."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise refuse("{low} must be below {high}", low=self.low, high=self.high)
+        shape = (self.k_positive, self.rate_positive, self.k_negative, self.rate_negative)
+        if self.kernel == "gamma" and None in shape:
+            raise refuse("{kernel} needs k_positive, rate_positive, k_negative and rate_negative", kernel=self.kernel)
+        if self.kernel == "ratio" and any(value is not None for value in shape):
+            raise refuse("{kernel} has no k_positive, rate_positive, k_negative or rate_negative", kernel=self.kernel)
+        return self
+
+
+class Policy(Settings):
+    """The term that carries the advantage: a surrogate of the ratio against an anchor."""
+
+    surrogate: Literal["linear", "clip", "soft", "log_prob", "cross_entropy"] = "linear"
+    """-A*r; its PPO clip; SAPO's sigmoid of it; -A*l; or -l without any advantage."""
+    anchor: Literal["sampler", "proximal", "none"] = "sampler"
+    """The policy that the ratio is measured against."""
+    level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or the geometric mean over its sequence (with the sequence's mean advantage)."""
+    eps: NonNegative | None = None
+    """clip: the ratio's band is [1 - eps, 1 + eps_high]."""
+    eps_high: NonNegative | None = None
+    """clip: the upper half of the band; equal to eps when not given."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """clip: the loss of a token with negative advantage is at most dual_clip * |A|."""
+    tau_positive: Positive | None = None
+    """soft: temperature where A > 0."""
+    tau_negative: Positive | None = None
+    """soft: temperature where A <= 0."""
+    token_clip: Positive | None = None
+    """level "sequence": each token's log-ratio is clipped to this size, on the side its advantage pushes to (GMPO)."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        belongs = {
+            "eps": "clip",
+            "eps_high": "clip",
+            "dual_clip": "clip",
+            "tau_positive": "soft",
+            "tau_negative": "soft",
+        }
+        for field, surrogate in belongs.items():
+            if getattr(self, field) is not None and self.surrogate != surrogate:
+                raise refuse(
+                    f'{{{field}}} cannot act: it belongs to surrogate = "{surrogate}"', **{field: getattr(self, field)}
+                )
+        if self.surrogate == "clip" and self.eps is None:
+            raise refuse("{surrogate} needs eps", surrogate=self.surrogate)
+        if self.surrogate == "soft" and (self.tau_positive is None or self.tau_negative is None):
+            raise refuse("{surrogate} needs tau_positive and tau_negative", surrogate=self.surrogate)
+        if (self.anchor == "none") != (self.surrogate in ("log_prob", "cross_entropy")):
+            raise refuse("{anchor} does not fit {surrogate}", anchor=self.anchor, surrogate=self.surrogate)
+        if self.level == "sequence" and self.anchor == "none":
+            raise refuse("{level} needs a ratio, and {surrogate} has none", level=self.level, surrogate=self.surrogate)
+        if self.token_clip is not None and self.level != "sequence":
+            raise refuse('{token_clip} cannot act: it belongs to level = "sequence"', token_clip=self.token_clip)
+        return self
+
+
+class Penalty(Settings):
+    """A term that does not look at the advantage: coef times a measure of drift."""
+
+    on: Literal["log_ratio_squared", "k1", "k2", "k3"]
+    """d^2, or the KL estimators k1 = x, k2 = x^2 / 2, k3 = exp(-x) + x - 1, with x = l - f."""
+    of: Literal["policy/sampler", "policy/proximal", "policy/reference"] = "policy/reference"
+    """The two policies compared; log_ratio_squared: policy/sampler when not given."""
+    coef: float
+    """Factor on the measure."""
+    scope: Literal["kept", "all"] = "kept"
+    """Whether a token refused by a gate still pays it."""
+    ratio_correction: bool = False
+    """Multiply the estimator by the ratio r, which carries a gradient too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _natural_pair(cls, data: object) -> object:
+        if isinstance(data, dict) and "of" not in data and data.get("on") == "log_ratio_squared":
+            return {**data, "of": "policy/sampler"}
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.on == "k1" and not self.ratio_correction:
+            raise refuse(
+                "{on} cannot go with {ratio_correction}: the gradient would not contain the reference",
+                on=self.on,
+                ratio_correction=self.ratio_correction,
+            )
+        if self.on == "log_ratio_squared" and self.ratio_correction:
+            raise refuse("{ratio_correction} cannot act: it belongs to k1, k2 and k3", ratio_correction=True)
+        return self
+
+
+class Reduction(Settings):
+    """What divides."""
+
+    over: Literal["tokens", "sequences", "constant"] = "tokens"
+    """Mean over the step's tokens; mean of the sequences' token means; or sum / (sequences * length)."""
+    divide_by: Literal["members", "kept"] = "members"
+    """Whether the tokens that a gate refused still count."""
+    length: Positive | None = None
+    """over "constant": the constant length that divides each sequence."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.over == "constant" and self.length is None:
+            raise refuse("{over} needs length", over=self.over)
+        if self.over != "constant" and self.length is not None:
+            raise refuse('{length} cannot act: it belongs to over = "constant"', length=self.length)
+        return self
+
+
+class Transforms(Settings):
+    """What composes with every objective, whatever its parts."""
+
+    adv_tau: float = 1.0
+    """Factor on the advantage."""
+    teacher_tau: NonNegative = 0.0
+    """Adds teacher_tau * (h - l), without gradient, to the advantage; needs teacher log-probs."""
+    kl_penalty_coef: NonNegative = 0.0
+    """Adds kl_penalty_coef * (mean(k) - k) to the advantage, k the drift from the reference, centred over the step."""
+    kl_penalty_source: Literal["policy", "sampled"] = "policy"
+    """k = l - f, or k = b - f, which needs no log-probs of the policy before the step."""
+    proximal: Literal["recorded", "interpolated"] = "recorded"
+    """Where o comes from: the batch, or b + (1 - 1/staleness) * (l - b) without gradient (2512.06547)."""
+    roles: list[int] | None = None
+    """Only trainable tokens with one of these role ids belong to the objective; not given: all."""
+    max_unusable_share: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """A step is refused when more than this share of its trainable tokens has no usable sampler log-prob."""
+    metric_tokens: Annotated[int, Field(ge=0)] = 8192
+    """Above this many tokens a step, distributions and what is split by staleness come from evenly spaced stretches of
+    about as many; counts of kept and dropped tokens are always exact. 0: never sample."""
+
+    @model_validator(mode="after")
+    def _transforms_can_act(self) -> Self:
+        if self.kl_penalty_source != "policy" and self.kl_penalty_coef == 0:
+            raise refuse(
+                "{kl_penalty_source} cannot act while kl_penalty_coef = 0", kl_penalty_source=self.kl_penalty_source
+            )
+        return self
+
+
+class Composition(Transforms):
+    """A whole objective."""
+
+    gates: list[Gate] = []
+    weights: list[Weight] = []
+    policy: Policy = Policy()
+    penalties: list[Penalty] = []
+    reduction: Reduction = Reduction()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.policy.surrogate == "cross_entropy":
+            for field in ("teacher_tau", "kl_penalty_coef"):
+                if getattr(self, field):
+                    raise refuse(
+                        f"{{{field}}} cannot act: cross_entropy has no advantage", **{field: getattr(self, field)}
+                    )
+            if self.adv_tau != 1:
+                raise refuse("{adv_tau} cannot act: cross_entropy has no advantage", adv_tau=self.adv_tau)
+            if self.weights:
+                raise refuse("{weights}: cross_entropy takes no weights", weights=len(self.weights))
+        if self.reduction.divide_by == "kept" and not self.gates and not self.reads("sampler"):
+            raise refuse("{denominator} (divide_by) cannot act: nothing here drops a token", denominator="kept")
+        if self.policy.level == "sequence" and any(weight.level == "token" for weight in self.weights):
+            raise refuse("{level}: a sequence-level policy term takes no token-level weights", level=self.policy.level)
+        if self.proximal == "interpolated" and not self.reads("proximal"):
+            raise refuse("{proximal} cannot act: nothing here uses the proximal policy", proximal=self.proximal)
+        return self
+
+    def reads(self, source: Literal["sampler", "proximal", "reference", "teacher"]) -> bool:
+        """Whether a batch must bring these log-probs.
+
+        Every term with an advantage needs the sampler's, even when it takes no ratio: a token without one is never
+        read as on-policy.
+        """
+        if source == "reference":
+            return self.kl_penalty_coef > 0 or any(penalty.of == "policy/reference" for penalty in self.penalties)
+        if source == "teacher":
+            return self.teacher_tau > 0
+        pairs = [gate.of for gate in self.gates] + [weight.of for weight in self.weights]
+        pairs += [penalty.of for penalty in self.penalties if penalty.of != "policy/reference"]
+        if source == "proximal":
+            return self.policy.anchor == "proximal" or any("proximal" in pair for pair in pairs)
+        corrected = any(penalty.ratio_correction for penalty in self.penalties)
+        return self.policy.surrogate != "cross_entropy" or corrected or any("sampler" in pair for pair in pairs)
+
+    @property
+    def token_local(self) -> bool:
+        """Whether each token's gradient, up to one step-wide factor, follows from that token alone."""
+        return (
+            all(gate.scope == "token" for gate in self.gates)
+            and all(weight.level == "token" for weight in self.weights)
+            and self.policy.level == "token"
+            and self.reduction.over != "sequences"
+            and (self.kl_penalty_coef == 0 or self.kl_penalty_source == "sampled")
+        )

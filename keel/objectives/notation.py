@@ -1,0 +1,88 @@
+"""The letters of the formulas: how two policies are written, and what each symbol means.
+
+One letter has one meaning in every formula, sentence and page. Symbols that a composition defines for itself (a
+temperature by the sign of the advantage, the ratio of a sequence) are made in `keel.objectives.describe`.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Symbol(NamedTuple):
+    """A line of a legend. `definition` is in other symbols and empty where there is nothing to compute."""
+
+    name: str
+    definition: str
+    meaning: str
+
+
+class Pair(NamedTuple):
+    """How the two policies of a log-ratio are written."""
+
+    ratio: str
+    log_ratio: str
+    over: str
+    under: str
+    reverse: str
+
+
+PAIRS = {
+    "policy/sampler": Pair("r", "d", "p", "q", "b - l"),
+    "policy/proximal": Pair("r_o", "d_o", "p", "u", "o - l"),
+    "proximal/sampler": Pair("w", "c", "u", "q", "b - o"),
+    "policy/reference": Pair("r_f", "x", "p", "v", "f - l"),
+}
+
+SIGNS = ("positive", "negative")
+
+COMMON_SYMBOLS = (
+    Symbol("keep", "", "1 where every gate accepts the token, else 0; decided without gradient"),
+    Symbol("A", "", "advantage, never carries a gradient"),
+    Symbol("r", "exp(d)", "ratio against the sampler"),
+    Symbol("r_o", "exp(d_o)", "ratio against the proximal policy"),
+    Symbol("w", "exp(c)", "ratio of the proximal policy against the sampler"),
+    Symbol("d", "l - b", "log-ratio against the sampler"),
+    Symbol("d_o", "l - o", "log-ratio against the proximal policy"),
+    Symbol("c", "o - b", "log-ratio of the proximal policy against the sampler"),
+    Symbol("x", "l - f", "log-ratio against the reference"),
+    Symbol("p", "exp(l)", "probability of the drawn token under the policy"),
+    Symbol("q", "exp(b)", "probability of the drawn token under the sampler"),
+    Symbol("u", "exp(o)", "probability of the drawn token under the proximal policy"),
+    Symbol("l", "", "log-prob under the policy being trained, carries the gradient"),
+    Symbol("b", "", "log-prob recorded by the sampler when the token was drawn"),
+    Symbol("o", "", "log-prob under the proximal policy, the one at the start of the step; without gradient"),
+    Symbol("f", "", "log-prob under the frozen reference"),
+    Symbol("h", "", "log-prob under the teacher"),
+    Symbol("N", "", "trainable tokens of the whole step, dropped ones included"),
+    Symbol("N_k", "", "kept tokens of the whole step"),
+    Symbol("S", "", "sequences of the step with a trainable token"),
+    Symbol("S_k", "", "sequences of the step with a kept token"),
+    Symbol("n", "", "trainable tokens of the token's own sequence"),
+    Symbol("n_k", "", "kept tokens of the token's own sequence"),
+    Symbol("mean", "", "mean over the trainable tokens of the token's sequence"),
+    Symbol("mean_kept", "", "mean over the kept tokens of the token's sequence"),
+    Symbol("mean_step", "", "mean over the trainable tokens of the step"),
+    Symbol("prod", "", "product over the trainable tokens of the token's sequence"),
+    Symbol("gmean", "", "geometric mean over the trainable tokens of the token's sequence"),
+    Symbol("KLb", "", "KLb(s, e) = s*log(s/e) + (1 - s)*log((1 - s)/(1 - e)), KL of (drawn token, any other)"),
+    Symbol("sg", "", "stop-gradient: its argument counts as a constant"),
+)
+"""In the order in which a legend shows them."""
+
+FUNCTIONS = {"mean", "mean_kept", "mean_step", "prod", "gmean", "KLb", "sg"}
+"""Symbols that are meant only where an argument follows; in a sentence "mean" is a word."""
+
+
+def used_in(text: str, known: Mapping[str, Symbol]) -> tuple[Symbol, ...]:
+    """The symbols that a text uses and those that their definitions use; first what is particular to this text."""
+    used: set[str] = set()
+    new = {text}
+    while new:
+        words = {match for part in new for match in re.findall(r"([A-Za-z]\w*'?)(\()?", part)}
+        found = {word for word, bracket in words if word in known and (bracket or word not in FUNCTIONS)}
+        new = {known[name].definition for name in found - used}
+        used |= found
+    order = {symbol.name: place for place, symbol in enumerate(COMMON_SYMBOLS)}
+    chosen = [symbol for name, symbol in known.items() if name in used]
+    return tuple(sorted(chosen, key=lambda symbol: order.get(symbol.name, -1)))

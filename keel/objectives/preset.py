@@ -1,0 +1,171 @@
+"""What a recipe is: parameters with defaults, and parts in which they stand by name.
+
+In the parts "$name" is a parameter and "-$name" its negative. Resolving fills them in and checks the result, and an
+error names the parameter that the user wrote, not the place in the parts where it ended up.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, create_model, model_validator
+
+from keel.common.settings import Path, Settings, dotted, explain, refuse
+from keel.objectives.composition import Composition, NonNegative, Positive, Transforms
+from keel.objectives.statistics import Level
+
+PARAMETERS: dict[str, tuple[Any, str]] = {
+    "ratio_low": (NonNegative | None, "smallest ratio kept (cispo: smallest weight)"),
+    "ratio_high": (Positive | None, "largest ratio kept (cispo: largest weight)"),
+    "rollout_min_ratio": (NonNegative | None, "refuse the whole sequence when any of its ratios is below this"),
+    "kl_tau": (NonNegative, "factor on d^2, the squared log-ratio against the sampler"),
+    "diff_low": (NonNegative, "largest fall of the token's probability that is kept"),
+    "diff_high": (NonNegative, "largest rise of the token's probability that is kept"),
+    "mask_low": (NonNegative, "largest fall of the probability that is kept where A < 0"),
+    "mask_high": (NonNegative, "largest rise of the probability that is kept where A > 0"),
+    "threshold": (NonNegative, "largest distance that is kept"),
+    "opsm_delta": (float, "largest sequence KL, mean(b - l), at which a sequence of negative advantage is kept"),
+    "eps": (NonNegative, "the ratio is clipped below 1 - eps"),
+    "eps_high": (NonNegative | None, "the ratio is clipped above 1 + eps_high; not given: eps"),
+    "dual_clip": (Annotated[float, Field(gt=1)] | None, "where A < 0 the loss is at most dual_clip * |A|"),
+    "anchor": (Literal["sampler", "proximal"], "the policy that the ratio is measured against"),
+    "level": (Level, "ratio of the token, product or geometric mean over the sequence"),
+    "cap": (Positive, "largest importance weight"),
+    "phi": (NonNegative, "largest binary KL, in either direction, that is kept"),
+    "tau": (NonNegative, "the mean of d^2 over the kept tokens is at most this"),
+    "tau_positive": (Positive, "temperature where A > 0"),
+    "tau_negative": (Positive, "temperature where A <= 0"),
+    "token_clip": (Positive, "largest log-ratio of a token, on the side its advantage pushes to"),
+    "k_positive": (Positive, "power of the sequence weight where A > 0"),
+    "rate_positive": (NonNegative, "decay of the sequence weight where A > 0"),
+    "k_negative": (Positive, "power of the sequence weight where A <= 0"),
+    "rate_negative": (NonNegative, "decay of the sequence weight where A <= 0"),
+}
+"""Type and meaning of each parameter: one name, one idea, in every recipe that has it."""
+
+
+class Common(Transforms):
+    """The parameters that every recipe takes."""
+
+    reduction: Literal["tokens", "sequences", "constant"] = "tokens"
+    """Mean over the step's tokens; mean of the sequences' token means; or sum / (sequences * length)."""
+    denominator: Literal["members", "kept"] = "members"
+    """Whether the tokens that a gate refused still count in what divides."""
+    length: Positive | None = None
+    """The constant length of reduction "constant"."""
+    reference_kl_coef: NonNegative = 0.0
+    """Factor on a KL estimate between the policy and the reference, added to the loss of kept tokens."""
+    reference_kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k1 = x, k2 = x^2 / 2, k3 = exp(-x) + x - 1, with x = l - f."""
+    reference_kl_correction: bool = False
+    """Multiply the estimator by the ratio r; k1 needs it."""
+
+    @model_validator(mode="after")
+    def _common_can_act(self) -> Self:
+        for name, off in (("reference_kl_estimator", "k3"), ("reference_kl_correction", False)):
+            if getattr(self, name) != off and self.reference_kl_coef == 0:
+                raise refuse(f"{{{name}}} cannot act while reference_kl_coef = 0", **{name: getattr(self, name)})
+        if "length" in self.model_fields_set and self.length is not None and self.reduction != "constant":
+            raise refuse('{length} cannot act: it belongs to reduction = "constant"', length=self.length)
+        return self
+
+
+REFERENCE_KL = {
+    "on": "$reference_kl_estimator",
+    "coef": "$reference_kl_coef",
+    "ratio_correction": "$reference_kl_correction",
+}
+
+TRANSFORM_NAMES = tuple(Transforms.model_fields)
+COMMON_NAMES = tuple(Common.model_fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One named rule. `parts` holds any of gates, weights, policy, penalties."""
+
+    name: str
+    title: str
+    source: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+    @cached_property
+    def settings(self) -> type[Settings]:
+        """The recipe's parameters as a settings class, its own first, then those of every recipe."""
+        fields: dict[str, Any] = {}
+        for name, default in self.parameters.items():
+            if name in PARAMETERS:
+                fields[name] = (PARAMETERS[name][0], default)
+            else:
+                fields[name] = (Common.model_fields[name].annotation, default)
+        return create_model(f"{self.name} parameters", __base__=Common, **fields)
+
+    @property
+    def own_parameters(self) -> list[str]:
+        return [name for name in self.parameters if name in PARAMETERS]
+
+    def resolve(
+        self, given: Mapping[str, Any], prefix: Path = (), added: Mapping[str, list[Any]] | None = None
+    ) -> tuple[dict[str, Any], Composition]:
+        """All parameters with their values, and the composition they make with the parts that are `added`."""
+        try:
+            values = self.settings.model_validate(dict(given)).model_dump()
+        except ValidationError as error:
+            raise explain(error, prefix) from None
+        if values["reduction"] != "constant":
+            values["length"] = None  # a default that the chosen reduction does not read
+        template = self.template(values)
+        parts = _fill(template, values)
+        for key, more in (added or {}).items():
+            parts[key] = [*parts.get(key, []), *more]
+        try:
+            return values, Composition.model_validate(parts)
+        except ValidationError as error:
+            raise explain(error, prefix, lambda path: _name_at(template, path)) from None
+
+    def template(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The parts, with what the common parameters add, parameters still by name."""
+        template: dict[str, Any] = {**self.parts}
+        template["gates"] = [
+            gate
+            for gate in template.get("gates", [])
+            if any(_fill(gate.get(bound), values) is not None for bound in ("low", "high"))
+        ]
+        penalties = [penalty for penalty in template.get("penalties", []) if _fill(penalty["coef"], values) != 0]
+        if values["reference_kl_coef"]:
+            penalties.append(REFERENCE_KL)
+        template["penalties"] = penalties
+        template["reduction"] = {"over": "$reduction", "divide_by": "$denominator"}
+        if values["reduction"] == "constant":
+            template["reduction"]["length"] = "$length"
+        return template | {name: f"${name}" for name in TRANSFORM_NAMES}
+
+
+def _fill(template: Any, values: Mapping[str, Any]) -> Any:
+    if isinstance(template, Mapping):
+        return {key: _fill(value, values) for key, value in template.items()}
+    if isinstance(template, list):
+        return [_fill(value, values) for value in template]
+    if isinstance(template, str) and template.startswith("$"):
+        return values[template[1:]]
+    if isinstance(template, str) and template.startswith("-$"):
+        value = values[template[2:]]
+        return None if value is None else -value
+    return template
+
+
+def _name_at(template: Any, path: Path) -> str | None:
+    """The name under which the user knows a place in the parts: a parameter's, or one in the parts that were added."""
+    if len(path) > 1 and isinstance(path[1], int):
+        own = len(template.get(path[0], []))
+        if path[1] >= own:
+            return dotted((path[0], path[1] - own, *path[2:]))
+    for part in path:
+        try:
+            template = template[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return template.lstrip("-$") if isinstance(template, str) and "$" in template else None

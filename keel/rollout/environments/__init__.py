@@ -1,0 +1,1 @@
+"""Environments: the built-in ones, the registry and integrations of other libraries."""

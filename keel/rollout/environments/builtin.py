@@ -1,0 +1,276 @@
+"""The environments that come with Keel: small enough for a model of 135 million parameters to learn on a laptop.
+
+Three ask one question, one plays over several turns, one has a tool. Their rewards are exact, and each documents what
+it pays. They are examples to copy as much as things to train on: `docs/environments.md` builds one from nothing.
+"""
+
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from keel.inference.protocol import Message
+from keel.rollout.environments.environment import Environment, Outcome, Split, Task
+from keel.rollout.environments.task_splits import Supply, draw
+from keel.rollout.policy_client import EpisodeOver, PolicyClient
+
+_NUMBER = re.compile(r"-?\d+")
+
+
+class QuestionOptions(Supply):
+    """Of environments that ask one question."""
+
+    shots: Annotated[int, Field(ge=0, le=8)] = 2
+    """Solved examples before the question. They are drawn from the train split, and are then no tasks."""
+
+
+class NumberOptions(QuestionOptions):
+    digits: Annotated[int, Field(ge=1, le=9)] = 2
+    """Numbers have at most so many."""
+
+
+class Question:
+    """One question, one answer: reward 1 if the first number of the answer is the right one, else 0.
+
+    Subclasses say what is asked: `ask` gives a question and its answer.
+    """
+
+    name = "question"
+    system = ""
+    Options: type[QuestionOptions] = QuestionOptions
+
+    def __init__(self, **options: Any) -> None:
+        self.options = self.Options(**options)
+
+    def ask(self, chance: random.Random) -> tuple[str, str]:
+        raise NotImplementedError
+
+    def key(self, question: str) -> str:
+        """What tells questions apart; questions that give each other away share one."""
+        return question
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        drawn = draw(self.ask, lambda pair: f"{self.name}/{self.key(pair[0])}", split, self.options)
+        shots = draw(
+            self.ask,
+            lambda pair: f"{self.name}/{self.key(pair[0])}",
+            "train",
+            Supply(seed=-1 - self.options.seed, train_tasks=self.options.shots or 1),
+        )[: self.options.shots]
+        examples = [
+            message
+            for question, answer in shots
+            for message in ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
+        ]
+        given = {self.key(question) for question, _ in shots}
+        return [
+            Task(f"{self.name}/{question}", {"question": question, "answer": answer, "examples": examples})
+            for question, answer in drawn
+            if self.key(question) not in given
+        ]
+
+    async def episode(self, task: Task, client: PolicyClient) -> Outcome:
+        system = [{"role": "system", "content": self.system}]
+        reply = await client.chat([*system, *task.data["examples"], {"role": "user", "content": task.data["question"]}])
+        found = _NUMBER.search(reply.text)
+        right = found is not None and found[0] == task.data["answer"]
+        return Outcome(float(right), metrics={"answered": float(found is not None)})
+
+
+class LargerNumber(Question):
+    """Which of two different numbers is larger."""
+
+    name = "larger_number"
+    system = "Answer with one number."
+
+    Options = NumberOptions
+    options: NumberOptions
+
+    def ask(self, chance: random.Random) -> tuple[str, str]:
+        first, second = chance.sample(range(10**self.options.digits), 2)
+        return f"Which is larger, {first} or {second}?", str(max(first, second))
+
+    def key(self, question: str) -> str:
+        # the same pair the other way round is not a new question
+        return "-".join(sorted(_NUMBER.findall(question)))
+
+
+class ArithmeticOptions(NumberOptions):
+    operations: Annotated[tuple[Literal["add", "subtract"], ...], Field(min_length=1)] = ("add", "subtract")
+
+
+class Arithmetic(Question):
+    """A sum or a difference, never below zero."""
+
+    name = "arithmetic"
+    system = "Answer with one number."
+
+    Options = ArithmeticOptions
+    options: ArithmeticOptions
+
+    def ask(self, chance: random.Random) -> tuple[str, str]:
+        first, second = (chance.randrange(10**self.options.digits) for _ in range(2))
+        if chance.choice(self.options.operations) == "add":
+            return f"What is {first} + {second}?", str(first + second)
+        return f"What is {max(first, second)} - {min(first, second)}?", str(abs(first - second))
+
+    def key(self, question: str) -> str:
+        return "+".join(sorted(_NUMBER.findall(question))) if "+" in question else question
+
+
+_WORDS = (
+    "banana apple cherry letter pepper coffee button summer winter yellow purple orange window garden kitten puppy"
+    " rabbit tomato potato cookie bottle ribbon hammer ladder mirror pillow blanket carpet butter cheese sugar"
+    " pencil paper school teacher student lesson number planet rocket engine wheel bridge tunnel forest river"
+    " mountain valley ocean island desert castle village market basket feather leather balloon raccoon giraffe"
+    " elephant tiger zebra monkey donkey camel lizard turtle parrot pigeon sparrow beetle spider insect flower"
+    " cactus bamboo willow maple cedar guitar violin trumpet piano drummer singer dancer painter baker farmer"
+)
+
+
+class CountLetters(Question):
+    """How often a letter is in a word."""
+
+    name = "count_letters"
+    system = "Answer with one number."
+
+    def ask(self, chance: random.Random) -> tuple[str, str]:
+        word = chance.choice(_WORDS.split())
+        # letters that are in the word, mostly: the answer 0 would be a good guess otherwise
+        letter = chance.choice(word) if chance.random() < 0.8 else chance.choice("abcdefghijklmnopqrstuvwxyz")
+        return f'How many times does the letter "{letter}" appear in "{word}"?', str(word.count(letter))
+
+
+class GuessOptions(Supply):
+    highest: Annotated[int, Field(ge=32)] = 100
+    """The number is between 1 and this; with fewer, one of the splits might have none."""
+    guesses: Annotated[int, Field(ge=1)] = 8
+
+
+class GuessNumber:
+    """Several turns: guess a number, told each time whether it is higher or lower.
+
+    Reward 1 for the first guess, less by 1 / guesses for every further one, and 0 for never.
+    """
+
+    name = "guess_number"
+
+    def __init__(self, **options: Any) -> None:
+        self.options = GuessOptions(**options)
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        top = self.options.highest
+        found = draw(lambda chance: chance.randint(1, top), lambda n: f"{self.name}/{n} of {top}", split, self.options)
+        return [Task(f"{self.name}/{number} of {top}", {"number": number, "highest": top}) for number in found]
+
+    async def episode(self, task: Task, client: PolicyClient) -> Outcome:
+        number, guesses = task.data["number"], self.options.guesses
+        rule = (
+            f"I think of a number between 1 and {task.data['highest']}. Guess it with one number; I will say higher or"
+            " lower. What is your guess?"
+        )
+        messages: list[Message] = [{"role": "user", "content": rule}]
+        for turn in range(guesses):
+            try:
+                reply = await client.chat(messages)
+            except EpisodeOver:
+                return Outcome(0.0, metrics={"guesses": turn, "found": 0})
+            guess = _NUMBER.search(reply.text)
+            if guess and int(guess[0]) == number:
+                return Outcome(1 - turn / guesses, metrics={"guesses": turn + 1, "found": 1})
+            hint = "Answer with one number." if not guess else "Higher." if int(guess[0]) < number else "Lower."
+            messages += [reply.message, {"role": "user", "content": f"{hint} What is your guess?"}]
+        return Outcome(0.0, metrics={"guesses": guesses, "found": 0})
+
+
+class CalculatorOptions(Supply):
+    digits: Annotated[int, Field(ge=1, le=9)] = 3
+    calls: Annotated[int, Field(ge=1)] = 3
+    """Calls that an episode may make before it has to answer."""
+
+
+class Calculator:
+    """A tool: `<tool_call>{"name": "calculator", "arguments": {"expression": "12 * 34"}}</tool_call>`.
+
+    Named rewards: `correct` 1 if the last number of the final answer is right, and `called` 0.1 for at least one call
+    that the calculator could answer. The tool is described in words, since not every chat template has a place for
+    tools.
+    """
+
+    name = "calculator"
+    system = (
+        "You have a calculator. To use it, answer with exactly\n"
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "2 * 3"}}</tool_call>\n'
+        "and wait for the result. Then answer with one number."
+    )
+
+    def __init__(self, **options: Any) -> None:
+        self.options = CalculatorOptions(**options)
+
+    def _ask(self, chance: random.Random) -> tuple[int, str, int]:
+        first, second = (chance.randrange(10**self.options.digits) for _ in range(2))
+        return first, chance.choice("+-*"), second
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        def named(asked: tuple[int, str, int]) -> str:
+            return f"{self.name}/{asked[0]} {asked[1]} {asked[2]}"
+
+        found = draw(self._ask, named, split, self.options)
+        return [
+            Task(named(asked), {"question": f"What is {asked[0]} {asked[1]} {asked[2]}?", "answer": _apply(*asked)})
+            for asked in found
+        ]
+
+    async def episode(self, task: Task, client: PolicyClient) -> Outcome:
+        messages: list[Message] = [
+            {"role": "system", "content": self.system},
+            {"role": "user", "content": task.data["question"]},
+        ]
+        worked = made = 0
+        text = ""
+        for _ in range(self.options.calls + 1):
+            try:
+                reply = await client.chat(messages)
+            except EpisodeOver:
+                text = ""
+                break
+            text = reply.text
+            calls = reply.message.get("tool_calls", [])
+            if not calls:
+                break
+            messages.append(reply.message)
+            for call in calls:
+                result = _use(call["function"])
+                made, worked = made + 1, worked + (result is not None)
+                content = "error: give an expression of two numbers, as 2 * 3" if result is None else str(result)
+                messages.append({"role": "tool", "tool_call_id": call["id"], "name": self.name, "content": content})
+        numbers = _NUMBER.findall(text.replace(",", ""))
+        rewards = {
+            "correct": float(bool(numbers) and int(numbers[-1]) == task.data["answer"]),
+            "called": 0.1 * (worked > 0),
+        }
+        return Outcome(sum(rewards.values()), rewards, {"calls": made, "failed_calls": made - worked})
+
+
+def _use(function: Message) -> int | None:
+    """What the calculator says; none where it was not asked a question it understands."""
+    try:
+        arguments = json.loads(function["arguments"])
+        match = re.fullmatch(r"\s*(-?\d{1,18})\s*([-+*])\s*(-?\d{1,18})\s*", arguments["expression"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    if function["name"] != Calculator.name or match is None:
+        return None
+    return _apply(int(match[1]), match[2], int(match[3]))
+
+
+def _apply(first: int, operation: str, second: int) -> int:
+    return {"+": first + second, "-": first - second, "*": first * second}[operation]
+
+
+ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
+    kind.name: kind for kind in (LargerNumber, CountLetters, Arithmetic, GuessNumber, Calculator)
+}

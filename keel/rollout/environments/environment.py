@@ -1,0 +1,209 @@
+"""What an environment is, how one is found by name, and how one episode is run.
+
+An environment has tasks and an `async` episode that talks to the policy through a `PolicyClient` and returns an
+`Outcome`. Whatever goes wrong inside an episode is data: `run_episode` always returns a `Rollout`, with the kind of its
+error, and only a cancellation of the run itself passes through. A synchronous computation cannot be interrupted: an
+environment that computes for long should do so in a thread.
+"""
+
+import asyncio
+import importlib
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from pydantic import ValidationError
+
+from keel.common.settings import explain, nearest
+from keel.config.rollout import EnvironmentSettings, EpisodeLimits
+from keel.errors import ConfigError
+from keel.inference.protocol import EngineError
+from keel.rollout.policy_client import EpisodeOver, PolicyClient
+from keel.rollout.rollout import ErrorKind, Rollout
+
+Split = Literal["train", "eval"]
+_LONGEST_MESSAGE = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do."""
+
+    id: str
+    """The same in every run; unique within its environment."""
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an episode came to."""
+
+    reward: float
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward, for the record."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Tasks and how they are played. `episode` may run many times at once on one object."""
+
+    name: str
+
+    def tasks(self, split: Split) -> Iterable[Task]:
+        """The tasks of a split, in the same order each time; those of "eval" are never in "train"."""
+
+    async def episode(self, task: Task, client: PolicyClient) -> Outcome:
+        """Play one task."""
+
+
+def load_environment(settings: EnvironmentSettings) -> Environment:
+    """The environment of that name, made with its options."""
+    from keel.rollout.environments import builtin, integrations
+
+    name, _, rest = settings.name.partition(":")
+    maker: Callable[..., Any]
+    if settings.name in builtin.ENVIRONMENTS:
+        maker = builtin.ENVIRONMENTS[settings.name]
+    elif name in integrations.ADAPTERS and rest:
+        adapter = integrations.ADAPTERS[name]
+        maker = lambda **options: adapter(rest, **options)  # noqa: E731
+    elif rest:
+        maker = _imported(settings.name, name, rest)
+    else:
+        known = [*builtin.ENVIRONMENTS, *(f"{adapter}:TASK" for adapter in integrations.ADAPTERS)]
+        raise ConfigError(
+            f'environment.name = "{settings.name}" is not known; {nearest(settings.name, known)} (one of your own:'
+            ' "module:attribute")'
+        )
+    try:
+        environment = maker(**settings.options)
+    except ValidationError as error:
+        raise explain(error, ("environment", "options")) from error
+    except TypeError as error:
+        raise ConfigError(f"environment.options = {settings.options} do not fit {settings.name}: {error}") from error
+    if not isinstance(environment, Environment):
+        raise ConfigError(
+            f'environment.name = "{settings.name}" gave a {type(environment).__name__}; an environment has a name,'
+            " tasks(split) and an async episode(task, client)"
+        )
+    return environment
+
+
+def _imported(name: str, module: str, attribute: str) -> Callable[..., Any]:
+    try:
+        found = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        where = "; put the module next to the recipe, in the current folder or on PYTHONPATH" if missing else ""
+        raise ConfigError(f'environment.name = "{name}" cannot be imported: {error}{where}') from error
+    if not callable(found):
+        raise ConfigError(f'environment.name = "{name}" is a {type(found).__name__}, not a class or function')
+    maker: Callable[..., Any] = found
+    return maker
+
+
+async def run_episode(
+    environment: Environment, task: Task, client: PolicyClient, limits: EpisodeLimits | None = None, *, attempt: int = 0
+) -> Rollout:
+    """One episode, whatever happens in it. `limits`: by default the client's."""
+    limits = limits or client.limits
+    began = time.monotonic()
+    outcome: Outcome | None = None
+    error: tuple[ErrorKind, str] | None = None
+    scope = asyncio.timeout(limits.seconds)
+    try:
+        async with scope:
+            outcome = _checked(await environment.episode(task, client))
+    except asyncio.CancelledError as cancelled:
+        running = asyncio.current_task()
+        if running is None or running.cancelling():
+            raise
+        # nobody cancelled the episode: something inside it cancelled itself
+        error = "exception", _message(cancelled)
+    except (Exception, SystemExit) as raised:  # noqa: BLE001  whatever an environment raises is data
+        error = _kind(raised, timed_out=scope.expired(), seconds=limits.seconds)
+    if error is None and scope.expired():
+        # the environment went on after it was told to stop, and returned late
+        error = "timeout", f"limits.seconds = {limits.seconds:g} ran out"
+    if error is None and client.engine_error is not None:
+        # the environment swallowed it: its reward is for an answer that never came
+        error = "engine", _short(str(client.engine_error))
+    made = client.trajectory.samples(limits)
+    if error is None and not made.counts["sampled_tokens"]:
+        error = "empty", "nothing was sampled"
+    if error is None and not made.samples:
+        error = "over_length", f"every sample is longer than limits.tokens = {limits.tokens}"
+    return Rollout(
+        environment=environment.name,
+        task_id=task.id,
+        group=client.group,
+        attempt=attempt,
+        samples=made.samples,
+        reward=outcome.reward if outcome else None,
+        rewards=dict(outcome.rewards) if outcome else {},
+        metrics=dict(outcome.metrics) if outcome else {},
+        counts=made.counts,
+        error=error[1] if error else None,
+        error_kind=error[0] if error else None,
+        turns=len(client.trajectory.turns),
+        seconds=time.monotonic() - began,
+        ended=time.time(),
+    )
+
+
+def _checked(outcome: Any) -> Outcome:
+    """The outcome with plain finite floats."""
+    if isinstance(outcome, int | float):
+        outcome = Outcome(outcome)
+    if not isinstance(outcome, Outcome):
+        raise TypeError(f"an episode returns an Outcome or a number, not {type(outcome).__name__}")
+    numbers = {"reward": outcome.reward, **outcome.rewards, **outcome.metrics}
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name} = {value} is not finite")
+    floats = [{name: float(value) for name, value in part.items()} for part in (outcome.rewards, outcome.metrics)]
+    return Outcome(float(outcome.reward), *floats)
+
+
+def _kind(raised: BaseException, *, timed_out: bool, seconds: float) -> tuple[ErrorKind, str]:
+    causes = list(_causes(raised))
+    if timed_out:
+        return "timeout", f"limits.seconds = {seconds:g} ran out"
+    for cause in causes:
+        if isinstance(cause, EngineError):
+            return "engine", _short(str(cause))
+    for cause in causes:
+        if isinstance(cause, EpisodeOver):
+            return "over_length", _short(str(cause))
+    return "exception", _message(causes[0])
+
+
+def _causes(raised: BaseException) -> Iterator[BaseException]:
+    """The exception, or those of a group: a task group wraps whatever its tasks raise."""
+    if isinstance(raised, BaseExceptionGroup):
+        for inner in raised.exceptions:
+            yield from _causes(inner)
+    else:
+        yield raised
+
+
+def _message(raised: BaseException) -> str:
+    """What was raised and where, in a line."""
+    frames = traceback.extract_tb(raised.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return _short(f"{type(raised).__name__}: {raised}") + where
+
+
+def _short(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= _LONGEST_MESSAGE else line[: _LONGEST_MESSAGE - 3] + "..."
+
+
+__all__ = ["Environment", "Outcome", "Split", "Task", "load_environment", "run_episode"]

@@ -1,0 +1,55 @@
+"""Where built-in environments get their tasks from: a supply that is cut into train and eval once and for all.
+
+A task is in eval or in train by what it asks, not by a seed or its place in a list: the evaluation of any run is
+disjoint from the training of any other. Deterministic from the seed, without repetition.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Hashable
+from typing import Annotated, TypeVar
+
+from pydantic import Field
+
+from keel.common.settings import Settings
+from keel.rollout.environments.environment import Split
+
+EVAL_SHARE = 8
+"""One in so many different questions is for evaluation."""
+_PATIENCE = 1000
+"""Draws in a row without anything new after which a supply counts as used up."""
+
+Drawn = TypeVar("Drawn", bound=Hashable)
+
+
+class Supply(Settings):
+    """The options that every built-in environment has."""
+
+    seed: int = 0
+    """Which tasks are drawn, and in which order. Where each belongs does not depend on it."""
+    train_tasks: Annotated[int, Field(ge=1)] = 2000
+    """At most so many different ones; there may be fewer."""
+    eval_tasks: Annotated[int, Field(ge=1)] = 200
+
+
+def split_of(question: str) -> Split:
+    """Where a question belongs, for ever."""
+    return "eval" if hashlib.sha256(question.encode()).digest()[0] % EVAL_SHARE == 0 else "train"
+
+
+def draw(
+    make: Callable[[random.Random], Drawn], named: Callable[[Drawn], str], split: Split, supply: Supply
+) -> list[Drawn]:
+    """Different tasks of a split, as many as asked for or as there are. `named` tells tasks apart."""
+    chance = random.Random(f"{supply.seed}/{split}")
+    wanted = supply.train_tasks if split == "train" else supply.eval_tasks
+    found: dict[str, Drawn] = {}
+    idle = 0
+    while len(found) < wanted and idle < _PATIENCE:
+        drawn = make(chance)
+        name = named(drawn)
+        if name in found or split_of(name) != split:
+            idle += 1
+        else:
+            found[name], idle = drawn, 0
+    return list(found.values())

@@ -1,0 +1,98 @@
+"""From a dispatch of the scheduler to a finished rollout.
+
+Every episode has a seed of its own, made from the run's and its name, so that what it samples does not depend on what
+else runs. With a ledger, a rollout is kept the moment it ends; after a restart the same dispatch is answered from there
+instead of being sampled again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from keel.config import EpisodeLimits, RunSettings, Sampling
+from keel.errors import ConfigError
+from keel.inference.protocol import Engine
+from keel.rollout.environments.environment import Environment, load_environment, run_episode
+from keel.rollout.policy_client import PolicyClient, derive_seed
+from keel.rollout.rendering.renderer import Renderer
+from keel.rollout.rollout import Rollout
+from keel.rollout.scheduler.groups import Dispatch
+from keel.rollout.scheduler.task_sources import Source
+
+
+@dataclass(frozen=True)
+class Arena:
+    """An environment, and how it is played in this run."""
+
+    environment: Environment
+    sampling: Sampling
+    limits: EpisodeLimits
+    weight: float
+
+    def source(self, name: str) -> Source:
+        return Source(name, list(self.environment.tasks("train")), self.weight)
+
+
+def arenas(settings: RunSettings) -> dict[str, Arena]:
+    """The environments of a run, by the names of their tables. What could not be trained on is refused here."""
+    if not settings.environments:
+        raise ConfigError("environments is empty: a run needs at least one, for example [environments.arithmetic]")
+    if settings.teacher is None and settings.objective.composition.reads("teacher"):
+        raise ConfigError("the objective asks a teacher and there is none: give a table [teacher] with its name")
+    found = {
+        name: Arena(load_environment(given), given.sampling or settings.sampling, given.limits, given.weight)
+        for name, given in settings.environments.items()
+    }
+    for name, arena in found.items():
+        own = settings.environments[name].sampling is not None
+        arena.sampling.check_trainable(f"environments.{name}.sampling" if own else "sampling")
+    return found
+
+
+class FinishedRollouts(Protocol):
+    """Durable storage of finished rollouts; the run's ledger implements it."""
+
+    def keep(self, group: str, member: int, attempt: int, rollout: Rollout) -> None:
+        """Store a finished rollout until its outcome is recorded."""
+        ...
+
+    def recall(self, group: str, member: int, attempt: int) -> Rollout | None:
+        """Return the stored rollout, or None."""
+        ...
+
+
+class Episodes:
+    """Runs one episode for each dispatch. What goes wrong in it is data; see `run_episode`."""
+
+    def __init__(
+        self,
+        arenas: Mapping[str, Arena],
+        engine: Engine,
+        renderer: Renderer,
+        seed: int,
+        ledger: FinishedRollouts | None,
+        vocabulary: int | None = None,
+    ) -> None:
+        """`ledger`: where finished rollouts are kept and looked for; none: each is sampled anew."""
+        self._arenas, self._engine, self._renderer = arenas, engine, renderer
+        self._seed, self._ledger, self._vocabulary = seed, ledger, vocabulary
+
+    async def __call__(self, dispatch: Dispatch) -> Rollout:
+        name = (dispatch.group, dispatch.member, dispatch.attempt)
+        recalled = self.recall(*name)
+        if recalled is not None and recalled.task_id == dispatch.task_id:
+            return recalled
+        arena = self._arenas[dispatch.environment]
+        seed = self._seed if arena.sampling.seed is None else arena.sampling.seed
+        sampling = arena.sampling.model_copy(update={"seed": derive_seed(seed, *name)})
+        client = PolicyClient(
+            self._engine, self._renderer, sampling, arena.limits, group=dispatch.group, vocabulary=self._vocabulary
+        )
+        rollout = await run_episode(arena.environment, dispatch.task, client, arena.limits, attempt=dispatch.attempt)
+        if self._ledger is not None and rollout.error_kind is None:
+            self._ledger.keep(*name, rollout)
+        return rollout
+
+    def recall(self, group: str, member: int, attempt: int) -> Rollout | None:
+        """A rollout that ended well under this name in an earlier life of the run."""
+        return None if self._ledger is None else self._ledger.recall(group, member, attempt)

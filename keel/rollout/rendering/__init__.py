@@ -1,0 +1,1 @@
+"""Rendering conversations to tokens, token-exact across turns."""

@@ -1,0 +1,94 @@
+"""Messages as text: what an answer says (thinking, tool calls, content), and how the same is written back.
+
+Used where a model's own chat template does the rendering. The forms are the usual ones: `<think>...</think>` before the
+content, `<tool_call>{"name": ..., "arguments": ...}</tool_call>` within it. Anything that does not have that form is
+left in the content as it is.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from keel.inference.protocol import Message
+
+OPEN, CLOSE = "<think>", "</think>"
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+def read_answer(text: str, *, thinking: bool = False) -> Message:
+    """The assistant message in a sampled text. `thinking`: the prompt ended inside an opened `<think>`."""
+    reasoning, content = _split_thinking(text, thinking)
+    message: Message = {"role": "assistant", "content": content}
+    if reasoning is not None:
+        message["reasoning_content"] = reasoning
+    calls: list[Message] = []
+
+    def take(found: re.Match[str]) -> str:
+        call = _read_call(found[1], len(calls))
+        if call is None:
+            return found[0]
+        calls.append(call)
+        return ""
+
+    rest = _TOOL_CALL.sub(take, content)
+    if calls:
+        message["content"], message["tool_calls"] = rest.strip(), calls
+    return message
+
+
+def write_thinking(reasoning: str, content: str) -> str:
+    """Thinking and content as one text, as the models that think write it."""
+    return f"{OPEN}\n{reasoning}\n{CLOSE}\n\n{content}"
+
+
+def write_calls(message: Message) -> str:
+    """The content of a message with its tool calls written out, for templates that know of none."""
+    content = message.get("content") or ""
+    lines = [
+        "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) + "\n</tool_call>"
+        for name, arguments in map(_call, message.get("tool_calls") or [])
+    ]
+    return "\n".join([content, *lines] if content else lines)
+
+
+def with_decoded_arguments(message: Message) -> Message:
+    """The message with the arguments of its tool calls as tables: some templates walk through them."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {"name": name, "arguments": arguments}}
+        for call, (name, arguments) in ((call, _call(call)) for call in message["tool_calls"])
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _split_thinking(text: str, inside: bool) -> tuple[str | None, str]:
+    started = inside or text.lstrip().startswith(OPEN)
+    if not started:
+        return None, text
+    body = text if inside else text.lstrip()[len(OPEN) :]
+    thought, closed, content = body.partition(CLOSE)
+    return thought.strip(), content.lstrip("\n") if closed else ""
+
+
+def _read_call(text: str, number: int) -> Message | None:
+    try:
+        call = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+        return None
+    arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False)
+    return {"id": f"call_{number}", "type": "function", "function": {"name": call["name"], "arguments": arguments}}
+
+
+def _call(call: Mapping[str, Any]) -> tuple[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        # what is no JSON is for templates that print it as it is
+        with suppress(ValueError):
+            arguments = json.loads(arguments)
+    return function["name"], arguments

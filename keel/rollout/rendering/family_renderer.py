@@ -1,0 +1,120 @@
+"""Rendering by the `renderers` library, which has a hand-written renderer for each of many model families.
+
+Optional: without the library, or for a model that it does not know, the model's own chat template is used. What is
+returned here is checked, never trusted: a prompt counts as an extension only if its tokens are.
+"""
+
+import importlib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from keel.common.settings import nearest
+from keel.config.rollout import RendererSettings
+from keel.errors import ConfigError
+from keel.inference.protocol import Message
+
+_SNAPSHOT = re.compile(r"models--([^/\\]+)--([^/\\]+)[/\\]snapshots[/\\]")
+
+
+def find_family(tokenizer: Any, settings: RendererSettings) -> str | None:
+    """The library's name for the model's family; none: the chat template."""
+    if settings.family == "template":
+        return None
+    try:
+        library = importlib.import_module("renderers.base")
+    except ImportError as error:
+        if settings.family == "auto":
+            return None
+        raise ConfigError(
+            f'renderer.family = "{settings.family}" needs the renderers library: pip install renderers'
+        ) from error
+    if settings.family == "auto":
+        name = str(getattr(tokenizer, "name_or_path", ""))
+        if found := _SNAPSHOT.search(name):
+            name = f"{found[1]}/{found[2]}"
+        family = library.MODEL_RENDERER_MAP.get(name)
+        return None if family is None else str(family)
+    library._populate_registry()
+    if settings.family not in library.RENDERER_REGISTRY:
+        known = set(library.RENDERER_REGISTRY) - {"default"} | {"auto", "template"}
+        raise ConfigError(f'renderer.family = "{settings.family}" is not known; {nearest(settings.family, known)}')
+    return settings.family
+
+
+class FamilyRenderer:
+    """Messages to tokens by the library's renderer of a family."""
+
+    def __init__(self, tokenizer: Any, family: str, settings: RendererSettings) -> None:
+        retention = None
+        if settings.preserve_all_thinking:
+            retention = "all"
+        elif settings.preserve_thinking_between_tool_calls:
+            retention = "tool_cycle"
+        self._renderer = _create(tokenizer, family, retention)
+        self._keeping = self._renderer if retention == "all" else _create(tokenizer, family, "all")
+        self._tokenizer = tokenizer
+        self.stop_token_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[int]:
+        ids = self._renderer.render_ids(list(messages), tools=_specs(tools), add_generation_prompt=True)
+        return list(ids)
+
+    def bridge(
+        self,
+        prompt: Sequence[int],
+        sampled: Sequence[int],
+        new: Sequence[Message],
+        tools: Sequence[Any] | None,
+        *,
+        thinking: bool,
+    ) -> list[int] | None:
+        """The next prompt as an extension of these tokens, or none. `thinking`: there is some to strip."""
+        # where nothing was thought there is nothing to strip, and the family's habit need not cost an extension
+        renderer = self._renderer if thinking else self._keeping
+        rendered = renderer.bridge_to_next_turn(list(prompt), list(sampled), list(new), tools=_specs(tools))
+        if rendered is None:
+            return None
+        ids, before = list(rendered.token_ids), [*prompt, *sampled]
+        return ids if ids[: len(before)] == before else None
+
+    def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Any] | None) -> Message:
+        parsed = self._renderer.parse_response(
+            list(token_ids), tools=_specs(tools), prompt_ids=list(prompt_ids) or None
+        )
+        message: Message = {"role": "assistant", "content": parsed.content or ""}
+        if parsed.reasoning_content is not None:
+            message["reasoning_content"] = parsed.reasoning_content
+        calls = [call for call in parsed.tool_calls if str(call.status) == "ok"]
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id or f"call_{number}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+                }
+                for number, call in enumerate(calls)
+            ]
+        return message
+
+
+def _create(tokenizer: Any, family: str, retention: str | None) -> Any:
+    library = importlib.import_module("renderers")
+    config = library.config_from_name(family)
+    if retention is not None:
+        config = type(config).model_validate({**config.model_dump(exclude_unset=True), "thinking_retention": retention})
+    try:
+        return library.create_renderer(tokenizer, config)
+    except AssertionError as error:
+        # this is how the library says that a special token of the family is missing
+        raise ConfigError(f'renderer.family = "{family}" does not fit the tokenizer: {error}') from error
+
+
+def _specs(tools: Sequence[Any] | None) -> list[Any] | None:
+    """Tools in the library's flat form."""
+    return [tool.get("function", tool) for tool in tools] if tools else None
+
+
+def _arguments(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)

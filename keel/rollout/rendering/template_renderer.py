@@ -1,0 +1,161 @@
+"""Rendering by a model's own chat template, which is opaque: what it does is found out by rendering marked messages.
+
+A reply is replaced by a mark, and whatever the template puts after the mark is what the next prompt adds to the tokens
+as sampled: the end of the assistant's turn, the new messages, the opening of the next answer. Whether a template keeps
+earlier thinking is found out the same way. Nothing is assumed about the family.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from keel.errors import ConfigError
+from keel.inference.protocol import Message
+from keel.rollout.rendering.chat_format import (
+    CLOSE,
+    OPEN,
+    read_answer,
+    with_decoded_arguments,
+    write_calls,
+    write_thinking,
+)
+
+_MARK = "kq7Keel{}Mark9zk"
+"""Letters and digits only, so that no template trims, escapes or splits it."""
+_NO_THOUGHT = re.compile(r"<think>\s*</think>\s*")
+
+
+class TemplateRenderer:
+    """Messages to tokens by `tokenizer.chat_template`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        template = getattr(tokenizer, "chat_template", None)
+        if not template:
+            raise ConfigError(
+                f"the tokenizer of {getattr(tokenizer, 'name_or_path', '') or 'the model'} has no chat template; use an"
+                " instruction-tuned model, or set tokenizer.chat_template"
+            )
+        self._tokenizer = tokenizer
+        text = template if isinstance(template, str) else "".join(map(str, dict(template).values()))
+        self._knows = {word: word in text for word in ("reasoning_content", "tool_calls", "tools")}
+        self._specials = [token for token in tokenizer.all_special_tokens if token not in (OPEN, CLOSE)]
+        self.stop_token_ids = self._find_stops()
+
+    # ---- text
+
+    def text(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, kept: Sequence[int] = (), prompt: bool = True
+    ) -> str:
+        """What the template makes of the messages, with the thinking of those in `kept` whatever its habit."""
+        if tools and not self._knows["tools"]:
+            raise ConfigError(
+                "the model's chat template has no place for tools; describe them in a system message and leave out"
+                " `tools`"
+            )
+        plain = [self._plain(message) for message in messages]
+        shown = {}
+        for index in kept:
+            bare = self._plain({**messages[index], "reasoning_content": None})
+            shown[_MARK.format(index)] = write_thinking(messages[index]["reasoning_content"], bare["content"])
+            plain[index] = {**bare, "content": _MARK.format(index)}
+        text: str = self._tokenizer.apply_chat_template(
+            plain, tools=list(tools) if tools else None, add_generation_prompt=prompt, tokenize=False
+        )
+        for mark, words in shown.items():
+            text = text.replace(mark, words)
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _plain(self, message: Message) -> Message:
+        """A message in the form that this template knows."""
+        message = dict(message)
+        if isinstance(message.get("content"), list):
+            other = {str(part.get("type")) for part in message["content"]} - {"text"}
+            if other:
+                raise ConfigError(
+                    f"a message has content of type {', '.join(sorted(other))}; only text can be rendered"
+                )
+            message["content"] = "".join(part["text"] for part in message["content"])
+        message["content"] = message.get("content") or ""
+        if message["role"] == "assistant":
+            message = with_decoded_arguments(message)
+            if message.get("tool_calls") and not self._knows["tool_calls"]:
+                message["content"] = write_calls(message)
+                del message["tool_calls"]
+            reasoning = message.pop("reasoning_content", None)
+            if reasoning is not None and self._knows["reasoning_content"]:
+                message["reasoning_content"] = reasoning
+            elif reasoning is not None:
+                message["content"] = write_thinking(reasoning, message["content"])
+        return message
+
+    # ---- what a template does
+
+    def surviving(self, messages: Sequence[Message], tools: Sequence[Any] | None, indices: Sequence[int]) -> set[int]:
+        """Those of the messages whose thinking the template shows when all of these are there."""
+        if not indices:
+            return set()
+        marked = [
+            {**message, "reasoning_content": _MARK.format(index)} if index in indices else message
+            for index, message in enumerate(messages)
+        ]
+        text = self.text(marked, tools)
+        return {index for index in indices if _MARK.format(index) in text}
+
+    def tail(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, reply: int
+    ) -> tuple[list[int], int] | None:
+        """What the template puts after the reply at that index, and how many of those tokens end the reply's turn.
+
+        None when the messages before the reply are no longer rendered as they were when it was sampled.
+        """
+        plain = [{key: value for key, value in m.items() if key != "reasoning_content"} for m in messages]
+        mark = _MARK.format("")
+        plain[reply] = {"role": "assistant", "content": mark}
+        try:
+            before = self.text(plain[:reply], tools)
+            alone = self.text(plain[: reply + 1], tools, prompt=False)
+            whole = self.text(plain, tools)
+        except TemplateError:
+            return None
+        head, found, tail = whole.partition(mark)
+        close = alone.partition(mark)[2]
+        # the opening of an answer may hold more than the template shows later, such as an opened <think>
+        if not found or not _bare(before).startswith(_bare(head)) or not tail.startswith(close):
+            return None
+        return self.encode(tail), len(self.encode(close))
+
+    def _find_stops(self) -> tuple[int, ...]:
+        """The end of text, and the special token with which the template ends an answer."""
+        stops = [self._tokenizer.eos_token_id] if self._tokenizer.eos_token_id is not None else []
+        try:
+            example = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+            text = self.text(example, None, prompt=False)
+        except TemplateError:
+            return tuple(stops)
+        close = self.encode(text.partition(_MARK)[2])
+        if close and close[0] in self._tokenizer.all_special_ids:
+            stops.append(close[0])
+        return tuple(dict.fromkeys(stops))
+
+    # ---- answers
+
+    def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> Message:
+        """The assistant message in what was sampled after a prompt."""
+        ids = list(token_ids)
+        while ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        ending = self._tokenizer.decode(list(prompt_ids)[-16:]).rstrip() if prompt_ids else ""
+        text = self._tokenizer.decode(ids)
+        for token in self._specials:
+            text = text.replace(token, "")
+        return read_answer(text, thinking=ending.endswith(OPEN))
+
+
+def _bare(text: str) -> str:
+    """Without the empty thinking that some templates show here and not there: it says nothing about the messages."""
+    return _NO_THOUGHT.sub("", text)

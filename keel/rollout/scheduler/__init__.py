@@ -1,0 +1,1 @@
+"""The rollout scheduler: groups, retries, staleness and batches."""

@@ -1,0 +1,88 @@
+"""What the scheduler owes its caller: refusals that were not emitted yet, counters, and how long nothing trained."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from keel.errors import KeelError
+from keel.rollout.scheduler.groups import Group, Reason, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step trains on, and what it does not."""
+
+    version: int
+    """That it was asked with: the trainer's."""
+    groups: list[Group]
+    """In order of dispatch."""
+    refused: list[Refusal]
+    """All rollouts refused since the last batch, whether their group is in this one or still in line."""
+    counters: dict[str, int]
+    """What happened since the last batch."""
+
+
+class Exhausted(KeelError):
+    """All tasks are used up, and everything that was dispatched has been emitted."""
+
+
+class Closed(KeelError):
+    """The scheduler was closed."""
+
+
+class NothingToTrain(KeelError):
+    """Batch after batch had nothing to train on."""
+
+    def __init__(self, message: str, batch: Batch, reasons: Mapping[Reason, int]) -> None:
+        super().__init__(message)
+        self.batch = batch
+        """The last of them: what it refused is emitted here and nowhere else."""
+        self.reasons = dict(reasons)
+        """Rollouts refused since the last batch that trained, by reason."""
+
+
+class Ledger:
+    """Refusals since they were last taken, counters since the last batch, reasons since the last batch that trained."""
+
+    def __init__(self) -> None:
+        self.refused: list[Refusal] = []
+        self.counts: Counter[str] = Counter()
+        self.reasons: Counter[Reason] = Counter()
+        self.barren = 0
+        """Batches in a row with nothing to train on."""
+        self.last_error: str | None = None
+        """Of the last rollout that failed since a batch was cut."""
+
+    def refuse(self, refusal: Refusal) -> None:
+        self.refused.append(refusal)
+        self.last_error = refusal.error or self.last_error
+        self.counts[f"refused_{refusal.reason}"] += 1
+        self.reasons[refusal.reason] += 1
+
+    def take(self) -> list[Refusal]:
+        refused, self.refused = self.refused, []
+        return refused
+
+    def batch(self, version: int, groups: list[Group], *, places: int) -> Batch:
+        """Close the account of a batch that had so many places, of which these were filled."""
+        counts, self.counts, self.last_error = self.counts, Counter(), None
+        counts["groups_trained"] = len(groups)
+        if groups:
+            self.barren, self.reasons = 0, Counter()
+        elif places:
+            self.barren += 1
+        return Batch(version, groups, self.take(), dict(counts))
+
+    def check(self, batch: Batch, limit: int | None) -> None:
+        """Raise once `limit` batches in a row had nothing to train on."""
+        if batch.groups or limit is None or self.barren < limit:
+            return
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
+        error = next((refusal.error for refusal in reversed(batch.refused) if refusal.error), None)
+        raise NothingToTrain(
+            f"{self.barren} batches in a row had nothing to train on (scheduler.halt_after = {limit}); refused:"
+            f" {reasons or 'nothing'}{f'; the last error: {error}' if error else ''}; mend what fails, or raise"
+            " scheduler.max_error_reschedule_attempts or max_off_policy_steps",
+            batch,
+            self.reasons,
+        )

@@ -1,0 +1,1 @@
+"""Callbacks, metric sinks and the Prometheus exporter of a run."""

@@ -1,0 +1,116 @@
+"""TensorBoard, Weights & Biases and trackio as sinks.
+
+Each is imported when it is opened. Their own words are kept off standard output, which belongs to the display; what
+they collect beside the run's numbers (the machine's load, the git state) is left to their own settings. Nothing leaves
+the machine unless `metrics.wandb` = "online" or trackio's own environment variables say so.
+"""
+
+import contextlib
+import contextvars
+import importlib
+import io
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from keel.run.monitor.sinks import About
+
+PROJECT = "keel"
+"""Under which a run is listed where no project is given."""
+
+
+def _project(about: About) -> str:
+    return about.settings.metrics.project or PROJECT
+
+
+def _named(environment: str, numbers: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of an evaluation, apart from those of steps."""
+    return {f"evaluation/{environment}/{name}": value for name, value in numbers.items()}
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard, one for each life of the run; a step is on the disk when `step` returns.
+
+    The file is written by the package's plain writer: its `SummaryWriter` hands events to a thread, and waits for ever
+    for one that has died of a full disk.
+    """
+
+    def __init__(self, about: About) -> None:
+        files = importlib.import_module("tensorboardX.event_file_writer")
+        self._event = importlib.import_module("tensorboardX.proto.event_pb2").Event
+        self._scalar = importlib.import_module("tensorboardX.summary").scalar
+        folder = about.folder / "tensorboard"
+        folder.mkdir(exist_ok=True)
+        # file names hold a time in whole seconds, and an old file of the same name would be written over
+        self._file = files.EventsWriter(str(folder / "events"), f".{secrets.token_hex(4)}")
+
+    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+        event = self._event(step=step, wall_time=time.time())
+        for name, value in numbers.items():
+            event.summary.value.extend(self._scalar(name, value).value)
+        self._file.write_event(event)
+        self._file.flush()
+
+    def evaluated(self, step: int, environment: str, numbers: Mapping[str, float]) -> None:
+        self.step(step, _named(environment, numbers))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Wandb:
+    """A W&B run, in RUN/wandb and online where that was asked for.
+
+    All numbers have `step` as their axis. W&B's own counter would lose what is told late about an earlier step, as an
+    evaluation is.
+    """
+
+    def __init__(self, about: About) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=_project(about),
+            name=about.folder.name,
+            id=about.key,
+            # offline, each life of the run is a file of its own, and they meet when they are synced
+            resume="allow" if about.settings.metrics.wandb == "online" else None,
+            mode=about.settings.metrics.wandb,
+            dir=str(about.folder),
+            config=about.settings.model_dump(mode="json"),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({**numbers, "step": step})
+
+    def evaluated(self, step: int, environment: str, numbers: Mapping[str, float]) -> None:
+        self._run.log({**_named(environment, numbers), "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """A run in trackio's own folder, where `trackio show` finds all of them."""
+
+    def __init__(self, about: About) -> None:
+        trackio: Any = importlib.import_module("trackio")
+        settings = about.settings.model_dump(mode="json")
+        # in a context of its own the run is not trackio's "current" one, which it would finish again, with a message,
+        # when the process ends; and how to open its page would be noise in the middle of --json
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._run = contextvars.copy_context().run(
+                trackio.init, _project(about), name=about.title, config=settings, resume="allow", embed=False
+            )
+
+    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def evaluated(self, step: int, environment: str, numbers: Mapping[str, float]) -> None:
+        self._run.log(_named(environment, numbers), step=step)
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._run.finish()

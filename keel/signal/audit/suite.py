@@ -1,0 +1,199 @@
+"""Run every check on batches from small to large, and reduce the first batch that fails.
+
+The classes are the silent failures listed in docs/objectives.md. Two of them, h and i, are not properties of a loss.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from keel.signal import TokenBatch
+from keel.signal.audit import layout_checks, normalisation_checks, token_checks
+from keel.signal.audit.drop_region_checks import check_drop_region
+from keel.signal.audit.observe import Check
+from keel.signal.audit.option_checks import check_options
+from keel.signal.audit.probe_batches import Token, build, random_batches
+from keel.signal.audit.shrink import shrink
+from keel.signal.audit.target import LossError, Target, TargetError, find_target
+
+CLASSES = {
+    "a": "masked values reach the loss",
+    "b": "depends on order or ids",
+    "c": "dropped samples affect others",
+    "d": "sequence mask applied per token",
+    "e": "ratio against the wrong policy",
+    "f": "wrong normalisation",
+    "g": "option without effect",
+    "h": "sampler and trainer distributions differ",
+    "i": "sampler serves stale weights",
+    "j": "depends on padding or micro-batches",
+}
+NOT_APPLICABLE = {"h": "concerns log-probs, not a loss", "i": "concerns weights, not a loss"}
+
+BATCH_CHECKS: dict[str, tuple[Check, ...]] = {
+    "a": (
+        token_checks.check_untrainable_ignored,
+        token_checks.check_extreme_ratios,
+        token_checks.check_unusable_dropped,
+    ),
+    "b": (
+        layout_checks.check_order_invariance,
+        layout_checks.check_relabelling,
+        layout_checks.check_group_isolation,
+    ),
+    "c": (
+        token_checks.check_failed_rollouts_ignored,
+        token_checks.check_dropped_sequences_ignored,
+        token_checks.check_dropped_tokens_leave_every_term,
+        token_checks.check_dropped_tokens_keep_penalty,
+    ),
+    "d": (token_checks.check_sequence_decision,),
+    "e": (normalisation_checks.check_proximal_unused,),
+    "f": (
+        normalisation_checks.check_divisor,
+        normalisation_checks.check_dropped_tokens_in_divisor,
+        normalisation_checks.check_same_divisor_in_every_term,
+    ),
+    "j": (layout_checks.check_padding_invariance, layout_checks.check_micro_batch_sum),
+}
+TARGET_CHECKS: dict[str, tuple[Callable[[Target], str | None], ...]] = {
+    "e": (normalisation_checks.check_anchor_used, normalisation_checks.check_declared_decision_taken),
+    "f": (check_drop_region,),
+    "g": (check_options,),
+}
+"""Checks that build their own batches."""
+
+Status = Literal["passed", "failed", "error", "not applicable"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one class.
+
+    "error" means that the target raised an exception on a valid batch and that no check of the class failed on the
+    batches that it could be called with.
+    """
+
+    letter: str
+    status: Status
+    message: str = ""
+    batch: TokenBatch | None = None
+    """The smallest batch found on which a check fails or the target raises."""
+
+    @property
+    def title(self) -> str:
+        return CLASSES[self.letter]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of every class for one target."""
+
+    target: str
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[str]:
+        """The letters of the classes with a failed check."""
+        return self._with_status("failed")
+
+    @property
+    def errors(self) -> list[str]:
+        """The letters of the classes that could not be checked because the target raised an exception."""
+        return self._with_status("error")
+
+    @property
+    def passed(self) -> bool:
+        """Whether no class failed and none had an error."""
+        return not self.failed and not self.errors
+
+    def _with_status(self, status: Status) -> list[str]:
+        return [finding.letter for finding in self.findings if finding.status == status]
+
+
+def audit(what: Any, /, *, seed: int = 0, parameters: dict[str, Any] | None = None, **declared: Any) -> Report:
+    """Audit a preset's name, `module:function`, a TOML file, a function, an objective or a composition.
+
+    `declared` overrides fields of the target's declaration: anchor, decisions, leaves, divisor, signal. Raises
+    TargetError if the target cannot be loaded, or called on any batch, or does not return a loss.
+    """
+    target = _choose_precision(find_target(what, parameters, **declared))
+    return Report(target.name, [_audit_class(target, letter, seed) for letter in CLASSES])
+
+
+def _choose_precision(target: Target) -> Target:
+    """Call the target on several ordinary batches until one works, in float64 or else in float32."""
+    failure: LossError | None = None
+    for dtype in (torch.float64, torch.float32):
+        for size in (1, 2, 3, 4, 8, 16):
+            batch = build(target.declaration, [[Token(0.01 * index) for index in range(size)]])
+            candidate = replace(target, dtype=dtype)
+            try:
+                return replace(candidate, exact=candidate.precision(batch) == torch.float64)
+            except LossError as error:
+                failure = failure or error
+    assert failure is not None
+    raise TargetError(f"{target.name} cannot be called: {failure}") from failure
+
+
+def _audit_class(target: Target, letter: str, seed: int) -> Finding:
+    """Run the checks of a class. After an exception, checks continue with other batches: a failure takes precedence."""
+    if letter in NOT_APPLICABLE:
+        return Finding(letter, "not applicable", NOT_APPLICABLE[letter])
+    first_error: LossError | None = None
+    for check in BATCH_CHECKS.get(letter, ()):
+        for batch in _batches(target, letter, seed):
+            try:
+                message = check(target, batch)
+            except LossError as error:
+                first_error = first_error or error
+                continue
+            if message is not None:
+                smallest = shrink(batch, partial(_fails, check, target))
+                return Finding(letter, "failed", check(target, smallest) or "", smallest)
+    for target_check in TARGET_CHECKS.get(letter, ()):
+        try:
+            message = target_check(target)
+        except LossError as error:
+            first_error = first_error or error
+            continue
+        if message is not None:
+            return Finding(letter, "failed", message)
+    if first_error is not None:
+        smallest = shrink(first_error.batch, partial(_raises, type(first_error.error), target))
+        return Finding(letter, "error", str(first_error), smallest)
+    return Finding(letter, "passed")
+
+
+def _fails(check: Check, target: Target, batch: TokenBatch) -> bool:
+    try:
+        return check(target, batch) is not None
+    except LossError:
+        return False
+
+
+def _raises(kind: type[Exception], target: Target, batch: TokenBatch) -> bool:
+    try:
+        target.evaluate(batch)
+    except LossError as error:
+        return type(error.error) is kind
+    return False
+
+
+def _batches(target: Target, letter: str, seed: int) -> Iterable[TokenBatch]:
+    """Yield batches that are known to reveal failures of the class, then random ones."""
+    declaration = target.declaration
+    yield build(declaration, [[Token(-1.0, -1.0), Token(-1.0, 0.25), Token(-1.0, -1.0)]])
+    if letter == "a":  # untrainable values that would change a sequence-level decision
+        for untrainable in (Token(-1.0, 5.0, False, 9.0), Token(1.0, -5.0, False, -9.0)):
+            first = [Token(-1.0, -1.0), untrainable, Token(-1.0, -1.0)]
+            yield build(declaration, [first, [Token(0.01, 1.0), untrainable]])
+    if letter == "d":
+        for drift in (0.05, 1.0, 3.0, 8.0, -0.05, -3.0, -8.0):
+            yield build(declaration, [[Token(drift, 1.0), Token(drift, -0.25), Token(drift, 1.0)]])
+            yield build(declaration, [[Token(drift, -1.0), Token(drift, 0.25), Token(drift, -1.0)]])
+        yield build(declaration, [[Token(-3.0, -1.0), Token(0.0, 1.0), Token(0.3, -1.0)], [Token(0.0, 1.0)]])
+    yield from random_batches(declaration, seed)

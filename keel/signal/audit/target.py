@@ -1,0 +1,225 @@
+"""Load and call what is audited: a preset, a composition, or any function from a TokenBatch to a loss.
+
+Checks see a target only through its loss and the gradient with respect to `batch.logprobs`, computed in float64.
+"""
+
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import torch
+from torch import Tensor
+
+from keel.config import load
+from keel.errors import KeelError
+from keel.objectives import RECIPES, Composition
+from keel.signal import Objective, TokenBatch, objective
+from keel.signal.audit.declaration import Declaration, declaration_of, revise
+
+NUMBERS = (0.0, 1e-6, 1e-3, 0.05, 0.5, 1.0, 2.0, 8.0, 1e3, 1e6)
+"""Values tried for a numeric option, to see whether it has an effect."""
+
+UNKNOWN_OPTION = "an_option_that_does_not_exist"
+
+Options = dict[str, tuple[Any, tuple[Any, ...]]]
+"""Options of a target: the default of each, and other values to try."""
+
+
+class TargetError(KeelError):
+    """The target cannot be loaded or called."""
+
+
+class LossError(KeelError):
+    """The target raised an exception on a valid batch."""
+
+    def __init__(self, error: Exception, call: Callable[..., Any], batch: TokenBatch) -> None:
+        reason = str(error).strip().split("\n")[0]
+        kind = type(error).__name__
+        super().__init__(
+            f"{kind}: {reason} ({_location(error, call)})" if reason else f"{kind} ({_location(error, call)})"
+        )
+        self.error = error
+        self.batch = batch
+        """The batch that the target was called with."""
+
+
+def _location(error: Exception, call: Callable[..., Any]) -> str:
+    """Name the line that raised: in the file of the function if it is in the traceback, else outside Keel and torch."""
+    try:
+        own_file = inspect.getsourcefile(inspect.unwrap(call))
+    except TypeError:  # an object with __call__, or a function written in C
+        own_file = inspect.getsourcefile(type(call)) if type(call).__module__ != "functools" else None
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+    outside = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    own = [frame for frame in frames if frame.filename == own_file]
+    frame = (own or outside or frames)[-1]
+    if not own and not outside:
+        return "in backward()"
+    path = Path(frame.filename)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{shown}:{frame.lineno}, in {frame.name}"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A loss and its gradient with respect to the policy's log-probs."""
+
+    loss: float
+    gradient: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A function that computes a loss from a batch, with its declaration and options."""
+
+    name: str
+    call: Callable[..., Any]
+    declaration: Declaration
+    objective: Objective | None = None
+    options: Options = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    """The dtype of the batches it is given; float32 if it does not accept float64."""
+    exact: bool = True
+    """Whether it computes in float64; if not, a larger rounding error is accepted."""
+
+    def precision(self, batch: TokenBatch) -> torch.dtype:
+        """Return the dtype of its loss."""
+        return self._loss(batch, batch.logprobs.detach().clone().requires_grad_()).dtype
+
+    def evaluate(self, batch: TokenBatch, **options: Any) -> Evaluation:
+        """Call the target with a copy of the log-probs as leaf. Raises LossError with what the target raises."""
+        leaf = batch.logprobs.detach().clone().requires_grad_()
+        loss = self._loss(batch, leaf, **options)
+        gradient = None
+        if loss.requires_grad:
+            try:
+                (gradient,) = torch.autograd.grad(loss.sum(), leaf, allow_unused=True)
+            except Exception as error:
+                raise LossError(error, self.call, batch) from error
+        return Evaluation(float(loss.detach()), torch.zeros_like(leaf) if gradient is None else gradient)
+
+    def _loss(self, batch: TokenBatch, leaf: Tensor, **options: Any) -> Tensor:
+        inputs = batch.replace(logprobs=leaf)
+        if self.dtype != torch.float64:
+            floats = {name: value for name, value in inputs.tensors().items() if value.is_floating_point()}
+            inputs = inputs.replace(**{name: value.to(self.dtype) for name, value in floats.items()})
+        try:
+            result = self.call(inputs, **options)
+        except Exception as error:
+            raise LossError(error, self.call, batch) from error
+        loss = getattr(result, "loss", result)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TargetError(f"{self.name} returned {_describe(loss)}; a loss must be a tensor with one element")
+        return loss
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def find_target(
+    what: str | Callable[..., Any] | Objective | Composition, parameters: dict[str, Any] | None = None, **declared: Any
+) -> Target:
+    """Make a target from a preset's name, a TOML file, `module:function`, a function, an objective or a composition.
+
+    `declared` overrides single fields of the declaration.
+    """
+    parameters = parameters or {}
+    if isinstance(what, Composition):
+        what = objective(what)
+    if isinstance(what, str):
+        what = _load(what, parameters)
+    elif parameters:
+        raise TargetError(f"parameters ({', '.join(parameters)}) can only be given with the name of a preset")
+    if isinstance(what, Objective):
+        if what.composition.roles is not None:
+            # the roles of the probe tokens are arbitrary, so audit the objective without its role filter
+            what = Objective(what.composition.model_copy(update={"roles": None}))
+        target = Target(
+            what.name or "composition", _configured(what), declaration_of(what.composition), what, _preset_options(what)
+        )
+    else:
+        declaration = getattr(what, "keel_declaration", Declaration())
+        name = getattr(what, "__name__", type(what).__name__)
+        target = Target(name, what, declaration, None, _function_options(what))
+    return replace(target, declaration=revise(target.declaration, declared)) if declared else target
+
+
+def _load(what: str, parameters: dict[str, Any]) -> Objective | Callable[..., Any]:
+    if what.endswith(".toml"):
+        if parameters:
+            raise TargetError("parameters can only be given with the name of a preset, not with a file")
+        return objective(load(what).settings.objective)
+    module_name, colon, name = what.partition(":")
+    if not colon:
+        return objective(what, **parameters)
+    if parameters:
+        raise TargetError("parameters can only be given with the name of a preset, not with a function")
+    try:
+        function: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            function = getattr(function, part)
+    except Exception as error:  # importing a user's module may raise anything
+        raise TargetError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise TargetError(f"{what} is a {type(function).__name__}; it must be a function from a TokenBatch to a loss")
+    return function  # type: ignore[no-any-return]
+
+
+def _configured(preset: Objective) -> Callable[..., Any]:
+    """Return a function that calls the objective, with some parameters changed if it is a preset."""
+
+    def call(batch: TokenBatch, **options: Any) -> Any:
+        return (objective(preset.name, **options) if options and preset.name else preset)(batch)
+
+    return call
+
+
+def _preset_options(preset: Objective) -> Options:
+    if preset.name is None:
+        return {}
+    options: Options = {}
+    for name, setting in RECIPES[preset.name].settings.model_fields.items():
+        if name != "metric_tokens":  # it bounds the cost of the metrics and has no effect on the loss
+            options[name] = preset.parameters[name], _values(setting.annotation)
+    return options
+
+
+def _function_options(function: Callable[..., Any]) -> Options:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return {}
+    options: Options = {}
+    for parameter in parameters:
+        default = parameter.default
+        if parameter.kind is parameter.VAR_KEYWORD:
+            options[UNKNOWN_OPTION] = None, (1.0,)
+        if default is parameter.empty or isinstance(default, str):
+            continue  # no value to try is known
+        if isinstance(default, bool):
+            options[parameter.name] = default, (not default,)
+        elif default is None or isinstance(default, int | float):
+            options[parameter.name] = default, NUMBERS
+        elif isinstance(default, tuple | list) and default and all(isinstance(value, int | float) for value in default):
+            options[parameter.name] = (
+                default,
+                tuple(type(default)(value * factor for value in default) for factor in (0.3, 1.7)),
+            )
+    return options
+
+
+def _values(annotation: Any) -> tuple[Any, ...]:
+    """Return values to try for a setting of this type."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    if annotation is bool:
+        return (False, True)
+    if "list" in str(annotation):
+        return ([0], [1])
+    return (None, *NUMBERS)

@@ -1,0 +1,1 @@
+"""Tools around runs: compare, sweep, lens, simulate, launch and doctor."""

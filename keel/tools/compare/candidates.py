@@ -1,0 +1,98 @@
+"""The objectives to compare, from one line: `icepop,ipo_kl(kl_tau=0.01),rule.toml`.
+
+A recipe's name, a recipe with parameters in parentheses (values as in TOML, words without quotes), or the path of a
+TOML file with an [objective]. Each is called what was written; the same words twice are refused, since two rows of a
+table could not be told apart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keel.common.settings import nearest
+from keel.config import load
+from keel.config.load import parse_overrides
+from keel.errors import ConfigError
+from keel.objectives import RECIPES
+from keel.signal import Objective, objective
+
+DEFAULT = "icepop,ipo_kl,dppo_tv,dppo_kl,opsm"
+"""What is compared when nothing is said."""
+
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """An objective and what it is called."""
+
+    name: str
+    objective: Objective
+    table: dict[str, Any] = field(default_factory=dict)
+    """The [objective] that makes it, for a run that is to train by it."""
+
+
+def parse_candidates(text: str) -> list[Candidate]:
+    """Every objective of a list, checked, before any file is read."""
+    candidates = [_candidate(part) for part in split(text) if part]
+    if not candidates:
+        raise ConfigError("--objectives is empty; write names with commas between them: icepop,ipo_kl(kl_tau=0.01)")
+    names = [candidate.name for candidate in candidates]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--objectives has {name} twice")
+    return candidates
+
+
+def split(text: str, flag: str = "--objectives") -> list[str]:
+    """Parts between commas, except those inside brackets or quotes."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character in _OPENING:
+            depth += 1
+        elif character in _CLOSING:
+            depth -= 1
+        if character == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+        if depth < 0:
+            break
+    if depth or quote:
+        raise ConfigError(f"{flag} {text}: brackets or quotes do not match")
+    return [part.strip() for part in parts]
+
+
+def _candidate(text: str) -> Candidate:
+    name, parenthesis, rest = text.partition("(")
+    name = name.strip()
+    if not parenthesis and name.endswith(".toml"):
+        settings = load(name).settings.objective
+        table = {key: value for key, value in settings.table.items() if value is not None}
+        return Candidate(text, objective(settings), table)
+    if name not in RECIPES:
+        hint = nearest(name, RECIPES)
+        raise ConfigError(f'--objectives: "{name}" is not an objective; {hint} A file must end in .toml')
+    if parenthesis and not rest.endswith(")"):
+        raise ConfigError(f"--objectives {text}: parameters end with a parenthesis")
+    given = _parameters(split(rest[:-1]), text) if parenthesis else {}
+    try:
+        return Candidate(text, objective(name, **given), {"name": name, **given})
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"{text}: {line}" for line in str(error).splitlines())) from None
+
+
+def _parameters(parts: Sequence[str], text: str) -> dict[str, object]:
+    given: dict[str, object] = {}
+    for part in parts:
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (name and equals and value):
+            raise ConfigError(f"--objectives {text}: {part!r} is no parameter; write name=value")
+        if name in given:
+            raise ConfigError(f"--objectives {text}: {name} is given twice")
+        ((_, given[name]),) = parse_overrides([f"--{name}={value}"])
+    return given

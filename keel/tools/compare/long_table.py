@@ -1,0 +1,79 @@
+"""A comparison as one long parquet table: a row for each number, step by step.
+
+Written while the steps go by, so that it needs no more memory than one step, to a temporary name that becomes the file
+when all is in it. It opens with pandas, polars or duckdb.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from keel.tools.compare.accumulators import Tally
+from keel.tools.compare.evaluate import Compared
+from keel.tools.compare.files import replaced
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("objective", pa.string()),
+        ("measure", pa.string()),  # tokens, dropped, loss, ...; or dropped_by_position, cosine, ...
+        ("key", pa.string()),  # a gate, a term, a label, a token text or the other objective; null: the whole step
+        ("value", pa.float64()),
+    ]
+)
+"""The columns of `--parquet FILE`."""
+
+_NUMBERS = (
+    *("tokens", "kept", "dropped", "unusable", "other_role", "clipped"),
+    *("sequences", "sequences_dropped", "sequences_touched"),
+    *("loss", "gradient_norm", "effective_sample_size", "gradient_tokens", "dropped_advantage"),
+)
+
+Line = tuple[int, str, str, str | None, float]
+
+
+@contextmanager
+def writer(path: Path) -> Iterator["LongTable"]:
+    """An open table, which becomes the file when the block ends well."""
+    with replaced(path) as temporary, pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as file:
+        yield LongTable(file)
+
+
+class LongTable:
+    """Takes steps."""
+
+    def __init__(self, file: pq.ParquetWriter) -> None:
+        self._file = file
+
+    def add(self, compared: Compared) -> None:
+        """All numbers of one step."""
+        lines = list(_lines(compared))
+        columns = dict(zip(SCHEMA.names, map(list, zip(*lines, strict=True)), strict=True))
+        self._file.write_table(pa.table(columns, schema=SCHEMA))
+
+
+def _lines(compared: Compared) -> Iterator[Line]:
+    step, pairs = compared.step.number, compared.pairs
+    cosine, overlap = pairs.cosine.tolist(), pairs.overlap.tolist()
+    for place, (name, tally) in enumerate(zip(compared.names, compared.tallies, strict=True)):
+        for measure, key, value in _of_tally(tally):
+            yield step, name, measure, key, value
+        for other, angle, share in zip(compared.names, cosine[place], overlap[place], strict=True):
+            yield step, name, "cosine", other, angle
+            yield step, name, "overlap", other, share
+
+
+def _of_tally(tally: Tally) -> Iterator[tuple[str, str | None, float]]:
+    for measure in _NUMBERS:
+        yield measure, None, getattr(tally, measure)
+    for term, value in tally.terms.items():
+        yield "loss_of_term", term, value
+    for reason, count in tally.gates.items():
+        yield "dropped_by_gate", reason, count
+        yield "sequences_by_gate", reason, tally.gate_sequences[reason]
+    for kind, counts in tally.dropped_by.items():
+        for label, count in counts.items():
+            yield f"dropped_by_{kind}", label, count

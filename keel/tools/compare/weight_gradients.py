@@ -1,0 +1,120 @@
+"""The gradients of the objectives with respect to a model's weights, on a few steps.
+
+d loss / d log-prob is that of the recorded log-probs, the same that the rest of the comparison shows; the model brings
+d log-prob / d weight. Where the model is the policy of that step this is the gradient that the step would have taken;
+how far its log-probs are from the recorded ones is reported. Gradients of all objectives are held at once: memory is
+that of the model times their number, and one forward and backward pass each. No weight is changed.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from keel.config import ModelSettings
+from keel.errors import KeelError
+from keel.tools.compare.accumulators import cosine_of
+from keel.tools.compare.evaluate import Compared
+from keel.tools.compare.report import Weights
+from keel.tools.compare.schema import Step
+from keel.training import Forward, Model, Sample, Tokens, load_model
+from keel.training.step.forward import MicroBatch
+from keel.training.step.lm_head import back_through
+
+
+def spread(numbers: Sequence[int], count: int) -> list[int]:
+    """So many of the steps, evenly spaced, the first and the last among them."""
+    if count >= len(numbers):
+        return list(numbers)
+    if count == 1:
+        return [numbers[len(numbers) // 2]]
+    return [numbers[round(place * (len(numbers) - 1) / (count - 1))] for place in range(count)]
+
+
+class WeightGradients:
+    """Inner products of the objectives' gradients over the steps that were added."""
+
+    def __init__(self, model: Model | str, *, max_tokens: int = 4096) -> None:
+        self.model = load_model(ModelSettings(name=model)) if isinstance(model, str) else model
+        self.forward = Forward(self.model, max_tokens=max_tokens)
+        self.steps: list[int] = []
+        self.grams: dict[tuple[str, str], float] = {}
+        self.difference = 0.0
+        self.tokens = 0
+
+    def add(self, compared: Compared) -> None:
+        """The weight gradients of every objective at one step."""
+        step = compared.step
+        tokens = Tokens(samples_of(step))
+        plan = self.forward.plan(tokens)
+        found = self.forward.score(tokens, plan=plan).logprobs.cpu()
+        self.difference += float((found - step.batch.logprobs).abs().sum())
+        self.tokens += len(tokens)
+        flat: list[list[Tensor]] = []
+        for name, gradient in zip(compared.names, compared.gradients, strict=True):
+            flat.append(self._backward(plan, gradient.to(self.model.device)))
+            for other, theirs in zip(compared.names, flat, strict=False):
+                product = math.fsum(_dot(mine, their) for mine, their in zip(flat[-1], theirs, strict=True))
+                self.grams[name, other] = self.grams[other, name] = self.grams.get((name, other), 0.0) + product
+        self.steps.append(step.number)
+
+    def _backward(self, plan: Sequence[MicroBatch], gradient: Tensor) -> list[Tensor]:
+        """One forward and backward pass over the step, for a known gradient by each log-prob."""
+        weights, head = list(self.model.parameters().values()), self.forward.head
+        with self.forward.attending():
+            for batch in plan:
+                worth = gradient[batch.tokens]
+                if worth.any():
+                    hidden = self.forward.hidden(batch)
+                    known = head.backward(hidden.detach(), batch.targets, batch.temperature, worth)
+                    back_through(head, hidden, known)
+        found = [torch.zeros_like(weight) if weight.grad is None else weight.grad.detach() for weight in weights]
+        for weight in weights:
+            weight.grad = None
+        return found
+
+    def summary(self, names: Sequence[str]) -> Weights:
+        """Norms and cosines of these objectives."""
+        gram = np.array([[self.grams.get((one, other), math.nan) for other in names] for one in names])
+        return Weights(
+            model=self.model.source.name,
+            steps=self.steps,
+            parameters=sum(weight.numel() for weight in self.model.parameters().values()),
+            difference=self.difference / max(self.tokens, 1),
+            gradient_norm=np.sqrt(gram.diagonal() / max(len(self.steps), 1)).tolist(),
+            cosine=cosine_of(gram).tolist(),
+        )
+
+
+def _dot(one: Tensor, other: Tensor) -> float:
+    return float(torch.dot(one.flatten().double(), other.flatten().double()))
+
+
+def samples_of(step: Step) -> list[Sample]:
+    """The step's sequences for a model, in the order of its tokens."""
+    rows = step.rows
+    if "token_ids" not in rows.column_names or rows["token_ids"].null_count:
+        raise KeelError(
+            f"step {step.number} has no token_ids for some sequence: --model computes the tokens again and needs them"
+        )
+    heat = rows["temperature"] if "temperature" in rows.column_names else pa.nulls(len(rows))
+    columns = (rows["token_ids"].to_pylist(), rows["trainable"].to_pylist(), heat.to_pylist())
+    samples = []
+    for number, (ids, trainable, temperature) in enumerate(zip(*columns, strict=True)):
+        if len(ids) != len(trainable):
+            raise KeelError(
+                f"step {step.number}, sequence {number}: {len(ids)} token_ids for {len(trainable)} trainable"
+            )
+        samples.append(
+            Sample(
+                token_ids=np.array(ids, np.int64),
+                trainable=np.array([bool(flag) for flag in trainable], np.bool_),
+                advantage=0.0,
+                temperature=1.0 if temperature is None else temperature,
+                name=f"{number} of step {step.number}",
+            )
+        )
+    return samples

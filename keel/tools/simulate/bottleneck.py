@@ -1,0 +1,125 @@
+"""What holds a simulated run up, in words, and what changing it would bring.
+
+The words come from where the trainer's time goes and from what the engines were kept from. The changes are not guessed:
+each is simulated, one at a time, and only those that matter are told, with what they bring.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from keel.config import RunSettings
+from keel.config.simulate import SimulateSettings
+from keel.tools.simulate.prediction import Prediction, predict
+from keel.tools.simulate.simulated_pool import max_batch_of
+
+ENOUGH = 0.05
+"""Of its speed: what a change must bring to be told, and what fewer engines may cost."""
+AFFORDABLE = 60_000
+"""Rollouts of a simulation beyond which changes are only tried when they are asked for."""
+SMALL = 0.05
+IDLE = 0.1
+"""Share of time that a trainer may wait for something and still be what the run waits for."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing to do otherwise, and what the run is like then."""
+
+    words: str
+    then: Prediction
+    gain: float
+    """Of its steps an hour, as a share."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"change": self.words, "steps_per_hour": self.then.steps_per_hour, "gain": self.gain}
+
+
+def bottleneck(found: Prediction, settings: RunSettings, assumed: SimulateSettings) -> str:
+    """What the run waits for most, and how one can tell."""
+    if max(found.waiting, found.publishing) < IDLE:
+        return (
+            f"the trainer: it computes {_percent(found.trainer_busy)} of the time, and the engines sample at"
+            f" {_percent(found.engine_fill)} of their full speed"
+        )
+    if found.publishing > found.waiting:
+        return f"the way of weights: the trainer waits for it {_percent(found.publishing)} of the time"
+    waits = f"the trainer waits for rollouts {_percent(found.waiting)} of the time"
+    schedule, places = settings.scheduler, assumed.engines * max_batch_of(settings, assumed)
+    if schedule.max_off_policy_steps == 0:
+        return f"the synchronous schedule: {waits}, and the engines are idle {_percent(1 - found.engine_busy)}"
+    if found.wasted_share - found.wasted.get("no_signal", 0.0) > 0.25:
+        worst = max(found.wasted, key=lambda reason: found.wasted[reason])
+        return f"waste: {waits}, and {_percent(found.wasted_share)} of the tokens are sampled for nothing ({worst})"
+    if found.in_flight > 0.9 * schedule.max_in_flight and found.in_flight < 0.9 * places:
+        return (
+            f"scheduler.max_in_flight = {schedule.max_in_flight}: {waits}, and the engines have room for {places:,}"
+            " rollouts"
+        )
+    if found.engine_fill > 0.6 or found.in_flight > 0.7 * places:
+        return f"the engines: {waits}, and the engines sample at {_percent(found.engine_fill)} of their full speed"
+    ahead = (schedule.max_off_policy_steps + 1) * schedule.groups * schedule.group_size
+    return (
+        f"too little work under way: {waits}, {found.in_flight:,.0f} rollouts are in flight of {ahead:,} that"
+        f" scheduler.groups and max_off_policy_steps allow, and the engines have room for {places:,}"
+    )
+
+
+def changes(found: Prediction, settings: RunSettings, assumed: SimulateSettings) -> list[Change]:
+    """What would make it faster, the best first; then what could be saved."""
+    few = min(found.steps, 6 * settings.scheduler.max_off_policy_steps + 12)
+    base = found if few == found.steps else predict(settings, assumed.model_copy(update={"steps": few}))
+    tried = []
+    for words, run, cluster in _candidates(found, settings, assumed):
+        then = predict(run, cluster.model_copy(update={"steps": few}))
+        tried.append(Change(words, then, then.steps_per_hour / base.steps_per_hour - 1))
+    better = sorted((one for one in tried if one.gain >= ENOUGH), key=lambda one: -one.gain)
+    saving = _fewer(found, assumed)
+    if saving is not None:
+        then = predict(settings, assumed.model_copy(update={"steps": few, "engines": saving}))
+        gain = then.steps_per_hour / base.steps_per_hour - 1
+        if gain > -ENOUGH:
+            better.append(Change(f"engines {saving:,} in place of {assumed.engines:,}", then, gain))
+    return better
+
+
+def _fewer(found: Prediction, assumed: SimulateSettings) -> int | None:
+    """A number of engines that would still be enough by what they sample now."""
+    wanted = max(round(assumed.engines * found.engine_fill / 0.7), 1)
+    return wanted if wanted < 0.8 * assumed.engines and found.waiting < SMALL else None
+
+
+def _candidates(
+    found: Prediction, settings: RunSettings, assumed: SimulateSettings
+) -> Iterator[tuple[str, RunSettings, SimulateSettings]]:
+    """One change each, of those that could act."""
+    schedule = settings.scheduler
+    if found.trainer_busy > 0.3:
+        ranks = 2 * found.ranks
+        yield f"trainer ranks {ranks}", settings, assumed.model_copy(update={"ranks": ranks})
+    if found.waiting > SMALL:
+        engines = 2 * assumed.engines
+        yield f"engines {engines:,}", settings, assumed.model_copy(update={"engines": engines})
+        more = schedule.max_off_policy_steps + 1
+        yield f"scheduler.max_off_policy_steps {more}", _scheduled(settings, max_off_policy_steps=more), assumed
+        if found.in_flight > 0.8 * schedule.max_in_flight:
+            room = 2 * schedule.max_in_flight
+            yield f"scheduler.max_in_flight {room}", _scheduled(settings, max_in_flight=room), assumed
+    if found.publishing > SMALL:
+        faster = assumed.model_copy(update={"bandwidth": 4 * assumed.bandwidth})
+        yield f"bandwidth {faster.bandwidth:g}", settings, faster
+        every = 2 * settings.engine.publish_every
+        if every - 1 <= schedule.max_off_policy_steps:
+            engine = settings.engine.model_copy(update={"publish_every": every})
+            yield f"engine.publish_every {every}", settings.model_copy(update={"engine": engine}), assumed
+    if found.refused.get("stale", 0.0) > SMALL and found.waiting <= SMALL:
+        more = schedule.max_off_policy_steps + 1
+        yield f"scheduler.max_off_policy_steps {more}", _scheduled(settings, max_off_policy_steps=more), assumed
+
+
+def _scheduled(settings: RunSettings, **changed: int) -> RunSettings:
+    return settings.model_copy(update={"scheduler": settings.scheduler.model_copy(update=changed)})
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

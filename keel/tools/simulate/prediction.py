@@ -1,0 +1,131 @@
+"""From the steps of a simulated run to what it predicts.
+
+The first steps are left out of all rates: a run begins with nothing under way, and gets faster or slower until as much
+is in line as its staleness allows. All numbers are means over the steps that are left.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from keel.config import RunSettings
+from keel.config.simulate import SimulateSettings
+from keel.tools.simulate.engines import Speed
+from keel.tools.simulate.simulated_pool import max_batch_of
+from keel.tools.simulate.simulated_run import Step, Watch, ranks_of, simulate
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run will be like."""
+
+    steps: int
+    """That were simulated."""
+    counted: int
+    """The last of them, which the numbers are of."""
+    rollouts: int
+    """That had a fate, in all steps."""
+    hours: float
+    """Of virtual time, all steps."""
+    engines: int
+    ranks: int
+
+    step_seconds: float
+    steps_per_hour: float
+    sampled_tokens_per_second: float
+    trained_tokens_per_second: float
+
+    engine_busy: float
+    """Share of time in which an engine has a request at all."""
+    engine_fill: float
+    """Tokens sampled, as a share of what engines with full batches would sample."""
+    engine_down: float
+    in_flight: float
+    """Rollouts under way."""
+    trainer_busy: float
+    """Share of time in which the trainer computes."""
+    waiting: float
+    """Share in which it waits for a batch."""
+    publishing: float
+    saving: float
+
+    staleness: float
+    """Versions that a trained token is old, in the mean."""
+    staleness_shares: dict[int, float]
+    """Tokens by how many versions old they were."""
+    refused: dict[str, float]
+    """Rollouts by reason, as shares of all that had a fate."""
+    wasted: dict[str, float]
+    """Tokens that were sampled for nothing, by reason, as shares of all sampled; crash: lost with an engine."""
+    cut: float
+    """Share of the trained rollouts that were cut at their longest."""
+
+    @property
+    def refused_share(self) -> float:
+        return sum(self.refused.values())
+
+    @property
+    def wasted_share(self) -> float:
+        return sum(self.wasted.values())
+
+    def as_json(self) -> dict[str, Any]:
+        shares = {str(age): share for age, share in self.staleness_shares.items()}
+        return {
+            **asdict(self),
+            "staleness_shares": shares,
+            "refused_share": self.refused_share,
+            "wasted_share": self.wasted_share,
+        }
+
+
+def predict(settings: RunSettings, assumed: SimulateSettings, watch: Watch | None = None) -> Prediction:
+    """Simulate, and say what came of it."""
+    return summed(settings, assumed, simulate(settings, assumed, watch))
+
+
+def summed(settings: RunSettings, assumed: SimulateSettings, steps: Sequence[Step]) -> Prediction:
+    """The means of a run's steps, without its beginning."""
+    first = warm_up(settings, len(steps))
+    counted, before = steps[first:], steps[first - 1] if first else Step()
+    last, start = counted[-1], before.totals
+    seconds = last.ended - before.ended
+    sampled = last.totals.tokens - start.tokens
+    batch = max_batch_of(settings, assumed)
+    full = Speed.of(assumed, batch).rates()[-1] * batch * assumed.engines
+    refused = sum((one.refused for one in counted), Counter[str]())
+    wasted = sum((one.wasted for one in counted), Counter[str]())
+    wasted["crash"] = round(last.totals.crashed - start.crashed)
+    ages = sum((one.ages for one in counted), Counter[int]())
+    rollouts, tokens = sum(one.rollouts for one in counted), sum(one.tokens for one in counted)
+    fates, used = rollouts + refused.total(), tokens + wasted.total()
+    return Prediction(
+        steps=len(steps),
+        counted=len(counted),
+        rollouts=sum(one.rollouts + one.refused.total() for one in steps),
+        hours=last.ended / 3600,
+        engines=assumed.engines,
+        ranks=ranks_of(settings, assumed),
+        step_seconds=seconds / len(counted),
+        steps_per_hour=3600 * len(counted) / seconds,
+        sampled_tokens_per_second=sampled / seconds,
+        trained_tokens_per_second=tokens / seconds,
+        engine_busy=(last.totals.busy - start.busy) / seconds / assumed.engines,
+        engine_fill=sampled / seconds / full,
+        engine_down=(last.totals.down - start.down) / seconds / assumed.engines,
+        in_flight=(last.totals.flights - start.flights) / seconds,
+        trainer_busy=sum(one.trained for one in counted) / seconds,
+        waiting=sum(one.waited for one in counted) / seconds,
+        publishing=sum(one.published for one in counted) / seconds,
+        saving=sum(one.saved for one in counted) / seconds,
+        staleness=sum(age * count for age, count in ages.items()) / max(ages.total(), 1),
+        staleness_shares={age: ages[age] / ages.total() for age in sorted(ages)},
+        refused={reason: count / max(fates, 1) for reason, count in refused.most_common()},
+        wasted={reason: count / max(used, 1) for reason, count in wasted.most_common() if count},
+        cut=sum(one.cut for one in counted) / max(rollouts, 1),
+    )
+
+
+def warm_up(settings: RunSettings, steps: int) -> int:
+    """Steps at the beginning that say little about the rest: until the line is full and what was in it has trained."""
+    return min(2 * settings.scheduler.max_off_policy_steps + 1, steps // 3)

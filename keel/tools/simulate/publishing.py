@@ -1,0 +1,71 @@
+"""New weights on their way to simulated engines, beside the next rollouts where the run would have it so.
+
+The order of things is that of `keel/training/publish/publisher.py`: weights are taken while the trainer must not change them, then
+given to the engines, one publication at a time. A folder is written once and read by every engine; a broadcast goes
+from engine to engine layer by layer, and takes as long as over one link; a copy in one process takes its fixed time.
+Engines sample on until the new weights are live, in all of them at the same moment, or are drained first.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from keel.config import RunSettings
+from keel.config.simulate import SimulateSettings
+from keel.tools.simulate.simulated_pool import Fleet
+
+
+class Publisher:
+    """Publications to all engines."""
+
+    def __init__(
+        self, settings: RunSettings, assumed: SimulateSettings, fleet: Fleet, told: Callable[[int], None]
+    ) -> None:
+        self._assumed, self._fleet, self._told = assumed, fleet, told
+        self._broadcast = settings.publish.way == "broadcast"
+        self._drain = settings.publish.in_flight == "drain"
+        # weights that arrive while the next batch is taken make it that much older, which its limit has to allow
+        self._overlap = 2 * settings.engine.publish_every - 1 <= settings.scheduler.max_off_policy_steps
+        self._taking: asyncio.Task[None] | None = None
+        self._giving: asyncio.Task[None] | None = None
+
+    async def publish(self, version: int) -> None:
+        """Begin, after the publication before this one is over; and, without overlap, wait for the end."""
+        await _over(self._giving)
+        self._taking = asyncio.create_task(self._take())
+        self._giving = asyncio.create_task(self._give(self._taking, version))
+        if not self._overlap:
+            await self._giving
+
+    async def taken(self) -> None:
+        """Wait until the trainer's weights may change."""
+        await _over(self._taking)
+
+    async def live(self) -> None:
+        await _over(self._giving)
+
+    async def _take(self) -> None:
+        written = 0.0 if self._broadcast else self._assumed.publish_gigabytes / self._assumed.bandwidth
+        await asyncio.sleep(self._assumed.publish_seconds + written)
+
+    async def _give(self, taking: "asyncio.Task[None]", version: int) -> None:
+        await taking
+        up = [engine for engine in self._fleet.engines if engine.up]
+        if self._drain:
+            for engine in up:
+                engine.welcome(False)
+            await asyncio.gather(*(engine.empty() for engine in up))
+        await asyncio.sleep(self._fleet.load_seconds(len(up)))
+        self._fleet.version = version
+        for engine in self._fleet.engines:
+            if not engine.up:
+                continue  # it comes back with these
+            if self._assumed.load_seconds:
+                engine.stall(self._assumed.load_seconds)
+            engine.hold(version)
+            engine.welcome(True)
+        self._told(version)
+
+
+async def _over(task: "asyncio.Task[None] | None") -> None:
+    if task is not None and not task.done():
+        await asyncio.wait({task})

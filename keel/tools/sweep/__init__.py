@@ -1,0 +1,12 @@
+"""Several short runs that differ in one thing, side by side: the comparison that settles what a recording cannot.
+
+A trial is a variant (an objective, or the values of some settings) and a seed. All trials of a seed have the same
+start, the same tasks under the same group names and the same seeds of sampling. `plan` says which trials there are,
+`work` runs them, `results` reads their ledgers, `page` and `long` render. No winner is named: one sees the spread.
+"""
+
+from keel.tools.sweep.plan import Plan, Trial, Variant
+from keel.tools.sweep.results import Results
+from keel.tools.sweep.runner import Outcome, Session, Watcher
+
+__all__ = ["Outcome", "Plan", "Results", "Session", "Trial", "Variant", "Watcher"]

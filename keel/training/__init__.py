@@ -1,0 +1,30 @@
+"""The policy: from a step's samples to new weights.
+
+Loads models, computes log-probs without the logits and shared tokens once, takes optimizer steps, writes checkpoints
+and reads references. It knows nothing of environments, engines or the loop that calls it.
+"""
+
+from keel.training.model.checkpoint import Checkpoints
+from keel.training.model.model import Model, load_model
+from keel.training.model.references import References, prepare
+from keel.training.step.forward import Forward
+from keel.training.step.lm_head import Head, logprobs
+from keel.training.step.sample import Sample, Tokens
+from keel.training.step.step_report import StepReport, TokenAccount
+from keel.training.step.trainer import Trainer
+
+__all__ = [
+    "Checkpoints",
+    "Forward",
+    "Head",
+    "Model",
+    "References",
+    "Sample",
+    "StepReport",
+    "TokenAccount",
+    "Tokens",
+    "Trainer",
+    "load_model",
+    "logprobs",
+    "prepare",
+]

@@ -1,0 +1,1 @@
+"""The trainer on several ranks: process group, commands and FSDP2."""

@@ -1,0 +1,1 @@
+"""Models, checkpoints, references and exports."""

@@ -1,0 +1,202 @@
+"""Checkpoints of a run: `checkpoints/step_N/`, each complete, checked and enough to go on bit for bit.
+
+A checkpoint holds the weights in the layout of Hugging Face or PEFT (vLLM, transformers and peft load the folder as it
+is), `keel.json` (whose weights, which versions), and in `training/`, where loaders of weights do not look, the
+optimizer's moments, the random states and the caller's own state as JSON. `manifest.json` has a hash of each file.
+There is no pickle in it.
+
+Guarantees: a checkpoint appears by one rename after its bytes are on the disk, whatever happens on the way; damage is
+found by hash and the checkpoint before it used, with a warning; the one saved last is never removed to make room.
+One run writes at a time; of several ranks each writes its own shards (`shards.py`), in a folder that all of them see,
+and any number of ranks can go on from what any number has written.
+"""
+
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keel.common import atomic_files
+from keel.config.trainer import CheckpointSettings
+from keel.errors import ModelError
+from keel.training.distributed.rank_command import pack
+from keel.training.model import weights_io
+from keel.training.model.model import Model
+from keel.training.model.optimizer_state import read_optimizer, set_optimizer, set_random, write_optimizer, write_random
+from keel.training.model.sharded_checkpoint import FOLDER, read_shards, write_shards
+
+TRAINING = "training"
+"""A folder of its own: vLLM takes every safetensors file beside config.json for weights of the model."""
+OPTIMIZER = "optimizer.safetensors"
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    A step is written once. To save one that exists and is good is refused, since two different checkpoints of one step
+    mean that a run went back; `rewind` says so. One that exists and is broken is replaced.
+    """
+
+    def __init__(self, folder: Path, settings: CheckpointSettings) -> None:
+        self.folder = folder
+        self.settings = settings
+        self._pinned: set[int] = set()
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.folder / f"step_{step}"
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, in order, by name alone: nothing incomplete ever has such a name."""
+        if not self.folder.is_dir():
+            return []
+        found = (re.fullmatch(r"step_(0|[1-9]\d*)", path.name) for path in self.folder.iterdir() if path.is_dir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def verify(self, step: int) -> None:
+        """Read the whole checkpoint and refuse it, by the file's name, if anything is missing, truncated or changed."""
+        if not self.path(step).is_dir():
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise ModelError(f"there is no checkpoint of step {step} in {self.folder}; steps that exist: {there}")
+        atomic_files.check(self.path(step))
+
+    def latest(self) -> int | None:
+        """The newest step whose checkpoint is whole. Each broken one on the way is a warning that names the file."""
+        for step in reversed(self.steps()):
+            try:
+                self.verify(step)
+            except atomic_files.Unreadable:
+                raise  # to go back without asking would throw away training that is still there
+            except ModelError as error:
+                warnings.warn(f"checkpoint of step {step} is broken and not used: {error}", stacklevel=2)
+            else:
+                return step
+        return None
+
+    def save(self, step: int, model: Model, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Path:
+        """Write the checkpoint of a step, then remove those that `keep_last` and `keep_every` do not keep.
+
+        Whatever goes wrong is a `ModelError`, and all earlier checkpoints are as they were.
+        """
+        target = self.path(step)
+        text = _as_json(state)
+        if target.is_dir():
+            self._make_way(step)
+        with atomic_files.new_folder(target) as folder:
+            (folder / TRAINING).mkdir()
+            if model.world is None:
+                weights_io.write_weights(folder, model, step=step)
+                write_optimizer(folder / TRAINING / OPTIMIZER, model.parameters(), optimizer)
+            else:
+                with model.world.together("save", lambda: pack(folder=str(folder.resolve()), step=step)):
+                    write_ranked(folder, model, optimizer, step)
+            write_random(folder / TRAINING / "random.safetensors")
+            (folder / TRAINING / "state.json").write_text(text)
+            atomic_files.seal(folder)
+        self._remove_old(step)
+        return target
+
+    def load(self, step: int, model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Restore weights, optimizer and random states, and return the caller's state.
+
+        Everything is read and checked before anything is set: a checkpoint that is refused leaves the model as it was.
+        """
+        self.verify(step)
+        folder = self.path(step)
+        said = atomic_files.read_json(folder / TRAINING / "state.json")
+        ranks = (
+            nullcontext()
+            if model.world is None
+            else model.world.together("load", lambda: pack(folder=str(folder.resolve())))
+        )
+        with ranks:
+            restore(folder, model, optimizer)
+        # last: reading networks may draw numbers for weights that are then replaced
+        set_random(folder / TRAINING / "random.safetensors")
+        return said
+
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of a step for as long as this object saves: something refers to it."""
+        self._pinned.add(step)
+
+    def rewind(self, step: int) -> None:
+        """Remove every checkpoint after a step, because the run goes on from there and will write others."""
+        for later in self.steps():
+            if later > step:
+                self._discard(later)
+
+    def _make_way(self, step: int) -> None:
+        try:
+            self.verify(step)
+        except atomic_files.Unreadable:
+            raise
+        except ModelError as error:
+            warnings.warn(f"checkpoint of step {step} is broken and is replaced: {error}", stacklevel=3)
+            self._discard(step)
+        else:
+            raise ModelError(
+                f"{self.path(step)} exists and is whole, and is not written over; a run that went back to an earlier"
+                " step rewinds its checkpoints first"
+            )
+
+    def _remove_old(self, saved: int) -> None:
+        """Remove what is older than the newest `keep_last` whole ones; a broken one is not counted among them."""
+        whole = [step for step in self.steps() if step == saved or self._seems_whole(step)]
+        kept = set(whole[-self.settings.keep_last :]) | {saved}
+        every = self.settings.keep_every
+        for step in self.steps():
+            if step < min(kept) and step not in self._pinned and not (every and step % every == 0):
+                try:
+                    self._discard(step)
+                except ModelError as error:
+                    warnings.warn(str(error), stacklevel=3)
+
+    def _seems_whole(self, step: int) -> bool:
+        # sizes only: reading gigabytes of old checkpoints at every save would be felt
+        try:
+            atomic_files.check(self.path(step), hashes=False)
+        except ModelError:
+            return False
+        return True
+
+    def _discard(self, step: int) -> None:
+        try:
+            atomic_files.discard(self.path(step))
+        except OSError as error:
+            raise ModelError(f"{self.path(step)} could not be removed: {error.strerror}") from error
+
+
+def write_ranked(folder: Path, model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """One rank's part of a checkpoint; rank 0's has the whole weights in it, as engines and others read them."""
+    assert model.world is not None
+    weights_io.write_weights(folder, model, step=step)
+    write_shards(folder / TRAINING, model.parameters(), optimizer, first=model.world.rank == 0)
+
+
+def restore(folder: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Weights and moments from a checkpoint, whole or in shards, into a model that is the one or the other."""
+    parameters = model.parameters()
+    if not (folder / TRAINING / FOLDER).is_dir():
+        values = weights_io.read_weights(folder, model)
+        moments, rates = read_optimizer(folder / TRAINING / OPTIMIZER, parameters, optimizer)
+        weights_io.set_weights(values, model)
+    else:
+        weights_io.check_fits(folder, model)
+        values, moments, rates = read_shards(folder / TRAINING, parameters, optimizer, alone=model.world is None)
+        with torch.no_grad():
+            for name, tensor in values.items():
+                parameters[name].copy_(tensor)
+    set_optimizer(moments, rates, parameters, optimizer)
+
+
+def _as_json(content: Mapping[str, Any]) -> str:
+    try:
+        text = json.dumps(dict(content), indent=2) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"the state of a checkpoint must be JSON: {error}") from error
+    return text

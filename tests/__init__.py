@@ -1,0 +1,1 @@
+"""Tests of Keel; the folders mirror the package."""

@@ -1,0 +1,374 @@
+"""Claims of the Python API: what is sampled is recorded exactly, only that trains, and the new weights answer."""
+
+import asyncio
+import itertools
+import threading
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+import keel
+from keel.config.run import AdvantageSettings
+from keel.errors import ModelError
+from keel.training import Checkpoints
+from tests.support.api_world import LORA, agent, attempt, attempts, furthest, replayed, run, say, trainer_at
+
+# --- what is sampled ---
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_choice_carries_the_trainers_own_logprobs_of_exactly_its_tokens(tmp_path: Path, temperature: float) -> None:
+    async def talk() -> Any:
+        async with keel.LocalBackend(path=tmp_path) as backend:
+            model = agent()
+            await backend.register(model)
+            response = await say(model, [{"role": "user", "content": "hi"}], temperature=temperature, n=3)
+            return model, response.choices
+
+    model, choices = run(talk())
+    trainer = keel.Trainer(model.settings)
+    for choice in choices:
+        assert choice.versions == [0] * len(choice.token_ids) and choice.model == "agent-1"
+        assert furthest(*replayed(trainer, choice)) < 1e-4
+    prompt = [{"role": "user", "content": "hi"}]
+    expected = trainer.model.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    assert choices[0].prompt_token_ids == list(expected)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_what_is_sampled_after_train_comes_from_the_new_weights(tmp_path: Path, lora: dict[str, Any] | None) -> None:
+    async def train() -> Any:
+        async with keel.LocalBackend(path=tmp_path) as backend:
+            model = agent(lora=lora)
+            await backend.register(model)
+            results = [
+                await backend.train(model, await attempts(model), objective="icepop", learning_rate=5e-3)
+                for _ in range(2)
+            ]
+            response = await say(model, [{"role": "user", "content": "hi"}], max_tokens=12)
+            return model, results, response.choices[0]
+
+    model, (first, second), choice = run(train())
+    assert (first.step, second.step) == (1, 2) and not second.why_not
+    assert second.checkpoint_path == tmp_path / "agent-1" / "checkpoints" / "step_2" and second.checkpoint_path.is_dir()
+    assert choice.versions == [2] * len(choice.token_ids)
+    assert furthest(*replayed(trainer_at(tmp_path, 2, model), choice)) < 1e-4
+    assert furthest(*replayed(trainer_at(tmp_path, 0, model), choice)) > 0.01
+    # nothing was stale, so the trainer found the sampler's log-probs to be its own
+    assert second.metrics["mismatch_kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_conversation_with_a_tool_is_one_sample_whatever_its_text_looked_like(tmp_path: Path) -> None:
+    async def talk() -> Any:
+        async with keel.LocalBackend(path=tmp_path) as backend:
+            model = agent()
+            await backend.register(model)
+            said = await attempt(model, turns=3)
+            group = keel.TrajectoryGroup([said, await attempt(model, reward=-1.0)])
+            return said, await backend.train(model, [group])
+
+    said, result = run(talk())
+    choices = said.choices
+    # random bytes are seldom text: tokenising what the client saw again would give other tokens
+    assert any("\ufffd" in choice.message.content for choice in choices)
+    for before, after in itertools.pairwise(choices):
+        assert after.prompt_token_ids[: len(before.prompt_token_ids)] == before.prompt_token_ids
+        start = len(before.prompt_token_ids)
+        assert after.prompt_token_ids[start : start + len(before.token_ids)] == before.token_ids
+    assert result.metrics["samples"] == 2 and result.metrics["rollout/turns"] == 4
+
+
+def test_a_conversation_that_was_changed_becomes_a_sample_more_and_every_token_trains_once(tmp_path: Path) -> None:
+    async def talk() -> Any:
+        async with keel.LocalBackend(path=tmp_path) as backend:
+            model = agent()
+            await backend.register(model)
+            said = await attempt(model, turns=2, reward=1.0)
+            summary = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a summary"}]
+            changed = await say(model, [*summary, {"role": "user", "content": "more"}])
+            said.messages_and_choices.append(changed)
+            return said, await backend.train(
+                model, [keel.TrajectoryGroup([said, await attempt(model, reward=0.0, max_tokens=1)])]
+            )
+
+    said, result = run(talk())
+    assert result.metrics["samples"] == 3 and result.metrics["rollout/split_branch"] == 1
+    sampled = sum(len(choice.token_ids) for choice in said.choices) + 1
+    assert result.metrics["rollout/sampled_tokens"] == sampled
+
+
+def test_streamed_answers_are_gone_on_with_token_by_token(tmp_path: Path) -> None:
+    async def talk() -> Any:
+        async with keel.LocalBackend(path=tmp_path) as backend:
+            model = agent()
+            await backend.register(model)
+            messages: list[Any] = [{"role": "user", "content": "hi"}]
+            text, tokens = "", []
+            async for chunk in await say(model, messages, stream=True):
+                text += chunk.choices[0].delta.content or ""
+                for name in ("prompt_token_ids", "token_ids"):
+                    tokens += getattr(chunk.choices[0], name, [])
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "on"}]
+            return tokens, (await say(model, messages)).choices[0]
+
+    tokens, choice = run(talk())
+    assert len(tokens) > 20 and choice.prompt_token_ids[: len(tokens)] == tokens
+
+
+def test_a_client_that_blocks_the_event_loop_is_answered(tmp_path: Path) -> None:
+    async def talk() -> str:
+        async with keel.LocalBackend(path=tmp_path) as backend:
+            model = agent()
+            await backend.register(model)
+            with openai.OpenAI(base_url=model.base_url, api_key=model.api_key, timeout=20, max_retries=0) as client:
+                messages: list[Any] = [{"role": "user", "content": "hi"}]
+                return str(client.chat.completions.create(model="agent-1", messages=messages, max_tokens=3).id)
+
+    assert run(talk()).startswith("chatcmpl-")
+
+
+def test_the_endpoint_wants_its_key_and_loads_no_weights_for_clients(tmp_path: Path) -> None:
+    async def talk() -> None:
+        async with keel.LocalBackend(path=tmp_path) as backend:
+            model = agent()
+            await backend.register(model)
+            assert model.base_url.startswith("http://127.0.0.1:")
+            async with openai.AsyncOpenAI(base_url=model.base_url, api_key="guess", max_retries=0) as stranger:
+                with pytest.raises(openai.AuthenticationError):
+                    await stranger.models.list()
+            with pytest.raises(openai.NotFoundError):
+                await model.openai_client().post("/load_weights", cast_to=object, body={"folder": "x", "version": 1})
+
+    run(talk())
+
+
+# --- references ---
+
+
+def test_the_reference_that_is_named_is_the_one_that_acts(tmp_path: Path) -> None:
+    """The same rollouts, trained from the same weights with another reference each."""
+
+    async def other() -> Path:
+        async with keel.LocalBackend(path=tmp_path / "other") as backend:
+            model = agent(lora=LORA)
+            await backend.register(model)
+            return (await backend.train(model, await attempts(model), learning_rate=2e-2)).checkpoint_path
+
+    async def train(lora: dict[str, Any] | None, adapter: Path) -> list[dict[str, float]]:
+        async with keel.LocalBackend(path=tmp_path / f"run-{bool(lora)}") as backend:
+            model = agent(lora=lora)
+            await backend.register(model)
+            await backend.train(model, await attempts(model), learning_rate=2e-2)
+            groups, found = await attempts(model), []
+            for reference in ({}, {"kl_penalty_reference_step": 1}, {"kl_ref_adapter_path": adapter}):
+                # a rate that moves nothing to speak of: every call has the same policy
+                result = await backend.train(model, groups, learning_rate=1e-12, kl_penalty_coef=1.0, **reference)
+                found.append(result.metrics)
+            plain = await backend.train(model, groups, learning_rate=1e-12)
+            return [*found, plain.metrics]
+
+    adapter = run(other())
+    for lora in (None, LORA):
+        base, step, given, plain = run(train(lora, adapter))
+        assert step["drift/step_1"] == pytest.approx(0, abs=1e-5)
+        # how large they are is luck, for what was sampled is; that they differ by more than rounding is not
+        assert abs(base["drift/base"]) > 1e-4 and abs(given["drift/adapter"]) > 1e-4
+        assert base["drift/base"] != pytest.approx(given["drift/adapter"], abs=1e-5)
+        assert not any(name.startswith("drift/") for name in plain)
+        # a step that has not moved from its reference is trained as if there were no penalty
+        assert step["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-3)
+        assert abs(base["grad_norm"] - plain["grad_norm"]) > 1e-5 * plain["grad_norm"]
+        assert abs(given["grad_norm"] - base["grad_norm"]) > 1e-5 * plain["grad_norm"]
+
+
+def test_a_reference_that_is_not_there_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    async def train() -> None:
+        async with keel.LocalBackend(path=tmp_path) as backend:
+            model = agent(lora=LORA)
+            await backend.register(model)
+            groups = await attempts(model)
+            with pytest.raises(ModelError, match="no checkpoint of step 7"):
+                await backend.train(model, groups, kl_penalty_coef=1.0, kl_penalty_reference_step=7)
+            with pytest.raises(ModelError, match="is no adapter"):
+                await backend.train(model, groups, kl_penalty_coef=1.0, kl_ref_adapter_path=tmp_path)
+            assert await backend.step(model) == 0
+            assert (await backend.train(model, groups)).step == 1
+
+    run(train())
+
+
+def test_the_first_step_stays_on_disk_as_a_reference(tmp_path: Path) -> None:
+    async def train() -> tuple[list[int], float]:
+        kept = keel.CheckpointSettings(keep_last=1)
+        async with keel.LocalBackend(path=tmp_path, checkpoints=kept) as backend:
+            model = agent()
+            await backend.register(model)
+            groups = await attempts(model)
+            for _ in range(3):
+                await backend.train(model, groups, learning_rate=1e-2)
+            last = await backend.train(model, groups, kl_penalty_coef=0.1, kl_penalty_reference_step=0)
+            return Checkpoints(tmp_path / "agent-1" / "checkpoints", kept).steps(), last.metrics["drift/step_0"]
+
+    steps, drift = run(train())
+    assert steps == [0, 4] and abs(drift) > 0.01
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"zero_variance_groups": "train"}, {"advantages": AdvantageSettings(zero_variance_groups="train")}],
+    ids=["parameter", "settings"],
+)
+def test_zero_variance_groups_train_wherever_it_is_asked_for(tmp_path: Path, given: dict[str, Any]) -> None:
+    async def train() -> Any:
+        async with keel.LocalBackend(path=tmp_path) as backend:
+            model = agent()
+            await backend.register(model)
+            groups = [keel.TrajectoryGroup([await attempt(model, reward=1.0) for _ in range(2)])]
+            # its gradient does not depend on advantages
+            signal = {"policy": {"surrogate": "cross_entropy", "anchor": "none"}}
+            dropped = await backend.train(model, groups, objective=signal)
+            return dropped, await backend.train(model, groups, objective=signal, **given)
+
+    dropped, trained = run(train())
+    assert dropped.step == 0 and "all advantages are zero" in dropped.why_not
+    assert dropped.metrics["rollout/no_signal_tokens"] > 0
+    assert (trained.step, trained.why_not) == (1, "")
+    assert trained.metrics["rollout/no_signal_tokens"] == 0
+
+
+# --- steps that are whole, or were not ---
+
+
+def test_a_model_that_is_registered_again_goes_on_where_it_was(tmp_path: Path) -> None:
+    async def once(rewards: float) -> Any:
+        async with keel.LocalBackend(path=tmp_path) as backend:
+            model = agent()
+            await backend.register(model)
+            before = await backend.step(model)
+            live = (await say(model, [{"role": "user", "content": "hi"}])).choices[0]
+            estimator = AdvantageSettings(name="moving_baseline", decay=0.5)
+            groups = [keel.TrajectoryGroup([await attempt(model, reward=rewards)])]
+            return model, before, live, await backend.train(model, groups, learning_rate=5e-3, advantages=estimator)
+
+    _, before, _, first = run(once(8.0))
+    model, again, live, second = run(once(8.0))
+    assert (before, again, first.step, second.step) == (0, 1, 1, 2)
+    assert live.versions == [1] * len(live.token_ids)
+    assert furthest(*replayed(trainer_at(tmp_path, 1, model), live)) < 1e-4
+    # the optimizer's steps and the baseline came back: 8 -> 4 -> 6 at a decay of a half
+    assert second.metrics["steps"] == 2
+    state = keel.Trainer(model.settings).load(Checkpoints(second.checkpoint_path.parent, keel.CheckpointSettings()), 2)
+    assert state == {"moving_baseline": {"0": 6.0}}
+
+
+def test_a_broken_checkpoint_is_passed_over_with_a_warning_and_no_other_is_touched(tmp_path: Path) -> None:
+    async def once(steps: int) -> Any:
+        async with keel.LocalBackend(path=tmp_path) as backend:
+            model = agent()
+            await backend.register(model)
+            for _ in range(steps):
+                await backend.train(model, await attempts(model), learning_rate=1e-3)
+            return await backend.step(model)
+
+    assert run(once(2)) == 2
+    (tmp_path / "agent-1/checkpoints/step_2/model.safetensors").write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match="step 2 is broken and not used"):
+        assert run(once(0)) == 1
+    assert (tmp_path / "agent-1/checkpoints/step_2/model.safetensors").read_bytes() == b"damaged"
+
+
+def test_a_step_that_could_not_be_saved_did_not_happen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def train() -> Any:
+        async with keel.LocalBackend(path=tmp_path) as backend:
+            model = agent()
+            await backend.register(model)
+            groups = await attempts(model)
+            with monkeypatch.context() as patch:
+                patch.setattr(Checkpoints, "save", lambda *_args: (_ for _ in ()).throw(ModelError("disk full")))
+                with pytest.raises(ModelError, match="disk full"):
+                    await backend.train(model, groups, learning_rate=1e-2)
+            assert await backend.step(model) == 0
+            live = (await say(model, [{"role": "user", "content": "hi"}])).choices[0]
+            assert live.versions[0] == 0
+            return (await backend.train(model, groups, learning_rate=1e-2)).metrics, live, model
+
+    metrics, live, model = run(train())
+    # the second try began from the same weights and the same optimizer as the first
+    assert metrics["steps"] == 1 and metrics["mismatch_kl"] == pytest.approx(0, abs=1e-6)
+    assert furthest(*replayed(keel.Trainer(model.settings), live)) < 1e-4
+
+
+def test_a_folder_has_one_writer(tmp_path: Path) -> None:
+    async def both() -> None:
+        async with keel.LocalBackend(path=tmp_path) as first, keel.LocalBackend(path=tmp_path) as second:
+            await first.register(agent())
+            with pytest.raises(ModelError, match="in use by another backend"):
+                await second.register(agent())
+            await first.close()
+            await second.register(agent())
+
+    run(both())
+
+
+def test_the_endpoint_answers_while_training_and_a_cancelled_call_goes_on_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    plain = keel.Trainer.step
+
+    def slow(self: keel.Trainer, *args: Any, **options: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return plain(self, *args, **options)
+
+    async def train() -> int:
+        async with keel.LocalBackend(path=tmp_path) as backend:
+            model = agent()
+            await backend.register(model)
+            groups = await attempts(model)
+            monkeypatch.setattr(keel.Trainer, "step", slow)
+            call = asyncio.ensure_future(backend.train(model, groups))
+            await asyncio.to_thread(begun.wait, 30)
+            response = await say(model, [{"role": "user", "content": "hi"}])
+            assert response.choices[0].versions[0] == 0
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            go_on.set()
+            await backend.close()
+            return Checkpoints(tmp_path / "agent-1" / "checkpoints", keel.CheckpointSettings()).latest() or 0
+
+    assert run(train()) == 1
+
+
+def test_references_leave_nothing_behind_in_the_trained_network(tmp_path: Path) -> None:
+    async def train() -> None:
+        async with keel.LocalBackend(path=tmp_path) as backend:
+            model = agent(lora=LORA)
+            await backend.register(model)
+            policy = backend._of(model).learner.model
+            trained = {name: weight.requires_grad for name, weight in policy.network.named_parameters()}
+            groups = await attempts(model)
+            for step in range(3):
+                await backend.train(model, groups, kl_penalty_coef=0.1, kl_penalty_reference_step=step)
+            await backend.train(model, groups)
+            assert {n: weight.requires_grad for n, weight in policy.network.named_parameters()} == trained
+            assert all(torch.isfinite(weight).all() for weight in policy.network.parameters())
+
+    run(train())
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"engine": keel.config.EngineSettings(kind="process")}, "engine.kind = process"),
+        ({"engine": keel.config.EngineSettings(publish_every=2)}, "engine.publish_every = 2"),
+        ({"checkpoints": keel.CheckpointSettings(every=5)}, "checkpoints.every = 5"),
+    ],
+)
+def test_settings_that_mean_nothing_to_a_backend_are_refused(tmp_path: Path, given: dict[str, Any], name: str) -> None:
+    with pytest.raises(keel.ConfigError, match=f"{name} cannot act"):
+        keel.LocalBackend(path=tmp_path, **given)

@@ -1,0 +1,73 @@
+"""Claims of an exact server: tool calls are read, and what was said is gone on with token by token, or says why not."""
+
+from typing import Any
+
+import httpx
+
+from keel.api.conversations import Conversations
+from keel.inference.protocol import Generation
+from keel.inference.server.app import build_app
+from keel.rollout.rendering.renderer import Renderer
+from tests.support.api_world import run
+from tests.support.engine_fakes import END, TOKENIZER, FakeEngine
+
+HI = {"role": "user", "content": "hi"}
+
+
+def test_tool_calls_are_read_with_ids_of_their_own_and_the_next_turn_extends_their_tokens() -> None:
+    wrote = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    ids = (*TOKENIZER(wrote)["input_ids"], END)
+    engine = FakeEngine()
+    engine.answer = lambda _prompt, sampling: Generation(
+        ids, (-0.5,) * len(ids), (3,) * len(ids), "stop", sampling.temperature
+    )
+    talk = Conversations(Renderer(TOKENIZER)).open
+    app = build_app(engine, TOKENIZER, model="agent-1", exact=True, talk=talk)
+
+    async def both() -> list[Any]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            answer = await client.post("/v1/chat/completions", json={"messages": [HI], "n": 2, "max_tokens": 99})
+            first, other = answer.json()["choices"]
+            tool = {"role": "tool", "content": "2", "tool_call_id": first["message"]["tool_calls"][0]["id"]}
+            messages = [HI, first["message"], tool]
+            second = (await client.post("/v1/chat/completions", json={"messages": messages})).json()["choices"][0]
+            refused = await client.post(
+                "/v1/chat/completions", json={"messages": [HI], "tools": [{"type": "function"}]}
+            )
+            return [first, other, second, refused]
+
+    first, other, second, refused = run(both())
+    calls = [one["message"]["tool_calls"][0] for one in (first, other)]
+    assert calls[0]["function"] == {"name": "add", "arguments": '{"a": 1}'} and calls[0]["id"] != calls[1]["id"]
+    assert first["finish_reason"] == "tool_calls" and first["message"]["content"] == ""
+    before = [*first["prompt_token_ids"], *first["token_ids"]]
+    assert second["prompt_token_ids"][: len(before)] == before and second["prompt_reason"] is None
+    assert "2<|im_end|>" in TOKENIZER.decode(second["prompt_token_ids"][len(before) :])
+    # a template without a place for tools says so, and what to do
+    assert refused.status_code == 400 and "describe them in a system message" in refused.json()["error"]["message"]
+
+
+def test_what_a_server_forgot_is_rendered_anew() -> None:
+    conversations = Conversations(Renderer(TOKENIZER), memory=1)
+    for text in ("one", "two"):
+        conversations.open([{"role": "user", "content": text}], []).answered([5, 6, END], [])
+    one, two = (
+        conversations.open([{"role": "user", "content": text}, {"role": "assistant", "content": "\x05\x06"}, HI], [])
+        for text in ("one", "two")
+    )
+    assert two.reason is None
+    assert list(one.prompt) == TOKENIZER.apply_chat_template(
+        [{"role": "user", "content": "one"}, {"role": "assistant", "content": "\x05\x06"}, HI],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+
+
+def test_a_stop_text_is_not_in_the_message_and_the_conversation_still_goes_on() -> None:
+    talk = Conversations(Renderer(TOKENIZER))
+    first = talk.open([HI], [])
+    ids = TOKENIZER("yes. and")["input_ids"]
+    assert first.answered(ids, ["."])["content"] == "yes"
+    second = talk.open([HI, {"role": "assistant", "content": "yes"}, HI], [])
+    assert list(second.prompt)[: len(first.prompt) + len(ids)] == [*first.prompt, *ids]

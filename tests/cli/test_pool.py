@@ -1,0 +1,256 @@
+"""`keel pool`: what it prints about real servers, its exit codes, and that what a server says is only ever text."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from keel.cli import main
+from keel.cli.run.pool import duration
+from keel.inference.protocol import EngineError
+from keel.inference.server.app import build_app
+from tests.inference.pool.test_vllm_engine import StandIn
+from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        try:
+            code = main(["pool", *argv])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def engine(version: int) -> FakeEngine:
+    made = FakeEngine()
+    made.live = version
+    return made
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with serving(build_app(engine(3), TOKENIZER, model="tiny")) as url:
+        yield url
+
+
+def test_all_ready_is_exit_code_0(run: Any, server: str) -> None:
+    code, out, err = run(server)
+    assert (code, err) == (0, "")
+    head, row, summary = out.splitlines()
+    assert head.split() == ["member", "state", "version", "running", "waiting", "errors", "for", "last", "error"]
+    assert row.split() == [server, "ready", "3", "0", "0", "0", "0", "s"]
+    assert summary == "1 member: 1 ready"
+
+
+def test_one_that_cannot_be_reached_is_exit_code_1_and_says_why(run: Any, server: str) -> None:
+    code, out, err = run(server, NOWHERE)
+    assert (code, err) == (1, "")
+    assert re.search(rf"{server} +ready +3 ", out)
+    assert re.search(rf"{NOWHERE} +unhealthy +- .*cannot be reached", out)
+    assert out.endswith("2 members: 1 ready, 1 unhealthy\n")
+
+
+def test_a_member_behind_the_newest_version_is_not_ready(run: Any, server: str) -> None:
+    with serving(build_app(engine(5), TOKENIZER, model="tiny")) as newer:
+        code, out, _ = run(server, newer)
+    assert code == 1
+    assert re.search(rf"{server} +syncing +3 .*holds version 3, the newest is 5", out)
+    assert re.search(rf"{newer} +ready +5 ", out)
+
+
+def test_nothing_is_loaded_or_asked(run: Any) -> None:
+    fake = engine(0)
+    with serving(build_app(fake, TOKENIZER, model="tiny")) as url:
+        assert run(url)[0] == 0
+    assert (fake.loaded, fake.calls) == ([], [])
+
+
+def test_weights_and_adapters_are_loaded_into_all_members(run: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path.resolve())
+    fakes = [engine(0), engine(2)]
+    with ExitStack() as stack:
+        apps = [build_app(fake, TOKENIZER, model="tiny", roots=ANYWHERE) for fake in fakes]
+        urls = [stack.enter_context(serving(app)) for app in apps]
+        code, out, _ = run(*urls, "--load", folder, "--version", "5")
+        assert code == 0 and len(re.findall(r" ready +5 ", out)) == 2
+        (tmp_path / "adapter_config.json").write_text("{}")
+        assert run(*urls, "--load", folder, "--version", "6", "--drain")[0] == 0
+        fakes[0].fail = lambda: EngineError("the disk is gone")
+        code, out, _ = run(*urls, "--load", folder, "--version", "7", "--interval", "0.2")
+        assert code == 1 and "the disk is gone" in out and len(re.findall(r" ready +7 ", out)) == 1
+        fakes[1].fail = fakes[0].fail
+        code, _, err = run(*urls, "--load", folder, "--version", "8")
+        assert code == 2 and "no member loaded version 8" in err
+    assert fakes[1].loaded == [("weights", folder, 5), ("adapter", folder, 6), ("adapter", folder, 7)]
+
+
+def test_a_vllm_member_takes_weights_too(run: Any, tmp_path: Path) -> None:
+    vllm = StandIn()
+    with serving(vllm.app()) as url:
+        refused = run(url, "--load", str(tmp_path), "--version", "5")
+        assert refused[0] == 2 and "is no keel server" in refused[2]
+        code, out, _ = run(url, "--server", "vllm", "--load", str(tmp_path), "--version", "5")
+    assert code == 0 and re.search(r" ready +5 ", out)
+    assert vllm.weights == str(tmp_path.resolve())
+
+
+def test_json_has_every_field(run: Any, server: str) -> None:
+    code, out, err = run(server, NOWHERE, "--json")
+    assert (code, err) == (1, "")
+    said = json.loads(out)
+    ready, unhealthy = said["members"]
+    assert ready.pop("age") < 5
+    assert ready == {
+        "url": server,
+        "state": "ready",
+        "version": 3,
+        "running": 0,
+        "waiting": 0,
+        "in_flight": 0,
+        "requests": 0,
+        "errors": 0,
+        "last_error": "",
+        "leaving": False,
+    }
+    assert (unhealthy["state"], unhealthy["version"], unhealthy["errors"]) == ("unhealthy", None, 1)
+    assert said["discovery_error"] == ""
+
+
+def test_members_come_from_a_file_a_name_or_a_list(run: Any, server: str, tmp_path: Path) -> None:
+    file = tmp_path / "members"
+    file.write_text(f"# engines\n{server}\n")
+    assert run("--file", str(file))[0] == 0
+    assert run("--dns", server.removeprefix("http://"))[0] == 0
+    with serving(Starlette(routes=[Route("/members", lambda _: JSONResponse([server]))])) as registry:
+        code, out, _ = run("--list-url", f"{registry}/members")
+    assert code == 0
+    assert server in out
+
+
+def test_members_that_cannot_be_found_are_exit_code_1(run: Any, tmp_path: Path) -> None:
+    code, out, err = run("--file", str(tmp_path / "missing"))
+    assert (code, err) == (1, "")
+    assert "0 members: none found" in out
+    assert "No such file or directory" in out.replace("\n", " ")
+
+
+def test_a_key_is_sent(run: Any, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    with serving(build_app(engine(0), TOKENIZER, model="tiny", api_key="secret")) as url:
+        assert run(url, "--api-key-file", str(key))[0] == 0
+        assert run(url, "--api-key", "secret")[0] == 0
+        code, out, _ = run(url, "--api-key", "wrong", "--json")
+    # whether /health needs a key is the server's to say; a wrong one is never shown
+    assert code in (0, 1)
+    assert "wrong" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give the members as URLs, or with one of --dns, --file and --list-url"),
+        ([NOWHERE, "--dns", "a:1"], "give the members as URLs, or with one of --dns, --file and --list-url"),
+        (["127.0.0.1:8000"], 'pool.urls: "127.0.0.1:8000" is not a URL; give one like "http://10.0.0.1:8000"'),
+        (["--dns", "engines"], 'pool.dns = "engines" is not a name and a port, such as "engines.internal:8000"'),
+        (["--list-url", "x"], 'pool.list_url: "x" is not a URL; give one like "http://10.0.0.1:8000"'),
+        ([NOWHERE, "--interval", "0"], "pool.interval = 0.0: input should be greater than 0"),
+        ([NOWHERE, "--timeout", "nan"], None),
+        ([NOWHERE, "--version", "3"], "--version cannot act without --load DIR"),
+        ([NOWHERE, "--drain"], "--drain cannot act without --load DIR"),
+        ([NOWHERE, "--load", "."], "--load needs --version N, which answers will say that they were sampled by"),
+        ([NOWHERE, "--load", "no-such-folder", "--version", "3"], "--load no-such-folder is not a folder"),
+        ([NOWHERE, "--api-key-file", "no-such-file"], None),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_code_2(run: Any, words: list[str], message: str | None) -> None:
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err == f"keel: {message}\n" if message else re.fullmatch(r"keel: .+\n", err)
+
+
+@pytest.mark.parametrize("words", [["--dns", "a:1", "--file", "b"], ["--nothing"], ["--interval", "x"]])
+def test_what_argparse_refuses_is_exit_code_2(run: Any, words: list[str]) -> None:
+    code, _, err = run(*words)
+    assert code == 2
+    assert err.startswith("usage: keel")
+
+
+def test_what_a_server_says_cannot_reach_the_terminal_or_be_markup(run: Any) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J[bold red]hi[/] [/nonsense]\r\n\u202e" + "x" * 5000
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"ready": False, "version": 0, "error": evil}, 503)
+
+    with serving(Starlette(routes=[Route("/health", health)])) as url:
+        code, out, _ = run(url)
+        _, machine, _ = run(url, "--json")
+    assert code == 1
+    assert out.replace("\n", "").isprintable()
+    assert "[bold red]hi[/] [/nonsense]" in " ".join(out.split())
+    assert len(out) < 2000
+    assert len(json.loads(machine)["members"][0]["last_error"]) <= 200
+
+
+def test_a_server_that_never_answers_is_given_up(run: Any) -> None:
+    async def health(_: Request) -> Response:
+        await asyncio.sleep(30)
+        return Response()
+
+    with serving(Starlette(routes=[Route("/health", health)]), timeout_graceful_shutdown=0) as url:
+        start = time.monotonic()
+        code, out, _ = run(url, "--timeout", "0.3")
+        assert time.monotonic() - start < 5
+    assert code == 1
+    assert "did not answer within" in out
+
+
+def test_watching_goes_on_until_interrupted_and_torch_is_not_loaded(server: str) -> None:
+    code = (
+        "import sys; from keel.cli import main;"
+        f"code = main(['pool', '{server}', '--json', '--watch', '--interval', '0.1']);"
+        "sys.exit(code or 9 * ('torch' in sys.modules))"
+    )
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as watching:
+        assert watching.stdout is not None
+        looks = [json.loads(watching.stdout.readline()) for _ in range(3)]
+        watching.send_signal(signal.SIGINT)
+        _, err = watching.communicate(timeout=20)
+    assert [look["members"][0]["state"] for look in looks] == ["ready"] * 3
+    assert (watching.returncode, err) == (0, "")
+
+
+def test_help_shows_examples(run: Any) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    assert "examples:\n  keel pool " in out
+
+
+def test_durations_are_for_people() -> None:
+    assert [duration(s) for s in (0, 59.4, 60, 3599, 7200, 1e6)] == ["0 s", "59 s", "1 min", "60 min", "2 h", "12 d"]

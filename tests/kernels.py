@@ -1,7 +1,0 @@
-"""Whether the kernels in C can be compiled here; what tests them says clearly when they cannot."""
-
-import pytest
-
-from keel.native.library import library, why_not
-
-needs_kernels = pytest.mark.skipif(library() is None, reason=f"kernels cannot be compiled here: {why_not()}")

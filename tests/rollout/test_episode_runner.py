@@ -1,0 +1,219 @@
+"""Whatever happens in an episode is data: one rollout, with at most one error."""
+
+import asyncio
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keel.config import EpisodeLimits
+from keel.inference.protocol import EngineError
+from keel.rollout.environments.environment import Outcome, Task, run_episode
+from tests.support.scripted import END, ScriptedEngine, client, play
+
+
+class Custom:
+    """An environment whose episode is given as a function."""
+
+    name = "custom"
+
+    def __init__(self, episode=None):
+        self._episode = episode
+
+    def tasks(self, split):
+        return [Task(f"custom/{split}", {})]
+
+    async def episode(self, task, policy):
+        return await self._episode(task, policy)
+
+
+def run(episode, *script, **options):
+    return play(Custom(episode), Task("custom/1", {}), ScriptedEngine(*script), **options)
+
+
+async def one_answer(task, policy):
+    await policy.chat([{"role": "user", "content": "hi"}])
+    return Outcome(1.0)
+
+
+def test_a_good_episode_is_a_rollout():
+    rollout = run(one_answer, "yes" + END, attempt=2)
+    assert (rollout.reward, rollout.error, rollout.error_kind, rollout.turns) == (1.0, None, None, 1)
+    assert (rollout.environment, rollout.task_id, rollout.group, rollout.attempt) == ("custom", "custom/1", "g", 2)
+    assert rollout.oldest_version == 0
+    assert rollout.seconds >= 0
+
+
+def test_an_exception_is_data_in_one_short_line():
+    async def broken(task, policy):
+        await one_answer(task, policy)
+        raise RuntimeError("line one\nline two " + "x" * 1000)
+
+    rollout = run(broken, "yes" + END)
+    assert rollout.error_kind == "exception"
+    assert rollout.reward is None
+    assert rollout.error.startswith("RuntimeError: line one line two xxx")
+    assert re.search(r"\.\.\. \(test_episodes\.py:\d+\)$", rollout.error)
+    assert len(rollout.error) < 350
+    assert "\n" not in rollout.error
+    assert rollout.turns == 1
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), asyncio.CancelledError(), KeyError("x"), AssertionError()])
+def test_nothing_that_an_environment_raises_gets_out(raised):
+    async def broken(task, policy):
+        raise raised
+
+    rollout = run(broken)
+    assert rollout.error_kind == "exception"
+    assert rollout.error.startswith(type(raised).__name__)
+
+
+def test_time_that_ran_out_is_data():
+    rollout = run(one_answer, 60, limits=EpisodeLimits(seconds=0.05))
+    assert (rollout.error_kind, rollout.error) == ("timeout", "limits.seconds = 0.05 ran out")
+    assert rollout.seconds < 60
+
+
+def test_an_environment_that_goes_on_after_its_time_has_timed_out():
+    async def stubborn(task, policy):
+        await one_answer(task, policy)
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            return Outcome(1.0)
+
+    assert run(stubborn, "x" + END, limits=EpisodeLimits(seconds=0.2)).error_kind == "timeout"
+
+
+def test_a_timeout_of_the_environments_own_is_its_exception():
+    async def impatient(task, policy):
+        async with asyncio.timeout(0.01):
+            await asyncio.sleep(10)
+
+    assert run(impatient).error_kind == "exception"
+
+
+def test_an_engine_error_is_data_also_in_a_task_group():
+    async def parallel(task, policy):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(one_answer(task, policy))
+        return Outcome(1.0)
+
+    for episode in (one_answer, parallel):
+        rollout = run(episode, EngineError("no room"))
+        assert (rollout.error_kind, rollout.error) == ("engine", "no room")
+
+
+def test_an_engine_error_that_the_environment_swallowed_is_not_a_reward():
+    async def swallows(task, policy):
+        try:
+            await one_answer(task, policy)
+        except ValueError:
+            return Outcome(0.0)
+
+    rollout = run(swallows, EngineError("no room"))
+    assert (rollout.error_kind, rollout.error) == ("engine", "no room")
+
+
+@pytest.mark.parametrize("script", [[], [""]])
+def test_nothing_sampled_is_empty(script):
+    async def maybe(task, policy):
+        if script:
+            await one_answer(task, policy)
+        return Outcome(1.0)
+
+    rollout = run(maybe, *script)
+    assert (rollout.error_kind, rollout.samples, rollout.oldest_version) == ("empty", (), None)
+
+
+def test_an_answer_that_only_ends_is_an_answer():
+    rollout = run(one_answer, END)
+    assert (rollout.error_kind, rollout.counts["trained_tokens"]) == (None, 1)
+
+
+def test_samples_that_are_all_too_long_are_over_length():
+    rollout = run(one_answer, "x" * 50 + END, limits=EpisodeLimits(tokens=60))
+    assert rollout.error_kind == "over_length"
+    assert rollout.reward == 1.0
+    assert rollout.counts["refused_tokens"] == 51
+    cut = run(one_answer, "x" * 50 + END, limits=EpisodeLimits(tokens=60, over_length="cut"))
+    assert cut.error_kind is None
+    assert len(cut.samples[0]) == 60
+    assert cut.counts["cut_tokens"] > 0
+
+
+def test_asking_past_the_limit_is_over_length_when_the_environment_lets_it_out():
+    async def greedy(task, policy):
+        while True:
+            await one_answer(task, policy)
+
+    rollout = run(greedy, *["x" + END] * 5, limits=EpisodeLimits(turns=3))
+    assert (rollout.error_kind, rollout.turns) == ("over_length", 3)
+    assert rollout.error == "the episode has had its limits.turns = 3 answers"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (None, "an episode returns an Outcome or a number, not NoneType"),
+        (Outcome(math.nan), "reward = nan is not finite"),
+        (Outcome(1.0, metrics={"speed": math.inf}), "speed = inf is not finite"),
+        (Outcome(1.0, rewards={"style": -math.inf}), "style = -inf is not finite"),
+    ],
+)
+def test_an_outcome_that_is_none_is_an_exception(outcome, message):
+    async def odd(task, policy):
+        await one_answer(task, policy)
+        return outcome
+
+    rollout = run(odd, "x" + END)
+    assert rollout.error_kind == "exception"
+    assert message in rollout.error
+
+
+def test_a_plain_number_is_an_outcome():
+    async def plain(task, policy):
+        await one_answer(task, policy)
+        return True
+
+    rollout = run(plain, "x" + END)
+    assert (rollout.reward, type(rollout.reward)) == (1.0, float)
+
+
+def test_a_cancellation_of_the_run_passes_through():
+    async def main():
+        engine = ScriptedEngine(60)
+        running = asyncio.create_task(run_episode(Custom(one_answer), Task("t", {}), client(engine)))
+        await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(main())
+
+
+@given(st.lists(st.sampled_from(["answer", "raise", "engine", "sleep", "empty", "long"]), max_size=6))
+def test_any_episode_becomes_exactly_one_rollout_with_at_most_one_error(steps):
+    said = {"answer": "ok" + END, "engine": EngineError("e"), "empty": "", "long": "x" * 400}
+
+    async def episode(task, policy):
+        for step in steps:
+            if step == "raise":
+                raise ValueError("raised")
+            if step == "sleep":
+                await asyncio.sleep(30)
+            else:
+                await policy.chat([{"role": "user", "content": "q"}])
+        return Outcome(0.5)
+
+    script = [said[step] for step in steps if step in said]
+    rollout = run(episode, *script, limits=EpisodeLimits(seconds=0.02, tokens=200))
+    assert (rollout.error is None) == (rollout.error_kind is None)
+    counts = rollout.counts
+    assert counts["sampled_tokens"] == counts["trained_tokens"] + counts["refused_tokens"]
+    if rollout.error_kind is None:
+        assert rollout.reward == 0.5
+        assert rollout.samples

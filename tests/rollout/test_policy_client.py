@@ -1,0 +1,155 @@
+"""The client records every turn, and holds an episode to its limits."""
+
+import asyncio
+
+import pytest
+
+from keel.config import EpisodeLimits, Sampling
+from keel.errors import ConfigError
+from keel.inference.protocol import EngineError, Generation
+from keel.rollout.policy_client import EpisodeOver, derive_seed
+from tests.support.scripted import END, ScriptedEngine, client
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def test_a_conversation_is_recorded_token_by_token():
+    engine = ScriptedEngine("one" + END, "two" + END)
+
+    async def talk():
+        policy = client(engine)
+        messages = [user("a")]
+        reply = await policy.chat(messages)
+        assert (reply.text, reply.message) == ("one", {"role": "assistant", "content": "one"})
+        await policy.chat([*messages, reply.message, user("b")])
+        return policy
+
+    policy = asyncio.run(talk())
+    made = policy.trajectory.samples(EpisodeLimits())
+    (sample,) = made.samples
+    assert sample.token_ids == engine.requests[1][0] + tuple(engine.tokenizer.encode("two" + END))
+    assert made.counts["sampled_tokens"] == made.counts["trained_tokens"] == 8
+
+
+def test_requests_carry_the_group_the_stop_ids_and_the_smaller_max_tokens():
+    engine = ScriptedEngine(*["x" + END] * 3)
+
+    async def talk():
+        policy = client(engine, sampling=Sampling(max_tokens=20, stop_token_ids=(7,)), group="task-1")
+        for asked in (None, 5, 100):
+            await policy.chat([user("a")], max_tokens=asked)
+
+    asyncio.run(talk())
+    assert [sampling.max_tokens for _, sampling, _ in engine.requests] == [20, 5, 20]
+    assert {group for *_, group in engine.requests} == {"task-1"}
+    assert engine.requests[0][1].stop_token_ids == (7, 258)
+
+
+def test_each_turn_has_a_seed_of_its_own_and_without_one_there_is_none():
+    def seeds(seed):
+        engine = ScriptedEngine("x" + END, "y" + END)
+
+        async def talk():
+            policy = client(engine, sampling=Sampling(seed=seed))
+            await policy.chat([user("a")])
+            await policy.chat([user("b")])
+
+        asyncio.run(talk())
+        return [sampling.seed for _, sampling, _ in engine.requests]
+
+    assert seeds(None) == [None, None]
+    first, second = seeds(3)
+    assert first != second
+    assert seeds(3) == [first, second] != seeds(4)
+    assert derive_seed(0, "g", 1) != derive_seed(0, "g", 2)
+
+
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.0}])
+def test_sampling_that_cannot_be_trained_on_is_refused_but_for_evaluation(setting):
+    name, value = next(iter(setting.items()))
+    with pytest.raises(ConfigError, match=rf"sampling.{name} = {value:g}"):
+        client(ScriptedEngine(), sampling=Sampling(**setting))
+    client(ScriptedEngine(), sampling=Sampling(**setting), evaluation=True)
+
+
+def test_the_turn_limit_is_kept_and_can_be_read():
+    async def talk():
+        policy = client(ScriptedEngine("x" + END, "y" + END), limits=EpisodeLimits(turns=1))
+        assert policy.turns_left == 1
+        await policy.chat([user("a")])
+        assert policy.turns_left == 0
+        with pytest.raises(EpisodeOver, match=r"limits.turns = 1"):
+            await policy.chat([user("b")])
+        assert len(policy.trajectory.turns) == 1
+
+    asyncio.run(talk())
+
+
+def test_a_prompt_without_room_for_an_answer_is_not_asked():
+    async def talk():
+        engine = ScriptedEngine("x" + END)
+        policy = client(engine, limits=EpisodeLimits(tokens=40))
+        with pytest.raises(EpisodeOver, match=r"prompt of \d+ tokens .* limits.tokens = 40"):
+            await policy.chat([user("a" * 40)])
+        assert engine.requests == []
+
+    asyncio.run(talk())
+
+
+def test_an_engine_error_is_kept_until_a_later_answer():
+    async def talk():
+        policy = client(ScriptedEngine(EngineError("gone"), "x" + END))
+        with pytest.raises(EngineError, match="gone"):
+            await policy.chat([user("a")])
+        assert str(policy.engine_error) == "gone"
+        await policy.chat([user("a")])
+        assert policy.engine_error is None
+        assert len(policy.trajectory.turns) == 1
+
+    asyncio.run(talk())
+
+
+def test_an_answer_that_was_given_up_is_an_engine_error():
+    class GivesUp(ScriptedEngine):
+        async def generate(self, prompt, sampling, *, group=None):
+            return Generation((1,), (0.0,), (0,), "cancelled", 1.0)
+
+    with pytest.raises(EngineError, match="gave the request up"):
+        asyncio.run(client(GivesUp()).chat([user("a")]))
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        ([], "at least one message"),
+        ([{"content": "x"}], "message 0 has no role"),
+        ([{"role": "user", "content": 3}], "content of type int"),
+    ],
+)
+def test_messages_that_are_none_are_refused(messages, what):
+    with pytest.raises(ValueError, match=what):
+        asyncio.run(client(ScriptedEngine("x")).chat(messages))
+
+
+def test_images_are_refused():
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    with pytest.raises(ConfigError, match="type image_url; only text"):
+        asyncio.run(client(ScriptedEngine("x")).chat([picture]))
+
+
+def test_what_an_environment_does_to_its_messages_later_changes_nothing():
+    engine = ScriptedEngine("one" + END, "two" + END)
+
+    async def talk():
+        policy = client(engine)
+        messages = [user("a")]
+        reply = await policy.chat(messages)
+        messages += [dict(reply.message), user("b")]
+        reply.message["content"] = "changed"
+        await policy.chat(messages)
+        return policy
+
+    policy = asyncio.run(talk())
+    assert len(policy.trajectory.samples(EpisodeLimits()).samples) == 1

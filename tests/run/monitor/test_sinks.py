@@ -1,0 +1,370 @@
+"""Claims of the sinks: what they are told, once and in order; what they write, read back; and that no run suffers."""
+
+import json
+import os
+import sqlite3
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.cli import main
+from keel.config import MetricsSettings, RunSettings, load
+from keel.errors import ConfigError, KeelError
+from keel.run.evaluate import Evaluation
+from keel.run.folder import RunFolder
+from keel.run.monitor.sinks import Sinks, finite, open_sinks, require
+from tests.support.paths import ROOT
+from tests.support.run_world import RECIPE
+
+NUMBERS = {"reward": 0.25, "loss/policy": -0.5, "empty": float("nan")}
+EVALUATION = Evaluation("larger_number", 0.5, 0.25, 0.75, 4, 1, {1: 0.5}, 0, 1.0)
+
+
+class Recorder:
+    """A sink of one's own: what it was told, in all of its lives."""
+
+    told: list[Any] = []
+    fail_at: int | None = None
+    fail_to_close = False
+    closed = 0
+
+    def __init__(self, folder: Path, settings: RunSettings) -> None:
+        assert (folder / "run.db").exists()
+        assert isinstance(settings, RunSettings)
+
+    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+        if step == Recorder.fail_at:
+            raise OSError("no space left")
+        Recorder.told.append((step, dict(numbers)))
+
+    def evaluated(self, step: int, environment: str, numbers: Mapping[str, float]) -> None:
+        Recorder.told.append((step, environment, numbers["reward"]))
+
+    def close(self) -> None:
+        Recorder.closed += 1
+        if Recorder.fail_to_close:
+            raise RuntimeError("the line is dead")
+
+
+NOT_CALLABLE = 3
+
+
+def not_a_sink(folder: Path, settings: RunSettings) -> object:
+    return object()
+
+
+@pytest.fixture(autouse=True)
+def fresh_recorder() -> None:
+    Recorder.told, Recorder.fail_at, Recorder.fail_to_close, Recorder.closed = [], None, False, 0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Any]:
+    """Opens the run of this test, with these metrics; each call is another life of it."""
+    opened: list[RunFolder] = []
+
+    def life(metrics: str) -> RunFolder:
+        while opened:
+            opened.pop().close()
+        recipe = tmp_path / "recipe.toml"
+        recipe.write_text(f"{RECIPE}\n[metrics]\n{metrics}\n")
+        path = tmp_path / "run"
+        if path.exists():
+            opened.append(RunFolder.open(path, file=recipe, allow_changes=True))
+        else:
+            opened.append(RunFolder.create(path, load(recipe)))
+        return opened[-1]
+
+    yield life
+    while opened:
+        opened.pop().close()
+
+
+CUSTOM = f'custom = "{__name__}:Recorder"'
+
+
+def commit(folder: RunFolder, sinks: Sinks | None, *steps: int) -> None:
+    """Steps as the loop does them: the ledger first, then the observers."""
+    for step in steps:
+        folder.ledger.write_step(step, version=step, stepped=True, numbers=finite(NUMBERS), fates=[], state={})
+        if sinks is not None:
+            sinks.step(step, NUMBERS)
+
+
+def evaluate(folder: RunFolder, sinks: Sinks, step: int, table: str = "larger_number") -> None:
+    folder.ledger.write_evaluation(step, table, EVALUATION.numbers())
+    sinks.evaluated(step, EVALUATION)
+
+
+def never(text: str) -> None:
+    raise AssertionError(text)
+
+
+# --- what every sink may rely on ---
+
+
+def test_a_sink_is_told_steps_and_evaluations_in_order_without_what_is_not_finite(folder: Any) -> None:
+    run = folder(CUSTOM)
+    sinks = open_sinks(run, never)
+    evaluate(run, sinks, 0)
+    commit(run, sinks, 1, 2)
+    evaluate(run, sinks, 2)
+    sinks.ended("")
+    kept = {"reward": 0.25, "loss/policy": -0.5}
+    assert Recorder.told == [(0, "larger_number", 0.5), (1, kept), (2, kept), (2, "larger_number", 0.5)]
+    assert Recorder.closed == 1
+
+
+def test_going_on_tells_nothing_twice_and_what_came_while_it_was_off(folder: Any) -> None:
+    run = folder(CUSTOM)
+    sinks = open_sinks(run, never)
+    evaluate(run, sinks, 0)
+    commit(run, sinks, 1)
+    commit(run, None, 2)  # killed between the ledger and the sink
+    run = folder("tensorboard = false")
+    off = open_sinks(run, never)
+    commit(run, off, 3)
+    evaluate(run, off, 3)
+    run = folder(CUSTOM)
+    sinks = open_sinks(run, never)
+    commit(run, sinks, 4)
+    sinks.step(4, NUMBERS)
+    order = [row[:2] if len(row) == 3 else row[0] for row in Recorder.told]
+    assert order == [(0, "larger_number"), 1, 2, 3, (3, "larger_number"), 4]
+
+
+def test_evaluations_go_by_the_tables_of_the_settings(folder: Any) -> None:
+    run = folder(CUSTOM)
+    sinks = open_sinks(run, never)
+    evaluate(run, sinks, 0, "easy")
+    evaluate(run, sinks, 0, "hard")  # both are larger_number by their own name
+    assert [row[1] for row in Recorder.told] == ["easy", "hard"]
+
+
+def test_a_sink_that_fails_is_a_notice_and_is_off_and_the_others_go_on(folder: Any) -> None:
+    run = folder(f"tensorboard = true\n{CUSTOM}")
+    Recorder.fail_at = 2
+    notices: list[str] = []
+    sinks = open_sinks(run, notices.append)
+    commit(run, sinks, 1, 2, 3)
+    sinks.ended("")
+    assert notices == ["metrics.custom failed and is switched off: OSError: no space left"]
+    assert [row[0] for row in Recorder.told] == [1]
+    assert sorted({step for step, _, _ in scalars(run.path)}) == [1, 2, 3]
+
+
+def test_a_sink_that_cannot_close_is_a_notice(folder: Any) -> None:
+    Recorder.fail_to_close = True
+    notices: list[str] = []
+    open_sinks(folder(CUSTOM), notices.append).ended("")
+    assert notices == ["metrics.custom failed and is switched off: RuntimeError: the line is dead"]
+
+
+def test_a_disk_that_takes_no_marks_is_a_notice(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = folder(CUSTOM)
+    notices: list[str] = []
+    sinks = open_sinks(run, notices.append)
+    (run.path / "sinks.json").unlink()
+    (run.path / "sinks.json").mkdir()
+    commit(run, sinks, 1)
+    assert len(notices) == 1
+    assert Recorder.told == []
+
+
+def test_marks_that_are_damaged_are_refused_by_name(folder: Any) -> None:
+    run = folder(CUSTOM)
+    (run.path / "sinks.json").write_text('{"format": 1}')
+    with pytest.raises(KeelError, match=r"sinks\.json is damaged"):
+        open_sinks(run, never)
+    (run.path / "sinks.json").write_text('{"format": 9}')
+    with pytest.raises(KeelError, match="has format 9, and this version of keel reads 1"):
+        open_sinks(run, never)
+
+
+# --- what is refused before a run ---
+
+
+@pytest.mark.parametrize(
+    ("package", "setting"),
+    [("tensorboardX", {"tensorboard": True}), ("wandb", {"wandb": "offline"}), ("trackio", {"trackio": True})],
+)
+def test_a_missing_package_is_refused_with_what_to_install(
+    package: str, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf'needs the package {package}: pip install "keel-rl\[metrics\]"'):
+        require(MetricsSettings(**setting))
+
+
+def test_a_run_that_lacks_a_package_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE)
+    assert main(["train", str(recipe), "--run", str(tmp_path / "run"), "--metrics.wandb", "offline"]) == 2
+    assert 'metrics.wandb = "offline" needs the package wandb' in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:Sink", "cannot be imported: No module named 'no_such_module'"),
+        (f"{__name__}:Missing", "cannot be imported: module .* has no attribute 'Missing'"),
+        (f"{__name__}:NOT_CALLABLE", "is a int; it must make a sink when called"),
+    ],
+)
+def test_a_sink_of_ones_own_that_is_not_there_is_refused(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        require(MetricsSettings(custom=path))
+
+
+def test_what_is_no_sink_is_refused_when_it_is_opened_and_the_others_are_closed(folder: Any) -> None:
+    with pytest.raises(ConfigError, match=r'metrics\.custom = ".*" cannot be opened: .* has no method step'):
+        open_sinks(folder(f'tensorboard = true\ncustom = "{__name__}:not_a_sink"'), never)
+
+
+def test_settings_that_could_not_act_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'metrics\.project = "x" cannot act: it is for wandb and trackio'):
+        load(None, ["--metrics.project=x", "--metrics.tensorboard=true"])
+    with pytest.raises(ConfigError, match=r"metrics\.custom"):
+        load(None, ["--metrics.custom=no_colon"])
+
+
+# --- TensorBoard ---
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """The records of an event file: length, its checksum, data, its checksum."""
+    at = 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        yield data[at + 12 : at + 12 + length]
+        at += 16 + length
+
+
+def scalars(run: Path) -> list[tuple[int, str, float]]:
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for file in (run / "tensorboard").iterdir():
+        for record in records(file.read_bytes()):
+            event = Event.FromString(record)
+            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return sorted(found)
+
+
+def test_tensorboard_files_hold_the_numbers_and_go_on_without_a_gap(folder: Any) -> None:
+    run = folder("tensorboard = true")
+    first = open_sinks(run, never)
+    commit(run, first, 1)
+    assert (1, "reward", 0.25) in scalars(run.path)  # on the disk, before anything is closed
+    first.ended("")
+    run = folder("tensorboard = true")
+    second = open_sinks(run, never)
+    commit(run, second, 2)
+    evaluate(run, second, 2)
+    second.ended("")
+    assert len(list((run.path / "tensorboard").iterdir())) == 2
+    told = scalars(run.path)
+    assert [row for row in told if "/larger" not in row[1]] == [
+        (1, "loss/policy", -0.5),
+        (1, "reward", 0.25),
+        (2, "loss/policy", -0.5),
+        (2, "reward", 0.25),
+    ]
+    assert (2, "evaluation/larger_number/reward", 0.5) in told
+    assert (2, "evaluation/larger_number/pass_1", 0.5) in told
+
+
+# --- packages that start threads and processes: in one process of their own, which is left when they are done ---
+
+LIVES = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from tests.run.monitor import test_sinks as world
+from keel.config import load
+from keel.run.folder import RunFolder
+from keel.run.monitor.sinks import open_sinks
+for step in (1, 2):
+    folder = RunFolder.create(Path("run"), load("recipe.toml")) if step == 1 else RunFolder.open(Path("run"))
+    sinks = open_sinks(folder, world.never)
+    world.commit(folder, sinks, step)
+    world.evaluate(folder, sinks, step)
+    sinks.ended("")
+    folder.close()
+    second = int(time.time())  # wandb's folders are named by it
+    while int(time.time()) == second:
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two lives of a run, a step each, with both packages on; they say nothing on standard output."""
+    place = tmp_path_factory.mktemp("lived")
+    metrics = '[metrics]\nwandb = "offline"\ntrackio = true\nproject = "mine"\n'
+    (place / "recipe.toml").write_text(f"{RECIPE}\n{metrics}")
+    # a machine's own settings for these packages must not reach the test
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "TRACKIO_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", LIVES, str(ROOT)],
+        env={**clean, "TRACKIO_DIR": str(place / "trackio"), "HOME": str(place)},
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    return place
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    store = DataStore()
+    store.open_for_scan(str(file))
+    try:
+        while (data := store.scan_data()) is not None:
+            yield Record.FromString(data)
+    finally:
+        store.close()
+
+
+def test_wandb_offline_files_hold_the_numbers_of_both_lives_of_one_run(lived: Path) -> None:
+    rows, runs = [], set()
+    for file in sorted((lived / "run" / "wandb").glob("offline-run-*/*.wandb")):
+        for record in wandb_records(file):
+            if record.WhichOneof("record_type") == "run":
+                runs.add((record.run.run_id, record.run.project, record.run.display_name))
+            if record.WhichOneof("record_type") == "history":
+                items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+                rows.append({name: json.loads(value) for name, value in items.items() if not name.startswith("_")})
+    key = json.loads((lived / "run" / "sinks.json").read_text())["key"]
+    assert runs == {(key, "mine", "run")}
+    assert [row["step"] for row in rows] == [1, 1, 2, 2]
+    assert [row.get("reward") for row in rows] == [0.25, None, 0.25, None]
+    assert [row.get("evaluation/larger_number/pass@1") for row in rows] == [None, 0.5, None, 0.5]
+
+
+def test_trackio_holds_the_numbers_of_both_lives_as_one_run(lived: Path) -> None:
+    key = json.loads((lived / "run" / "sinks.json").read_text())["key"]
+    store = sqlite3.connect(lived / "trackio" / "mine.db")
+    try:
+        rows = store.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+    finally:
+        store.close()
+    assert {name for name, _, _ in rows} == {f"run-{key}"}
+    assert [step for _, step, _ in rows] == [1, 1, 2, 2]
+    numbers = [json.loads(text) for _, _, text in rows]
+    assert numbers[0] == numbers[2] == {"reward": 0.25, "loss/policy": -0.5}
+    assert numbers[1]["evaluation/larger_number/pass@1"] == 0.5

@@ -1,0 +1,348 @@
+"""Evaluation: closed-form statistics, held-out tasks played exactly once each, failures that count and are counted."""
+
+import asyncio
+import itertools
+import json
+import math
+
+import pytest
+
+from keel.cli import main
+from keel.config import CheckpointSettings, EpisodeLimits, LoraSettings, ModelSettings, Sampling, load
+from keel.config.toml_writer import toml_lines
+from keel.errors import ConfigError, KeelError
+from keel.inference.protocol import EngineError
+from keel.rollout.environments.environment import Outcome, Task
+from keel.rollout.rendering.renderer import Renderer
+from keel.run import intervals
+from keel.run.evaluate import evaluate
+from keel.training import Checkpoints, Trainer
+from tests.support.scripted import END, ScriptedEngine
+from tests.support.scripted import load as load_environment
+
+# ---------------------------------------------------------------------------------------------------------------------
+# statistics
+
+
+@pytest.mark.parametrize(
+    ("passed", "count", "low", "high"),
+    [
+        # z^2 / (n + z^2) when none or all pass, by hand: z^2 = 3.841459
+        (0, 10, 0.0, 3.841459 / 13.841459),
+        (10, 10, 10 / 13.841459, 1.0),
+        # centre 1/2, half width z / sqrt(n + z^2) / 2
+        (32, 64, 0.5 - 1.959964 / math.sqrt(67.841459) / 2, 0.5 + 1.959964 / math.sqrt(67.841459) / 2),
+        # Wilson 1927 as tabulated by Newcombe 1998: 81 of 263
+        (81, 263, 0.2553, 0.3662),
+    ],
+)
+def test_wilson_interval_is_the_closed_form(passed, count, low, high):
+    found = intervals.wilson(passed, count)
+    assert found.mean == passed / count
+    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [(1, 12.7062047), (2, 4.3026527), (3, 3.1824463), (10, 2.2281389), (63, 1.9983405), (1000, 1.9623391)],
+)
+def test_student_quantiles_are_those_of_the_tables(freedom, quantile):
+    assert intervals.student(freedom) == pytest.approx(quantile, abs=2e-7)
+
+
+def test_mean_of_graded_rewards_has_students_interval():
+    found = intervals.mean_reward([[0.0], [0.5], [1.0], [2.5]])
+    # mean 1, variance (1 + 0.25 + 0 + 2.25) / 3, three degrees of freedom
+    half = 3.1824463 * math.sqrt(3.5 / 3 / 4)
+    assert found == pytest.approx((1.0, 1.0 - half, 1.0 + half), abs=1e-6)
+
+
+def test_one_graded_reward_has_no_interval():
+    found = intervals.mean_reward([[0.3]])
+    assert found.mean == 0.3
+    assert math.isnan(found.low)
+    assert math.isnan(found.high)
+
+
+def test_rewards_of_zero_and_one_have_wilsons_interval_over_tasks():
+    rewards = [[1.0]] * 3 + [[0.0]] * 5
+    assert intervals.mean_reward(rewards) == pytest.approx(intervals.wilson(3, 8))
+
+
+def test_answers_that_repeat_each_other_do_not_narrow_the_interval():
+    once = intervals.mean_reward([[1.0]] * 3 + [[0.0]] * 5)
+    eight_times = intervals.mean_reward([[1.0] * 8] * 3 + [[0.0] * 8] * 5)
+    assert eight_times == pytest.approx(once)
+
+
+def test_answers_that_do_not_depend_on_their_task_narrow_it_as_more_tasks_would():
+    found = intervals.mean_reward([[1.0, 0.0, 0.0, 0.0]] * 8)
+    assert found == pytest.approx(intervals.wilson(8, 32))
+
+
+@pytest.mark.parametrize("draws", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_sets_of_k_that_hold_a_pass(draws):
+    for passed, k in itertools.product(range(draws + 1), range(1, draws + 1)):
+        sets = list(itertools.combinations(range(draws), k))
+        share = sum(any(one < passed for one in chosen) for chosen in sets) / len(sets)
+        assert intervals.pass_at(k, [passed], draws).mean == pytest.approx(share, abs=1e-12)
+
+
+def test_pass_at_k_is_finite_for_thousands_of_draws():
+    found = intervals.pass_at(1000, [1, 0], 10_000)
+    assert found.mean == pytest.approx(0.05, abs=1e-12)
+
+
+def test_pass_at_more_than_was_drawn_is_refused():
+    with pytest.raises(ValueError, match="pass@5 cannot be told from 4 answers"):
+        intervals.pass_at(5, [1], 4)
+
+
+def test_the_ladder_ends_with_all_draws():
+    assert [intervals.ladder(draws) for draws in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# evaluation
+
+
+class Coins:
+    """Tasks by number; the reward is what a function says of the task and of the answer."""
+
+    name = "coins"
+
+    def __init__(self, reward, count=10):
+        self.reward, self.count = reward, count
+        self.under_way = self.most = 0
+
+    def tasks(self, split):
+        return (Task(f"{split}/{number}", {"number": number}) for number in itertools.count() if number < self.count)
+
+    async def episode(self, task, client):
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            reply = await client.chat([{"role": "user", "content": f"task {task.data['number']}"}])
+            await asyncio.sleep(0)
+            return Outcome(self.reward(task.data["number"], reply.text))
+        finally:
+            self.under_way -= 1
+
+
+class Finite(Coins):
+    def tasks(self, split):
+        return [Task(f"{split}/{number}", {"number": number}) for number in range(self.count)]
+
+
+class Digest:
+    """The reward is a function of the very tokens that were sampled: equal rewards mean equal answers."""
+
+    name = "digest"
+
+    def tasks(self, split):
+        return [Task(f"{split}/{number}", {}) for number in range(100)]
+
+    async def episode(self, task, client):
+        reply = await client.chat([{"role": "user", "content": task.id}])
+        return Outcome(sum(reply.generation.token_ids) % 97 / 97)
+
+
+def run(environment, engine=None, **options):
+    engine = engine or ScriptedEngine(answer=lambda _: f"7{END}")
+    given = {"tasks": 4, "samples": 1, "sampling": Sampling(max_tokens=8), "limits": EpisodeLimits(), "seed": 3}
+    return asyncio.run(evaluate(engine, Renderer(engine.tokenizer), environment, **given | options))
+
+
+def test_the_first_held_out_tasks_are_played_as_often_as_asked():
+    engine = ScriptedEngine(answer=lambda _: f"7{END}")
+    # an endless supply: only what is asked for may be drawn
+    found = run(Coins(lambda number, _: float(number % 2)), engine, tasks=4, samples=3)
+    groups = [group for _, _, group in engine.requests]
+    assert sorted(groups) == sorted(f"eval/eval/{number}" for number in range(4) for _ in range(3))
+    assert (found.tasks, found.samples, found.failed) == (4, 3, 0)
+    assert found.reward == 0.5
+    assert found.passes == {1: 0.5, 2: 0.5, 3: 0.5}
+    assert (found.low, found.high) == pytest.approx(intervals.wilson(2, 4)[1:])
+
+
+def test_every_answer_has_a_seed_of_its_own_that_the_number_in_flight_does_not_change():
+    def seeds(**options):
+        engine = ScriptedEngine(answer=lambda _: f"7{END}")
+        run(Finite(lambda *_: 1.0), engine, samples=3, **options)
+        return {(prompt, sampling.seed) for prompt, sampling, _ in engine.requests}
+
+    alone = seeds(in_flight=1)
+    assert len(alone) == 12
+    assert seeds(in_flight=64) == alone
+    assert not seeds(seed=4) & alone
+
+
+def test_no_more_than_in_flight_are_played_at_once():
+    environment = Finite(lambda *_: 1.0)
+    run(environment, tasks=10, samples=2, in_flight=3)
+    assert environment.most == 3
+
+
+def test_progress_is_told_of_every_episode():
+    told = []
+    run(Finite(lambda *_: 1.0), tasks=3, samples=2, progress=lambda done, total: told.append((done, total)))
+    assert told == [(number, 6) for number in range(1, 7)]
+
+
+def test_a_failed_episode_is_worth_nothing_and_is_counted():
+    def reward(number, _):
+        if number == 1:
+            raise RuntimeError("the judge is away")
+        return 1.0
+
+    found = run(Finite(reward))
+    assert (found.reward, found.failed) == (0.75, 1)
+    assert found.error.startswith("eval/1: RuntimeError: the judge is away")
+    assert found.numbers()["failed"] == 1.0
+
+
+def test_when_all_fail_the_error_says_how_the_first_did():
+    engine = ScriptedEngine(answer=lambda _: EngineError("no memory left"))
+    with pytest.raises(KeelError, match=r'"coins": all 4 episodes failed; the first, eval/0: no memory left'):
+        run(Finite(lambda *_: 1.0), engine)
+
+
+def test_partial_credit_is_in_the_reward_and_not_in_pass_at_k():
+    found = run(Finite(lambda number, _: [0.0, 0.5, 0.9, 1.1][number]))
+    assert found.reward == pytest.approx(0.625)
+    assert found.passes == {1: 0.25}
+
+
+def test_fewer_tasks_than_asked_are_all_played_and_none_is_an_error():
+    assert run(Finite(lambda *_: 1.0, count=2), tasks=64).tasks == 2
+    with pytest.raises(ConfigError, match='"mine" has no tasks for evaluation'):
+        run(Finite(lambda *_: 1.0, count=0), name="mine")
+
+
+def test_greedy_answers_to_one_task_are_asked_for_once():
+    greedy = Sampling(temperature=0, max_tokens=8)
+    assert run(Finite(lambda *_: 1.0), sampling=greedy).reward == 1.0
+    with pytest.raises(ConfigError, match="samples = 2 cannot act"):
+        run(Finite(lambda *_: 1.0), sampling=greedy, samples=2)
+
+
+def test_numbers_leave_out_what_is_not_known():
+    numbers = run(Finite(lambda *_: 0.3), tasks=1).numbers()
+    assert numbers["reward"] == 0.3
+    assert not {"low", "high"} & numbers.keys()
+    assert {"pass@1", "pass@1/low", "pass@1/high", "tasks", "samples", "seconds"} <= numbers.keys()
+
+
+def test_a_built_in_environment_is_evaluated_by_its_own_answers():
+    environment = load_environment("larger_number", shots=0, digits=1)
+
+    def larger(prompt):
+        question = prompt.rpartition("larger, ")[2].split("?")[0]
+        return max(question.split(" or "), key=int) + END
+
+    engine = ScriptedEngine(answer=larger)
+    assert run(environment, engine, tasks=8).reward == 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# keel eval
+
+
+def folder_of(tmp_path, *, lora=None, steps=(1, 2)):
+    """A run folder with real checkpoints, of which the last answers differently from the model it came from."""
+    settings = ModelSettings(name="tiny", lora=lora)
+    trainer = Trainer(settings)
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointSettings(keep_last=9))
+    for step in steps:
+        for weight in trainer.model.parameters().values():
+            weight.data.add_(0.01 * step)
+        checkpoints.save(step, trainer.model, trainer.optimizer, {})
+    (tmp_path / "recipe.toml").write_text(
+        'seed = 0\n[model]\nname = "tiny"\n'
+        + ("lora = { rank = 4 }\n" if lora else "")
+        + "[sampling]\nmax_tokens = 4\n[evaluation]\ntasks = 6\n[environments.small]\n"
+        'name = "test_evaluate:Digest"\n'
+    )
+    loaded = load(tmp_path / "recipe.toml")
+    text = "\n".join(line + comment for line, comment in toml_lines(loaded)) + "\n"
+    (tmp_path / "run" / "config.toml").write_text(text)
+    return tmp_path / "run"
+
+
+def ask(capsys, *words):
+    code = main(["eval", *map(str, words)])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_eval_of_a_run_is_of_its_last_whole_checkpoint_and_its_own_settings(tmp_path, capsys):
+    folder = folder_of(tmp_path)
+    code, out, _ = ask(capsys, folder, "--json")
+    said = json.loads(out)
+    assert code == 0
+    assert said["step"] == 2
+    assert said["model"].endswith("step_2")
+    (found,) = said["evaluations"]
+    assert (found["environment"], found["tasks"], found["samples"]) == ("small", 6, 1)
+    (other,) = json.loads(ask(capsys, folder, "--step", 1, "--json")[1])["evaluations"]
+    assert other["reward"] != found["reward"]
+    (again,) = json.loads(ask(capsys, folder, "--json")[1])["evaluations"]
+    assert again["reward"] == found["reward"]
+    code, _, error = ask(capsys, folder, "--step", 7)
+    assert code == 2
+    assert "no checkpoint of step 7" in error
+    assert "steps that exist: 1, 2" in error
+
+
+def test_eval_is_repeatable_and_prints_a_table_with_intervals(tmp_path, capsys):
+    folder = folder_of(tmp_path)
+    words = (folder, "--tasks", 4, "--samples", 2, "--temperature", 0.5, "--max-tokens", 3, "--seed", 5)
+    shown = [ask(capsys, *words)[1] for _ in range(2)]
+    assert shown[0].splitlines()[:-1] != []
+    strip = [[line.rsplit(" ", 1)[0] for line in text.splitlines()] for text in shown]
+    assert strip[0] == strip[1]
+    header = shown[0].splitlines()[1]
+    assert all(word in header for word in ("environment", "reward", "95 % interval", "pass@1", "pass@2", "failed"))
+    assert "4 x 2" in shown[0]
+
+
+def test_eval_of_a_lora_run_samples_with_its_adapter(tmp_path, capsys):
+    folder = folder_of(tmp_path, lora=LoraSettings(rank=4))
+    words = ("--tasks", 12, "--samples", 4, "--max-tokens", 2, "--json")
+    with_adapter = json.loads(ask(capsys, folder, *words)[1])["evaluations"]
+    base = tmp_path / "recipe.toml"
+    without = json.loads(ask(capsys, "tiny", "--recipe", base, *words)[1])["evaluations"]
+    assert with_adapter[0]["environment"] == without[0]["environment"] == "small"
+    assert with_adapter[0]["reward"] != without[0]["reward"]
+
+
+def test_eval_of_a_model_needs_to_know_on_what(tmp_path, capsys):
+    code, _, error = ask(capsys, "tiny")
+    assert code == 2
+    assert "--environment" in error
+    code, out, _ = ask(capsys, "tiny", "--environment", "larger_number", "--tasks", 2, "--max-tokens", 2)
+    assert code == 0
+    assert "larger_number" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--environment", "larger_numbr"), "larger_number"),
+        (("--environment", "larger_number", "--tasks", "0"), "--tasks 0 must be at least 1"),
+        (("--environment", "larger_number", "--temperature", "-1"), "temperature"),
+        (("--environment", "larger_number", "--step", "3"), "--step 3 cannot act"),
+        (("--environment", "calculator", "--recipe", "none.toml"), "none.toml does not exist"),
+    ],
+)
+def test_eval_refuses_with_a_remedy(words, said, capsys):
+    code, _, error = ask(capsys, "tiny", *words)
+    assert code == 2
+    assert said in error
+
+
+def test_eval_of_a_folder_that_is_no_run_says_so(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text("[model]\nname = 'tiny'\n")
+    code, _, error = ask(capsys, tmp_path)
+    assert code == 2
+    assert "checkpoint" in error

@@ -1,0 +1,177 @@
+"""Runs with the tiny model, in this process and in processes that are killed.
+
+Lives are forked from one process that has done the slow imports and nothing else; it has no threads, so that a fork is
+safe.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keel.config import Loaded, load
+from keel.config.load import put
+from keel.config.toml_writer import toml
+from keel.run.evaluate import Evaluation
+from keel.run.folder import RunFolder
+from keel.run.loop import Run
+from keel.run.monitor.callbacks import Silent
+from tests.support.paths import ROOT
+
+RECIPE = """
+steps = 6
+[model]
+name = "tiny"
+warm_up_steps = 300
+[environments.larger_number]
+options = { shots = 0, digits = 1 }
+[sampling]
+max_tokens = 4
+[scheduler]
+groups = 4
+group_size = 4
+max_off_policy_steps = 1
+[trainer.optimizer]
+lr = 1e-3
+[checkpoints]
+every = 3
+[evaluation]
+tasks = 4
+every = 3
+"""
+
+
+def tiny(**changes: Any) -> str:
+    """The recipe with changes, `scheduler__groups=2` for scheduler.groups, as TOML."""
+    tree = tomllib.loads(RECIPE)
+    for name, value in changes.items():
+        put(tree, name.replace("__", "."), value)
+    return "".join(f"{name} = {toml(value)}\n" for name, value in tree.items())
+
+
+class Watcher(Silent):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, dict[str, float]] = {}
+        self.evaluations: dict[int, Evaluation] = {}
+        self.notices: list[str] = []
+
+    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.steps[step] = dict(numbers)
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        self.evaluations[step] = evaluation
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+
+def loaded(folder: Path, **changes: Any) -> Loaded:
+    """The recipe with changes, `scheduler__groups=2` for scheduler.groups."""
+    file = folder.parent / f"{folder.name}.toml"
+    file.write_text(RECIPE)
+    return load(file, [f"--{name.replace('__', '.')}={json.dumps(value)}" for name, value in changes.items()])
+
+
+def go(folder: RunFolder, *, stop_after: int | None = None) -> Watcher:
+    """Train to the end, or to a step."""
+    watcher = Watcher()
+    try:
+        run = Run(folder, watcher)
+    except BaseException:
+        folder.close()
+        raise
+    if stop_after is not None:
+        watched = watcher.step
+
+        def step(number: int, numbers: Mapping[str, float]) -> None:
+            watched(number, numbers)
+            if number == stop_after:
+                run.stop()
+
+        watcher.step = step  # type: ignore[method-assign]
+    try:
+        asyncio.run(run.train())
+    finally:
+        folder.close()
+    return watcher
+
+
+def train(folder: Path, *, stop_after: int | None = None, **changes: Any) -> Watcher:
+    return go(RunFolder.create(folder, loaded(folder, **changes)), stop_after=stop_after)
+
+
+def resume(folder: Path) -> Watcher:
+    return go(RunFolder.open(folder))
+
+
+class Lives:
+    """Runs that live in processes of their own and may be killed."""
+
+    def __init__(self) -> None:
+        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support import run_world; run_world.serve()"
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def live(self, folder: Path, kill_after: float | None = None, **changes: Any) -> bool:
+        """Train until the end, which is True, or until killed after so many seconds."""
+        assert self._server.stdin and self._server.stdout
+        self._server.stdin.write(json.dumps([str(folder), kill_after, changes]) + "\n")
+        self._server.stdin.flush()
+        status, told = json.loads(self._server.stdout.readline())
+        assert status in ("ended", "killed"), told
+        return bool(status == "ended")
+
+    def close(self) -> None:
+        self._server.communicate(timeout=60)
+
+
+def serve() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        folder, kill_after, changes = json.loads(line)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            _life(Path(folder), changes, writer)
+        os.close(writer)
+        deadline = None if kill_after is None else time.monotonic() + kill_after
+        status = None
+        while status is None:
+            ended, code = os.waitpid(child, os.WNOHANG)
+            if ended:
+                status = "ended" if code == 0 else "failed"
+            elif deadline is not None and time.monotonic() > deadline:
+                os.kill(child, 9)
+                os.waitpid(child, 0)
+                status = "killed"
+            else:
+                time.sleep(0.002)
+        with os.fdopen(reader) as told:
+            sys.stdout.write(json.dumps([status, told.read()]) + "\n")
+        sys.stdout.flush()
+
+
+def _life(folder: Path, changes: dict[str, Any], tell: int) -> None:
+    code = 1
+    try:
+        if (folder / "run.db").exists():
+            resume(folder)
+        else:
+            train(folder, **changes)
+        code = 0
+    except BaseException:  # noqa: BLE001 - told to the test
+        os.write(tell, traceback.format_exc().encode())
+    finally:
+        os._exit(code)

@@ -1,0 +1,65 @@
+"""An engine that says what it is told to, for tests of whatever talks to one."""
+
+import asyncio
+
+from keel.config import EnvironmentSettings, EpisodeLimits, Sampling
+from keel.inference.protocol import EngineError, Generation, Health
+from keel.rollout.environments.environment import load_environment, run_episode
+from keel.rollout.policy_client import PolicyClient
+from keel.rollout.rendering.renderer import Renderer
+from keel.training.model import tiny_models
+
+END = "<|im_end|>"
+
+
+class ScriptedEngine:
+    """Answers with the texts given, one after the other, or with what a function makes of the prompt.
+
+    An exception in the script is raised, and a number is slept through for so many seconds.
+    """
+
+    def __init__(self, *script, tokenizer=None, answer=None, version=0):
+        self.script, self.answer, self.live = list(script), answer, version
+        self.tokenizer = tokenizer or tiny_models.tokenizer()
+        self.requests = []
+
+    async def generate(self, prompt, sampling, *, group=None):
+        self.requests.append((tuple(prompt), sampling, group))
+        said = self.answer(self.tokenizer.decode(list(prompt))) if self.answer else self.script.pop(0)
+        if isinstance(said, BaseException):
+            raise said
+        if isinstance(said, int | float):
+            await asyncio.sleep(said)
+            raise EngineError("slept through")
+        ids = self.tokenizer.encode(said, add_special_tokens=False)[: sampling.max_tokens]
+        finish = "stop" if ids and ids[-1] in sampling.stop_token_ids else "length"
+        return Generation(tuple(ids), (-0.5,) * len(ids), (self.live,) * len(ids), finish, sampling.temperature)
+
+    async def version(self):
+        return self.live
+
+    async def health(self):
+        return Health(True, self.live)
+
+
+def client(engine, *, sampling=None, limits=None, group="g", evaluation=False, renderer=None):
+    return PolicyClient(
+        engine,
+        Renderer(engine.tokenizer, renderer),
+        sampling or Sampling(),
+        limits or EpisodeLimits(),
+        group=group,
+        evaluation=evaluation,
+    )
+
+
+def load(name, **options):
+    """The environment of that name."""
+    return load_environment(EnvironmentSettings(name=name, options=options))
+
+
+def play(environment, task, engine, **options):
+    """One episode."""
+    limits = options.pop("limits", EpisodeLimits())
+    policy = client(engine, limits=limits, sampling=options.pop("sampling", None))
+    return asyncio.run(run_episode(environment, task, policy, limits, **options))

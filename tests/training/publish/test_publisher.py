@@ -1,0 +1,374 @@
+"""Weights on their way to the engines: when training may go on, what is seen meanwhile, and what a failure does."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keel.common.manifest import check
+from keel.config import PoolSettings, Sampling, load
+from keel.errors import ConfigError
+from keel.inference.local.local_engine import LocalEngine
+from keel.inference.pool.http_engine import HttpEngine
+from keel.inference.pool.pool import Pool
+from keel.inference.protocol import Engine, EngineError
+from keel.inference.server.app import build_app
+from keel.training import Trainer
+from keel.training.publish.publisher import Copied, Folder, Publisher
+from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
+from tests.support.policy_strategies import LORA, tiny
+from tests.support.run_world import train
+
+
+class Told:
+    """A way that takes and gives when it is told to, and writes down what it did."""
+
+    def __init__(self) -> None:
+        self.may_take, self.may_give = threading.Event(), asyncio.Event()
+        self.did: list[str] = []
+        self.error: Exception | None = None
+
+    def take(self, version: int) -> None:
+        assert self.may_take.wait(10)
+        self.did.append(f"took {version}")
+
+    async def give(self, engine: Engine, version: int, *, drain: bool) -> None:
+        await self.may_give.wait()
+        if self.error is not None:
+            raise self.error
+        await engine.load_weights("", version, drain=drain)
+        self.did.append(f"gave {version}")
+
+
+def publishing(scene: Any, **options: Any) -> None:
+    async def whole() -> None:
+        way, engine = Told(), FakeEngine()
+        publisher = Publisher(engine, way, **options)
+        try:
+            await asyncio.wait_for(scene(publisher, way, engine), 20)
+        finally:
+            way.may_take.set()
+            await publisher.close()
+
+    asyncio.run(whole())
+
+
+async def soon(work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+    """A task that has had every chance to end."""
+    task = asyncio.create_task(work)
+    await asyncio.sleep(0.05)
+    return task
+
+
+# -- the publisher ----------------------------------------------------------------------------------------------------
+
+
+def test_training_waits_until_its_weights_were_read_and_not_until_they_are_live() -> None:
+    async def scene(publisher: Publisher, way: Told, engine: FakeEngine) -> None:
+        await publisher.publish(5)
+        assert publisher.reading
+        training = await soon(publisher.taken())
+        assert not training.done()
+        way.may_take.set()
+        await training
+        assert not publisher.reading
+        live = await soon(publisher.live())
+        assert not live.done() and engine.live == 3  # what the engine had before
+        way.may_give.set()
+        await live
+        assert engine.live == 5
+
+    publishing(scene, overlap=True)
+
+
+def test_publications_are_one_at_a_time_and_in_order() -> None:
+    async def scene(publisher: Publisher, way: Told, engine: FakeEngine) -> None:
+        way.may_take.set()
+        await publisher.publish(1)
+        second = await soon(publisher.publish(2))
+        assert not second.done() and way.did == ["took 1"]
+        way.may_give.set()
+        await second
+        await publisher.live()
+        assert way.did == ["took 1", "gave 1", "took 2", "gave 2"]
+
+    publishing(scene, overlap=True)
+
+
+def test_without_overlap_nothing_is_sampled_by_older_weights_after_publish() -> None:
+    async def scene(publisher: Publisher, way: Told, engine: FakeEngine) -> None:
+        way.may_take.set()
+        publish = await soon(publisher.publish(1))
+        assert not publish.done()
+        way.may_give.set()
+        await publish
+        assert engine.live == 1
+
+    publishing(scene, overlap=False)
+
+
+def test_a_failure_ends_what_waits_beside_it_and_is_raised_to_who_waits_later() -> None:
+    async def scene(publisher: Publisher, way: Told, engine: FakeEngine) -> None:
+        way.may_take.set()
+        way.error = EngineError("no member loaded it")
+        await publisher.publish(1)
+        batch = asyncio.get_running_loop().create_future()
+        waiting = await soon(publisher.beside(batch))
+        assert not waiting.done()
+        way.may_give.set()
+        with pytest.raises(EngineError, match="no member loaded it"):
+            await waiting
+        assert batch.cancelled()
+        for later in (publisher.live(), publisher.publish(2)):
+            with pytest.raises(EngineError, match="no member loaded it"):
+                await later
+        assert engine.live == 3
+
+    publishing(scene, overlap=True)
+
+
+def test_a_batch_that_was_cut_is_not_lost_to_a_failure() -> None:
+    async def scene(publisher: Publisher, way: Told, engine: FakeEngine) -> None:
+        way.may_take.set()
+        way.error = EngineError("no member loaded it")
+        way.may_give.set()
+        await publisher.publish(1)
+
+        async def cut() -> str:
+            return "batch"
+
+        assert await publisher.beside(cut()) == "batch"
+        with pytest.raises(EngineError):
+            await publisher.live()
+
+    publishing(scene, overlap=True)
+
+
+def test_who_stops_waiting_does_not_end_the_publication() -> None:
+    async def scene(publisher: Publisher, way: Told, engine: FakeEngine) -> None:
+        way.may_take.set()
+        await publisher.publish(1)
+        for waiting in [await soon(publisher.live()), await soon(publisher.taken()), await soon(publisher.publish(2))]:
+            waiting.cancel()
+        await asyncio.sleep(0.01)
+        way.may_give.set()
+        await publisher.live()
+        assert engine.live == 1
+
+    publishing(scene, overlap=True)
+
+
+def test_a_drained_publication_says_so_to_the_engine() -> None:
+    class Noting(FakeEngine):
+        drained: bool | None = None
+
+        async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
+            self.drained = drain
+
+    async def scene() -> list[bool | None]:
+        found = []
+        for drain in (True, False):
+            way, engine = Told(), Noting()
+            way.may_take.set()
+            way.may_give.set()
+            await Publisher(engine, way, drain=drain).publish(1)
+            found.append(engine.drained)
+        return found
+
+    assert asyncio.run(scene()) == [True, False]
+
+
+# -- the ways ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_of_the_moment_it_was_taken_and_is_not_kept() -> None:
+    model, own = tiny(seed=5), tiny(seed=6)
+    taken = {name: tensor.clone() for name, tensor in model.network.state_dict().items()}
+
+    async def scene() -> None:
+        way = Copied(model)
+        engine = LocalEngine(own.network, own.tokenizer, load=way.read)
+        try:
+            way.take(1)
+            with torch.no_grad():
+                for weight in model.network.parameters():
+                    weight.zero_()  # the next step of training
+            await way.give(engine, 1, drain=False)
+            assert await engine.version() == 1
+            assert not way.read("")
+        finally:
+            await engine.close()
+
+    asyncio.run(scene())
+    assert all(torch.equal(taken[name], tensor) for name, tensor in own.network.state_dict().items())
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_folder_is_sealed_and_the_last_two_stay(lora: bool, tmp_path: Path) -> None:
+    way, engine = Folder(tiny(lora=LORA if lora else None), tmp_path), FakeEngine()
+    left = tmp_path / "version_4"  # by an earlier life of the run: half of it, and not what is trained now
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"old")
+
+    async def scene() -> None:
+        for version in (2, 3, 4):
+            way.take(version)
+            await way.give(engine, version, drain=False)
+            check(way.path(version))
+
+    asyncio.run(scene())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version_3", "version_4"]
+    kind = "adapter" if lora else "weights"
+    assert engine.loaded == [(kind, str(way.path(version).resolve()), version) for version in (2, 3, 4)]
+    assert (left / ("adapter_model.safetensors" if lora else "model.safetensors")).stat().st_size > 1000
+
+
+# -- beside the rollouts ----------------------------------------------------------------------------------------------
+
+
+class Slow(LocalEngine):
+    """Reads weights when it is let, as a large model on a shared disk does."""
+
+    may_load: threading.Event
+
+    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
+        await asyncio.to_thread(self.may_load.wait, 60)
+        await super().load_weights(folder, version, drain=drain)
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_rollouts_finish_while_weights_are_loaded_whoever_is_slow(slow: int, tmp_path: Path) -> None:
+    """Two real servers of which one or both do not get on with loading: answers come all the while."""
+    trained, may_load = tiny(seed=7), threading.Event()
+
+    async def scene(urls: list[str]) -> None:
+        pool = Pool(PoolSettings(urls=urls, interval=0.2, wait=30.0), HttpEngine)
+        publisher = Publisher(pool, Folder(trained, tmp_path), overlap=True)
+        await pool.looked()
+        ended: list[tuple[int, ...]] = []
+        over = asyncio.Event()
+
+        async def roll(number: int) -> None:
+            while not over.is_set():
+                answer = await pool.generate([*b"Hello", number], Sampling(max_tokens=6), group=str(number))
+                ended.append(answer.versions)
+
+        async def come(count: int, version: int) -> None:
+            """So many more answers, all sampled by this version."""
+            here = len(ended)
+            while sum(set(versions) == {version} for versions in ended[here:]) < count:
+                await asyncio.sleep(0.01)
+
+        rolling = [asyncio.create_task(roll(number)) for number in range(4)]
+        async with asyncio.timeout(60):
+            await publisher.publish(1)
+            await publisher.taken()
+            live = asyncio.create_task(publisher.live())
+            if slow == 2:
+                await come(20, version=0)
+                assert not live.done() and await pool.version() == 0
+            else:
+                # the other one is enough, and the one that waits is not used until it has caught up
+                await come(20, version=1)
+                assert sorted(row.version or 0 for row in pool.status()) == [0, 1]
+            may_load.set()
+            await live
+            await come(20, version=1)
+            while {row.state for row in pool.status()} != {"ready"}:
+                await asyncio.sleep(0.01)
+            assert {row.version for row in pool.status()} == {1}
+        over.set()
+        await asyncio.gather(*rolling)
+        await publisher.close()
+        await pool.close()
+        assert all(tuple(sorted(versions)) == versions for versions in ended)
+
+    with ExitStack() as stack:
+        urls = []
+        for number in range(2):
+            model = tiny(seed=1)
+            engine = Slow(model.network, model.tokenizer)
+            engine.may_load = may_load if number < slow else _always()
+            urls.append(stack.enter_context(serving(build_app(engine, TOKENIZER, model="tiny", roots=ANYWHERE))))
+        asyncio.run(scene(urls))
+
+
+def test_a_run_trains_on_while_weights_travel_and_never_while_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real run and its ways, slowed down: giving lasts until the next update of the trainer has begun."""
+    take, give, step = Folder.take, Folder.give, Trainer.step
+    reading, begun = threading.Event(), threading.Event()
+    trained_on: list[int] = []
+
+    def slow_take(way: Folder, version: int) -> None:
+        begun.clear()
+        reading.set()
+        time.sleep(0.2)
+        take(way, version)
+        reading.clear()
+
+    async def slow_give(way: Folder, engine: Engine, version: int, *, drain: bool) -> None:
+        assert not reading.is_set()
+        if version < 3 and await asyncio.to_thread(begun.wait, 20):
+            trained_on.append(version)
+        await give(way, engine, version, drain=drain)
+
+    def watched_step(trainer: Trainer, *given: Any, **more: Any) -> Any:
+        assert not reading.is_set(), "weights that are being read were trained"
+        begun.set()
+        return step(trainer, *given, **more)
+
+    monkeypatch.setattr(Folder, "take", slow_take)
+    monkeypatch.setattr(Folder, "give", slow_give)
+    monkeypatch.setattr(Trainer, "step", watched_step)
+    watcher = train(tmp_path / "run", steps=4, publish__way="folder", evaluation__when="never")
+    assert list(watcher.steps) == [1, 2, 3, 4]
+    assert trained_on, "the next step was trained before the weights of this one were live"
+
+
+def _always() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--publish.way=adapter"], 'publish.way = "adapter" has no effect: without model.lora'),
+        (["--publish.way=folder", "--model.lora.rank=4"], 'publish.way = "folder" has no effect: with model.lora'),
+        (["--publish.way=broadcast"], 'publish.way = "broadcast" has no effect with engine.kind = "local"'),
+        (["--publish.way=broadcast", "--engine.kind=vllm"], 'publish.way = "broadcast" has no effect with vLLM'),
+        (["--publish.path=/tmp"], 'publish.path = "/tmp" has no effect: the engine takes a copy'),
+        (["--publish.path=/tmp", "--publish.way=broadcast", "--engine.kind=process"], "writes nothing"),
+        (["--publish.address=10.0.0.1"], 'publish.address = "10.0.0.1" cannot act: it belongs to way = "broadcast"'),
+        (["--publish.in_flight=wait"], "publish.in_flight"),
+    ],
+)
+def test_a_way_that_cannot_act_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(None, words)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--publish.way=adapter", "--model.lora.rank=4"],
+        ["--publish.way=folder", "--publish.path=/shared"],
+        ["--publish.way=broadcast", "--engine.kind=process", "--publish.address=10.0.0.1"],
+        ["--publish.in_flight=drain"],
+    ],
+)
+def test_a_way_that_can_act_is_taken(words: list[str]) -> None:
+    assert load(None, words).settings.publish
