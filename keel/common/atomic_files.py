@@ -2,8 +2,8 @@
 
 A folder is filled under a temporary name beside its place, synced to the disk and renamed. Whoever is killed on the
 way leaves the place as it was, and a temporary folder that nobody takes for a result; the next writer removes it. A
-full disk leaves nothing. A folder can be sealed with a manifest of its files (`keel.common.manifest`, whose names are here
-too). Needs a POSIX file system.
+full disk leaves nothing. A folder can be sealed with a manifest of its files (`keel.common.manifest`, whose names are
+here too). Needs a POSIX file system.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Manifests: a file that names every file of a folder with its size and hash, so that damage is found before use.
 
-Whoever writes a folder seals it (`keel.common.atomic_files`), and whoever reads one checks it here: checkpoints, and the
-weights that travel to engines. The hashes find accidents and careless edits; they are no signature against someone who
-rewrites the manifest too. Imports no torch.
+Whoever writes a folder seals it (`keel.common.atomic_files`), and whoever reads one checks it here: checkpoints, and
+the weights that travel to engines. The hashes find accidents and careless edits; they are no signature against
+someone who rewrites the manifest too. Imports no torch.
 """
 
 import hashlib

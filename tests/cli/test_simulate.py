@@ -81,5 +81,6 @@ def test_the_page_about_scaling_shows_what_is_printed(
 
 
 def test_nothing_of_it_loads_torch() -> None:
-    code = "import sys, keel.tools.simulate.bottleneck, keel.tools.simulate.calibrate, keel.cli.inspect.simulate; sys.exit('torch' in sys.modules)"
+    modules = "keel.tools.simulate.bottleneck, keel.tools.simulate.calibrate, keel.cli.inspect.simulate"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,7 +1,5 @@
 """Settings: where values come from, which values are invalid and what the errors say."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -469,11 +467,6 @@ def _part_models() -> list[Any]:
 
 
 # rooms
-
-
-def test_settings_load_without_torch() -> None:
-    code = "import sys, keel, keel.config, keel.objectives.describe, keel.objectives.scalar_gates; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_every_error_is_a_keel_error_and_a_value_error() -> None:

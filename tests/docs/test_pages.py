@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import keel
-import keel.config
+import keel.objectives
 from keel.cli import main
 from tests.support.paths import ROOT
 
@@ -86,9 +86,9 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 def test_the_package_names_the_recipes_it_counts() -> None:
     text = (ROOT / "README.md").read_text()
-    assert f"{len(keel.config.RECIPES)} published objectives" in text
+    assert f"{len(keel.objectives.RECIPES)} published objectives" in text
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert all(f"`{name}`" in changelog for name in keel.config.RECIPES)
+    assert all(f"`{name}`" in changelog for name in keel.objectives.RECIPES)
 
 
 def test_the_example_of_the_policy_page_is_the_file_and_prints_what_is_shown() -> None:

@@ -400,10 +400,10 @@ class TestAddedEntry:
 
     def test_the_audit_uses_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         rule = Composition.model_validate({"gates": [{"on": "ratio_change", "high": 0.5}]})
-        assert audit(rule).held
+        assert audit(rule).passed
         wrong = dataclasses.replace(RATIO_CHANGE, scalar=lambda p, q: abs(p - q))
         monkeypatch.setitem(STATISTICS, ("ratio_change", "token"), wrong)
-        assert not audit(rule).held
+        assert not audit(rule).passed
 
     @pytest.mark.parametrize("entry", [RATIO_CHANGE, MEAN_BINARY_KL], ids=lambda entry: entry.on)
     def test_the_lens_draws_its_band_and_counts_its_values(self, entry: GateStatistic, tmp_path: Path) -> None:

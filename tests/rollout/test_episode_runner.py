@@ -55,7 +55,7 @@ def test_an_exception_is_data_in_one_short_line():
     assert rollout.error_kind == "exception"
     assert rollout.reward is None
     assert rollout.error.startswith("RuntimeError: line one line two xxx")
-    assert re.search(r"\.\.\. \(test_episodes\.py:\d+\)$", rollout.error)
+    assert re.search(r"\.\.\. \(test_episode_runner\.py:\d+\)$", rollout.error)
     assert len(rollout.error) < 350
     assert "\n" not in rollout.error
     assert rollout.turns == 1

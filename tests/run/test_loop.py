@@ -194,7 +194,7 @@ def test_two_environments_share_a_run_by_their_weights(tmp_path: Path) -> None:
 
 def test_steps_that_train_nothing_end_the_run_with_their_reason(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=r"2 steps in a row trained nothing.*no_signal 16"):
-        train(tmp_path / "run", scheduler__halt_after=2, environments__larger_number__name="test_run:Flat")
+        train(tmp_path / "run", scheduler__halt_after=2, environments__larger_number__name="tests.run.test_loop:Flat")
     with Ledger_open(tmp_path / "run") as ledger:
         assert ledger.get("status") == "failed"
         assert ledger.last_step == 2

@@ -1,7 +1,7 @@
 """Run folders to look at: written by the run's own records and ledger, from chance with a seed instead of a model.
 
-Every token has a sampler and a policy log-prob; whether it was kept is asked of `keel.objectives.scalar_gates`, the second
-statement of the gates, so that what the lens counts can be held against it.
+Every token has a sampler and a policy log-prob; whether it was kept is asked of `keel.objectives.scalar_gates`, the
+second statement of the gates, so that what the lens counts can be held against it.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Kept and dropped over (p, q), drawn with letters: sampler probability to the right, policy probability upwards.
 
-The marks come from `keel.objectives.scalar_gates`, which knows nothing of tensors. It draws what can be said of one token; where
-a rule drops nobody, decides over the step or mixes policies, it says so instead.
+The marks come from `keel.objectives.scalar_gates`, which knows nothing of tensors. It draws what can be said of one
+token; where a rule drops nobody, decides over the step or mixes policies, it says so instead.
 """
 
 from collections.abc import Sequence

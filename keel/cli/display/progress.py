@@ -1,8 +1,9 @@
 """What `keel train` shows while it runs: a live table in a terminal, aligned lines elsewhere, or JSON, an event a line.
 
-All three are observers (`keel/run/monitor/callbacks.py`) and show the same numbers; one that a step does not have is "-". Text
-may come from a model or an environment: it is never read as markup, and characters that would move the cursor or turn
-the text round are written out. Only what has happened is shown, and the time left is an estimate from the last steps.
+All three are observers (`keel/run/monitor/callbacks.py`) and show the same numbers; one that a step does not have is
+"-". Text may come from a model or an environment: it is never read as markup, and characters that would move the
+cursor or turn the text round are written out. Only what has happened is shown, and the time left is an estimate from
+the last steps.
 """
 
 import json

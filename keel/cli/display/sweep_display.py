@@ -1,7 +1,8 @@
 """What `keel sweep` and `keel compare --live` share: their flags, what is shown while trials run, and their table.
 
 In a terminal there is a bar for all trials and one for each that runs; elsewhere a line for each that ended, and one
-now and then meanwhile. The time left is an estimate from the steps of this session. Numbers come from `keel.tools.sweep`.
+now and then meanwhile. The time left is an estimate from the steps of this session. Numbers come from
+`keel.tools.sweep`.
 """
 
 import argparse

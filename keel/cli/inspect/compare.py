@@ -1,7 +1,7 @@
 """`keel compare`: several objectives on the tokens that a run recorded, side by side, without training.
 
-The numbers come from `keel.tools.compare`; here they become tables in a terminal, JSON, a page or a parquet file. With --live
-each objective trains short runs of its own instead: see `keel/cli/display/sweep_display.py`.
+The numbers come from `keel.tools.compare`; here they become tables in a terminal, JSON, a page or a parquet file.
+With --live each objective trains short runs of its own instead: see `keel/cli/display/sweep_display.py`.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """The way into the server, and how refusals look.
 
 Guarantees that every error is JSON in the OpenAI shape, that a body is never read beyond its limits of size and time,
-and that work nobody waits for any more is cancelled. Who may ask, and how often, is said in `keel.inference.server.access`; it knows
-nothing of models.
+and that work nobody waits for any more is cancelled. Who may ask, and how often, is said in
+`keel.inference.server.access`; it knows nothing of models.
 """
 
 import asyncio

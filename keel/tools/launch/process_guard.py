@@ -1,5 +1,6 @@
-"""The process between a part and whoever holds it: `python -m keel.tools.launch.process_guard [--secret NAME=FILE] -- COMMAND...`.
+"""Parent process of a launched process; kills it when the launcher dies.
 
+Run as `python -m keel.tools.launch.process_guard [--secret NAME=FILE] -- COMMAND...`.
 Guarantees that a part and all it started are gone when its holder is, however that died: the holder's end of the pipe
 on standard input closes, and the kernel ends the part when this process itself is killed. A secret is read from its
 file here, so that it is in no command line. It restarts nothing and imports nothing heavy.

@@ -1,9 +1,10 @@
 """New weights on their way to simulated engines, beside the next rollouts where the run would have it so.
 
-The order of things is that of `keel/training/publish/publisher.py`: weights are taken while the trainer must not change them, then
-given to the engines, one publication at a time. A folder is written once and read by every engine; a broadcast goes
-from engine to engine layer by layer, and takes as long as over one link; a copy in one process takes its fixed time.
-Engines sample on until the new weights are live, in all of them at the same moment, or are drained first.
+The order of things is that of `keel/training/publish/publisher.py`: weights are taken while the trainer must not
+change them, then given to the engines, one publication at a time. A folder is written once and read by every engine;
+a broadcast goes from engine to engine layer by layer, and takes as long as over one link; a copy in one process takes
+its fixed time. Engines sample on until the new weights are live, in all of them at the same moment, or are drained
+first.
 """
 
 import asyncio

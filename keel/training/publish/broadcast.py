@@ -1,9 +1,9 @@
 """Weights to the engines by torch.distributed: no disk between the trainer and the servers.
 
-The weights of a version are copied once and kept until the next one is live, so that a server which comes back or joins
-later gets them too. Servers that ask at about the same time are one round: they and the trainer form a process group
-for as long as the tensors travel (`keel.inference.tensor_broadcast`). A server that fails in a round fails alone or fails the
-round; what it sampled with before is what it still samples with, and it asks again.
+The weights of a version are copied once and kept until the next one is live, so that a server which comes back or
+joins later gets them too. Servers that ask at about the same time are one round: they and the trainer form a process
+group for as long as the tensors travel (`keel.inference.tensor_broadcast`). A server that fails in a round fails
+alone or fails the round; what it sampled with before is what it still samples with, and it asks again.
 """
 
 import asyncio

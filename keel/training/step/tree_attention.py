@@ -1,11 +1,11 @@
 """Attention over a prefix tree, by way of the models' own hook for attention functions.
 
 A model whose attention implementation is set to TREE calls `tree_attention` with the layout that was given to its
-forward as `tree=`. On CPU plain attention goes by a kernel in C (keel/inference/kernels/tree_attention.c), or where that does not fit by
-tiles (tiles.py); with a window, a soft cap or sinks the tree is cut into blocks of neighbouring queries, each against
-the keys of its ancestors and its own. Either way the work grows with what is really attended to and not with the square
-of the packed length. On GPUs the same visibility rule drives flex attention. Grouped heads, windows, caps and sinks are
-those of the model. No model code is changed.
+forward as `tree=`. On CPU plain attention goes by a kernel in C (keel/inference/kernels/tree_attention.c), or where
+that does not fit by tiles (tiles.py); with a window, a soft cap or sinks the tree is cut into blocks of neighbouring
+queries, each against the keys of its ancestors and its own. Either way the work grows with what is really attended to
+and not with the square of the packed length. On GPUs the same visibility rule drives flex attention. Grouped heads,
+windows, caps and sinks are those of the model. No model code is changed.
 """
 
 import math

@@ -66,7 +66,7 @@ def test_a_key_lets_in_from_anywhere_and_is_sent_by_programs_or_typed_into_a_bro
 
 
 def test_keys_are_compared_in_constant_time() -> None:
-    tree = ast.parse((PACKAGE / "web/access.py").read_text())
+    tree = ast.parse((PACKAGE / "inference/server/access.py").read_text())
     compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare) and "digest" in ast.unparse(node)]
     assert all(isinstance(node.ops[0], ast.Is | ast.IsNot) for node in compared)  # only with None
     assert "hmac.compare_digest(_digest(key), self._digest)" in ast.unparse(tree)
@@ -388,7 +388,7 @@ def test_a_server_shows_its_key_nowhere(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_the_endpoint_of_the_api_is_on_loopback_behind_a_key_of_its_own() -> None:
-    source = (PACKAGE / "run/api_server.py").read_text()
+    source = (PACKAGE / "api/endpoint.py").read_text()
     assert 'socket.create_server(("127.0.0.1", 0)' in source
     assert "secrets.token_urlsafe(32)" in source
 

@@ -39,7 +39,7 @@ def test_built_in_environments_load_and_are_environments(name):
         ("no_such_module:Thing", {}, "cannot be imported: No module named 'no_such_module'"),
         ("math:nothing", {}, "cannot be imported: module 'math' has no attribute 'nothing'"),
         ("math:pi", {}, "is a float, not a class or function"),
-        ("test_episodes:Custom", {"wrong": 1}, "do not fit test_episodes:Custom"),
+        ("tests.rollout.test_episode_runner:Custom", {"wrong": 1}, "do not fit tests.rollout.test_episode_runner:Custom"),
         ("collections:OrderedDict", {}, "gave a OrderedDict; an environment has a name, tasks(split)"),
         ("reasoning_gym:letter_countin", {}, "did you mean letter_counting?"),
         ("reasoning_gym:letter_counting", {"config": {"min_words": -1}}, "does not fit letter_counting"),
@@ -63,7 +63,7 @@ def test_a_missing_library_says_how_to_install_it(monkeypatch):
 
 
 def test_one_of_your_own_loads_by_import_path():
-    assert load("test_episodes:Custom").name == "custom"
+    assert load("tests.rollout.test_episode_runner:Custom").name == "custom"
 
 
 # ---- tasks

@@ -66,7 +66,7 @@ def test_an_exception_in_the_loss_is_an_error_with_its_place_and_not_a_failed_cl
     finding = next(finding for finding in report.findings if finding.letter == "b")
     line = raises_on_three_sequences.__code__.co_firstlineno + 2
     assert finding.message.startswith("IndexError: three sequences (")
-    assert finding.message.endswith(f"test_audit.py:{line}, in raises_on_three_sequences)")
+    assert finding.message.endswith(f"test_suite.py:{line}, in raises_on_three_sequences)")
     assert finding.batch is not None
     assert len(finding.batch) == 3  # reduced to one token per sequence
 
@@ -195,6 +195,7 @@ def test_the_command_exits_0_when_every_class_passes(capsys: pytest.CaptureFixtu
 def test_the_command_exits_1_and_prints_the_counterexample(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.syspath_prepend(str(HERE))
     assert main(["audit", "losses:ratio_with_its_own_detach"]) == 1
     assert "ratio against the wrong policy" in capsys.readouterr().out
@@ -219,6 +220,7 @@ def test_the_command_exits_2_when_the_loss_raises_and_no_class_fails(
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
     assert main(["audit", "fragile:loss", "--json"]) == 2
     report = json.loads(capsys.readouterr().out)
     assert (report["passed"], report["failed"]) == (False, [])

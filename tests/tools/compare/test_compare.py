@@ -381,7 +381,8 @@ def test_charts_show_gaps_and_long_series_without_growing() -> None:
 
 
 def test_reading_and_comparing_loads_no_model_code() -> None:
-    code = "import sys, keel.tools.compare, keel.tools.compare.html, keel.tools.compare.long_table; sys.exit('transformers' in sys.modules)"
+    modules = "keel.tools.compare, keel.tools.compare.html, keel.tools.compare.long_table"
+    code = f"import sys, {modules}; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -93,7 +93,8 @@ class Processes:
     """Runs code in processes of its own, each forked from one that has done the slow imports and nothing else."""
 
     def __init__(self) -> None:
-        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.training.model import test_checkpoint as t; t.serve()"
+        importing = "from tests.training.model import test_checkpoint"
+        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {importing}; test_checkpoint.serve()"
         self.server = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -135,8 +135,8 @@ def test_a_missing_package_says_how_to_install_it(tmp_path: Path, monkeypatch: p
 
 _MAKER = """
 import os, signal, sys, time
-from keel.policy import source, tiny
-write = tiny.write
+from keel.training.model import model_source, tiny_models
+write = tiny_models.write
 def slow(name, seed, steps, folder):
     with open(sys.argv[2], "a") as log:
         log.write("made\\n")
@@ -145,8 +145,8 @@ def slow(name, seed, steps, folder):
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.5)
     write(name, seed, steps, folder)
-tiny.write = slow
-print(source.find("tiny", 41).fingerprint)
+tiny_models.write = slow
+print(model_source.find("tiny", 41).fingerprint)
 """
 
 
