@@ -71,11 +71,11 @@ def install(folder: Path) -> None:
 
 def prepare(scratch: Path, steps: int) -> dict[str, Any]:
     """What both sides are given: the model's folder, and the tasks in the order in which keel takes them."""
-    from keel.config import load
+    from keel.config import load_settings
     from keel.rollout.environments.environment import load_environment
-    from keel.training.model.model_source import find
+    from keel.training.model.model_source import resolve_model
 
-    settings = load(RECIPE).settings
+    settings = load_settings(RECIPE).settings
     (environment,) = settings.environments.values()
     made: Any = load_environment(environment)
     tasks = list(made.tasks("train"))[: steps * settings.scheduler.groups]
@@ -92,7 +92,7 @@ def prepare(scratch: Path, steps: int) -> dict[str, Any]:
     ]
     (scratch / "tasks.json").write_text(json.dumps(rows))
     return {
-        "model": str(find(settings.model.name).folder),
+        "model": str(resolve_model(settings.model.name).folder),
         "tasks": str(scratch / "tasks.json"),
         "scratch": str(scratch),
         "steps": steps,
@@ -125,16 +125,16 @@ def keel_side(given: dict[str, Any]) -> dict[str, Any]:
     """The run as `keel train` makes it, without evaluations."""
     import asyncio
 
-    from keel.config import load
+    from keel.config import load_settings
     from keel.run.folder import RunFolder
-    from keel.run.loop import Run
+    from keel.run.loop import TrainingRun
 
     changes = [f"--steps={given['steps']}", "--evaluation.when=never", "--checkpoints.every=100000"]
-    folder = RunFolder.create(Path(given["scratch"]) / "run", load(RECIPE, changes))
-    asyncio.run(Run(folder).train())
+    folder = RunFolder.create(Path(given["scratch"]) / "run", load_settings(RECIPE, changes))
+    asyncio.run(TrainingRun(folder).train())
     rows = folder.ledger.steps()
     times = [later.time - row.time for row, later in pairwise(rows)]
-    rewards = [row.numbers["reward"] for row in rows]
+    rewards = [row.metrics["reward"] for row in rows]
     folder.close()
     return {"seconds": times, "rewards": rewards}
 

@@ -30,13 +30,13 @@ import numpy as np
 import torch
 
 from benchmarks.measure import ratio, verdict
-from keel.common.openmp import release
+from keel.common.openmp import release_openmp_threads
 from keel.config import EngineSettings, ModelSettings, Sampling
 from keel.inference.local.local_engine import LocalEngine
 from keel.inference.protocol import Generation
 from keel.training import load_model
 from keel.training.model.model import Model
-from keel.training.step.malloc import keep_memory
+from keel.training.step.malloc import retain_freed_memory
 
 BARS = {50: 2.5, 110: 4.0}
 """By prompt length: how many times faster than `generate`, in wall time and per sampled token."""
@@ -83,7 +83,7 @@ class Ours:
         self.round += 1
 
     async def _answers(self) -> list[Generation]:
-        await self.engine.forget_prompts()
+        await self.engine.clear_prefix_cache()
         asked = (
             self.engine.generate(prompt, Sampling(max_tokens=LONGEST, seed=1000 * self.round + number))
             for number, prompt in enumerate(self.prompts)
@@ -121,7 +121,7 @@ class Theirs:
             use_cache=True,
             pad_token_id=self.end,
         )[:, self.ids.shape[1] :]
-        release()
+        release_openmp_threads()
         ended = (found == self.end).int().cumsum(1)
         # up to the first end, that one included
         self.sampled.append(int(((ended == 0) | ((ended == 1) & (found == self.end))).sum()))
@@ -137,7 +137,7 @@ def off_full_forward(model: Model, prompts: list[list[int]], found: list[Generat
             # float32 would lose a digit in the sum over all words
             truth = logits.double().log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
             differences.append((truth - torch.tensor(one.logprobs)).abs())
-    release()
+    release_openmp_threads()
     return float(torch.cat(differences).mean())
 
 
@@ -213,7 +213,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     clock: Clock = time.process_time if args.cpu else time.perf_counter
-    keep_memory()
+    retain_freed_memory()
     print(f"SmolLM2-135M, float32, {torch.get_num_threads()} threads")
     if args.quick:
         return int(not compare(Case(50, prompts=2, group=4), 1, None, clock))

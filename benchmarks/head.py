@@ -19,8 +19,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(sys.path.pop(0))))
 import torch
 
 from benchmarks.measure import Peak, in_process_of_its_own, interleave, ratio, verdict
-from keel.training.step.lm_head import Head, logprobs
-from keel.training.step.malloc import keep_memory
+from keel.training.step.lm_head import LMHead, logprobs
+from keel.training.step.malloc import retain_freed_memory
 
 WORDS, WIDTH = 49152, 576
 TIME_BAR, MEMORY_BAR = 1.1, 350.0
@@ -35,7 +35,7 @@ class Problem:
         self.weight = torch.randn(words, WIDTH, generator=random).mul_(0.05).requires_grad_()
         self.targets = torch.randint(0, words, (tokens,), generator=random)
         self.worth = torch.randn(tokens, generator=random)
-        self.head = Head(self.weight)
+        self.head = LMHead(self.weight)
 
     def sides(self) -> dict[str, Callable[[], None]]:
         return {"naive": self.naive, "fused": self.fused, "recomputed": self.recomputed}
@@ -50,7 +50,7 @@ class Problem:
         """Token-local objectives: what a log-prob is worth is known in the same pass."""
         self.hidden.grad = self.weight.grad = None
         worth = self.worth
-        _, gradients = self.head.fused(self.hidden.detach(), self.targets, 1.0, lambda _, rows: worth[rows])
+        _, gradients = self.head.score_and_grad(self.hidden.detach(), self.targets, 1.0, lambda _, rows: worth[rows])
         self.hidden.grad, self.weight.grad = gradients.hidden, gradients.weight
 
     def recomputed(self) -> None:
@@ -84,7 +84,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     tokens = args.tokens or (512 if args.quick else 4096)
-    keep_memory()
+    retain_freed_memory()
     if args.peak:
         problem, peak = Problem(tokens), Peak()
         # libraries load on first use; a small vocabulary leaves no freed memory that the measured run could use again

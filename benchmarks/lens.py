@@ -31,10 +31,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.measure import verdict
-from keel.config import load
+from keel.config import load_settings
 from keel.config.toml_writer import toml_lines
-from keel.run.ledger import Fate, Ledger
-from keel.run.records import SCHEMA, path_of
+from keel.run.ledger import RolloutOutcome, Ledger
+from keel.run.records import SCHEMA, step_path
 from tests.support.lens_browser import browser, missing
 
 ROOT = Path(__file__).parent.parent
@@ -89,10 +89,10 @@ def make_folder(run: Path, gigabytes: float) -> tuple[int, int]:
     """A run of that size; its steps and rollouts."""
     (run / "rollouts").mkdir(parents=True)
     for number in range(DIFFERENT):
-        make_file(path_of(run / "rollouts", number + 1), number)
+        make_file(step_path(run / "rollouts", number + 1), number)
     size = sum(path.stat().st_size for path in (run / "rollouts").iterdir()) / DIFFERENT
     steps = max(DIFFERENT, round(gigabytes * 1e9 / size))
-    loaded = load(overrides=["--objective.name", "icepop", "--steps", str(steps)])
+    loaded = load_settings(overrides=["--objective.name", "icepop", "--steps", str(steps)])
     (run / "config.toml").write_text("".join(f"{line}{comment}\n" for line, comment in toml_lines(loaded)))
     (run / "run.json").write_text(json.dumps({"format": 1, "name": run.name, "created": time.time()}))
     ledger, chance = Ledger(run / "run.db", create=True), np.random.default_rng(0)
@@ -101,13 +101,13 @@ def make_folder(run: Path, gigabytes: float) -> tuple[int, int]:
     names += [f"other/{number}" for number in range(40)]
     for step in range(1, steps + 1):
         if step > DIFFERENT:
-            os.link(path_of(run / "rollouts", 1 + step % DIFFERENT), path_of(run / "rollouts", step))
+            os.link(step_path(run / "rollouts", 1 + step % DIFFERENT), step_path(run / "rollouts", step))
         fates = [
-            Fate(f"s{step}/{number // GROUP}", number % GROUP, 0, "sums", "t", "trained", None, None, 0.5, LENGTH)
+            RolloutOutcome(f"s{step}/{number // GROUP}", number % GROUP, 0, "sums", "t", "trained", None, None, 0.5, LENGTH)
             for number in range(ROLLOUTS)
         ]
         numbers = dict(zip(names, chance.random(len(names)).tolist(), strict=True))
-        ledger.write_step(step, version=step, stepped=True, numbers=numbers, fates=fates, state={})
+        ledger.write_step(step, version=step, stepped=True, metrics=numbers, outcomes=fates, state={})
     ledger.close()
     return steps, steps * ROLLOUTS
 

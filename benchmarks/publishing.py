@@ -37,8 +37,8 @@ from keel.inference.pool.vllm_engine import start_vllm
 from keel.inference.protocol import Engine
 from keel.training import load_model
 from keel.training.model.model import Model
-from keel.training.publish.broadcast import Broadcast
-from keel.training.publish.publisher import Folder, Publisher, Way
+from keel.training.publish.broadcast import BroadcastTransport
+from keel.training.publish.publisher import FolderTransport, Publisher, WeightTransport
 
 ASKERS = 4
 TOKENS = 16
@@ -73,7 +73,7 @@ def serving(count: int, model: str, folder: Path) -> Iterator[list[str]]:
             one.wait()
 
 
-async def measured(name: str, servers: str, engine: Engine, way: Way, model: Model, rounds: int) -> Row:
+async def measured(name: str, servers: str, engine: Engine, way: WeightTransport, model: Model, rounds: int) -> Row:
     """Publications one after another, with rollouts beside them."""
     publisher = Publisher(engine, way, overlap=True)
     over, ended = asyncio.Event(), 0
@@ -87,7 +87,7 @@ async def measured(name: str, servers: str, engine: Engine, way: Way, model: Mod
 
     found: list[tuple[float, float, float]] = []
     await publisher.publish(100)
-    await publisher.live()
+    await publisher.wait_live()
     while isinstance(engine, Pool) and {row.state for row in engine.status()} != {"ready"}:
         await asyncio.sleep(0.1)  # one is enough for a pool to go on; here all are to be measured
     asking = [asyncio.create_task(ask(number)) for number in range(ASKERS)]
@@ -96,9 +96,9 @@ async def measured(name: str, servers: str, engine: Engine, way: Way, model: Mod
         await asyncio.sleep(1.0)
         began, before = time.monotonic(), ended
         await publisher.publish(101 + number)
-        await publisher.taken()
+        await publisher.snapshot_done()
         taken = time.monotonic()
-        await publisher.live()
+        await publisher.wait_live()
         found.append((taken - began, time.monotonic() - began, float(ended - before)))
     over.set()
     await asyncio.gather(*asking)
@@ -123,15 +123,15 @@ async def run(args: argparse.Namespace, folder: Path) -> list[Row]:
     adapted = load_model(ModelSettings.model_validate({"name": args.model, "lora": {"rank": 8}}))
     rows = []
     with serving(args.members, args.model, folder) as urls:
-        ways: list[tuple[str, Model, Way]] = [
-            ("folder", whole, Folder(whole, folder / "folder")),
-            ("broadcast", whole, Broadcast(whole, "127.0.0.1")),
-            ("adapter", adapted, Folder(adapted, folder / "adapter")),
+        ways: list[tuple[str, Model, WeightTransport]] = [
+            ("folder", whole, FolderTransport(whole, folder / "folder")),
+            ("broadcast", whole, BroadcastTransport(whole, "127.0.0.1")),
+            ("adapter", adapted, FolderTransport(adapted, folder / "adapter")),
         ]
         for name, model, way in ways:
             # straggling servers are waited for, because live is to mean every server here
             settings = PoolSettings(urls=urls, interval=60.0)
-            connect = partial(way.connect, api_key=None) if isinstance(way, Broadcast) else HttpEngine
+            connect = partial(way.connect, api_key=None) if isinstance(way, BroadcastTransport) else HttpEngine
             pool = Pool(settings, connect)
             rows.append(await measured(name, f"{args.members} keel serve", pool, way, model, args.rounds))
             show(rows[-1])
@@ -142,7 +142,7 @@ async def run(args: argparse.Namespace, folder: Path) -> list[Row]:
         )
         try:
             for name, model in (("folder", whole), ("adapter", adapted)):
-                way = Folder(model, folder / f"vllm-{name}")
+                way = FolderTransport(model, folder / f"vllm-{name}")
                 rows.append(await measured(name, "vLLM", engine, way, model, args.rounds))
                 show(rows[-1])
         finally:

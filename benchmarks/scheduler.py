@@ -29,9 +29,9 @@ import asyncio
 from benchmarks.measure import interleave, ratio, verdict
 from benchmarks.plot import Line, Panel, write_svg
 from keel.config import SchedulerSettings
-from keel.rollout.scheduler.groups import Dispatch
+from keel.rollout.scheduler.groups import RolloutRequest
 from keel.rollout.scheduler.scheduler import Scheduler
-from keel.rollout.scheduler.task_sources import Source
+from keel.rollout.scheduler.task_sources import TaskSource
 
 ROOT = Path(__file__).parent.parent
 GROUP = 8
@@ -96,11 +96,11 @@ class Case:
         )
         numbers = iter(range(self.rollouts * 2))
 
-        async def run(_dispatch: Dispatch) -> Told:
+        async def run(_dispatch: RolloutRequest) -> Told:
             return await self.episode(next(numbers))
 
         tasks = (Task(str(number)) for number in range(self.rollouts // GROUP))
-        scheduler = Scheduler(run, [Source("bench", tasks)], settings)
+        scheduler = Scheduler(run, [TaskSource("bench", tasks)], settings)
         emitted = 0
         while emitted < self.rollouts // GROUP * GROUP:
             batch = await scheduler.next_batch(0)

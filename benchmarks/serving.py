@@ -23,10 +23,10 @@ import numpy as np
 from benchmarks.measure import ratio, verdict
 from keel.config import Sampling
 from keel.inference.pool.http_engine import HttpEngine
-from keel.inference.pool.managed_server import served
+from keel.inference.pool.managed_server import run_managed_server
 from keel.inference.pool.vllm_engine import start_vllm
 from keel.inference.protocol import Engine
-from keel.training.model.model_source import find
+from keel.training.model.model_source import resolve_model
 
 MODEL = "smollm2-135m"
 REQUESTS, PROMPT, ANSWER = 32, 60, 64
@@ -47,10 +47,10 @@ async def answered(engine: Engine, turn: int) -> float:
 
 
 async def compare(python: str, rounds: int) -> bool:
-    vllm = await start_vllm(python, str(find(MODEL).folder), dtype="float32")
+    vllm = await start_vllm(python, str(resolve_model(MODEL).folder), dtype="float32")
     try:
         words = [sys.executable, "-m", "keel.cli", "serve", MODEL, "--port", "0", "--with-parent"]
-        async with served(words) as server:
+        async with run_managed_server(words) as server:
             keel = HttpEngine((await server.find())[0])
             sides: dict[str, Engine] = {"vLLM": vllm, "keel serve": keel}
             rates: dict[str, list[float]] = {name: [] for name in sides}

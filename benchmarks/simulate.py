@@ -69,7 +69,7 @@ def main() -> int:
         predicted.append(found.step_seconds)
         print(
             f"{engines:7,}  {found.rollouts:8,}  {seconds:7.1f}  {seconds / found.rollouts * 1e6:12.0f}"
-            f"  {found.step_seconds:16.1f}  {found.staleness:9.2f}  {found.refused_share:6.1%}"
+            f"  {found.step_seconds:16.1f}  {found.staleness:9.2f}  {found.dropped_share:6.1%}"
         )
         if engines == 2000:
             held &= seconds <= BAR

@@ -33,11 +33,11 @@ from benchmarks.plot import Line, Panel, write_svg
 from keel import ModelSettings, Sample, TokenBatch, TrainerSettings, load_model, objective
 from keel.training.model.model import Model
 from keel.training.step.forward import Forward
-from keel.training.step.malloc import keep_memory
-from keel.training.step.optimizer import build
-from keel.training.step.optimizer_step import Update
-from keel.training.step.sample import Tokens
-from keel.training.step.step_report import Ledger
+from keel.training.step.malloc import retain_freed_memory
+from keel.training.step.optimizer import build_optimizer
+from keel.training.step.optimizer_step import OptimizerStep
+from keel.training.step.sample import TrainableTokens
+from keel.training.step.step_report import StepColumns
 
 ROOT = Path(__file__).parent.parent
 RULE = objective("icepop")
@@ -96,18 +96,18 @@ class Ours:
 
     def __init__(self, model: Model, samples: list[Sample], budget: int) -> None:
         self.settings = TrainerSettings(max_tokens=budget, entropy=False)
-        self.model, self.tokens = model, Tokens(samples)
+        self.model, self.tokens = model, TrainableTokens(samples)
         self.forward = Forward(model, max_tokens=budget)
-        self.optimizer = build(self.settings.optimizer, model.parameters().values())
+        self.optimizer = build_optimizer(self.settings.optimizer, model.parameters().values())
 
     def __call__(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        ledger = Ledger.empty(self.tokens, torch.float32, self.model.device, entropy=False)
+        ledger = StepColumns.empty(self.tokens, torch.float32, self.model.device, entropy=False)
         numbers = range(len(self.tokens.samples))
-        update = Update(self.forward, self.optimizer, self.settings, RULE, ledger, numbers, None)
+        update = OptimizerStep(self.forward, self.optimizer, self.settings, RULE, ledger, numbers, None)
         plan = self.forward.plan(self.tokens)
         self.computed = sum(len(batch) for batch in plan)
-        with self.forward.attending():
+        with self.forward.tree_attention_enabled():
             update.backward(plan)
 
 
@@ -116,8 +116,8 @@ class Padded:
 
     def __init__(self, model: Model, samples: list[Sample]) -> None:
         self.model, self.samples = model, samples
-        self.tokens = Tokens(samples)
-        self.blank = self.tokens.batch(torch.zeros(len(self.tokens)))
+        self.tokens = TrainableTokens(samples)
+        self.blank = self.tokens.to_batch(torch.zeros(len(self.tokens)))
         self.totals = RULE.totals([self.blank])
         self.computed = 0
 
@@ -127,7 +127,7 @@ class Padded:
         for first in range(0, len(self.samples), MICRO_BATCH):
             numbers = range(first, min(first + MICRO_BATCH, len(self.samples)))
             logprobs, places = self._logprobs([self.samples[number] for number in numbers])
-            tokens = torch.cat([torch.arange(len(self.tokens))[self.tokens.of(number)] for number in numbers])
+            tokens = torch.cat([torch.arange(len(self.tokens))[self.tokens.slice_of(number)] for number in numbers])
             batch: TokenBatch = self.blank.take(tokens).replace(logprobs=logprobs[places])
             RULE(batch, self.totals).loss.backward()  # type: ignore[no-untyped-call]
 
@@ -229,7 +229,7 @@ def main() -> int:
     parser.add_argument("--side", choices=("padded", "shared"), help=argparse.SUPPRESS)
     parser.add_argument("--case", type=int, nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    keep_memory()
+    retain_freed_memory()
     if args.side:
         run_side(args.side, Case(*args.case[:-1]), args.case[-1])
         return 0

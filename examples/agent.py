@@ -65,7 +65,7 @@ async def main(base: str, folder: str) -> None:
     steps, rate = (6, 2e-3) if tiny else (10, 1e-5)
     chance = random.Random(0)
     tasks = [tuple(chance.sample(range(10) if tiny else range(10, 100), 2)) for _ in range(6)]
-    model = keel.TrainableModel(name="agent-1", base=base, warm_up_steps=150 if tiny else 0)
+    model = keel.TrainableModel(name="agent-1", base=base, sft_warmup_steps=150 if tiny else 0)
     async with keel.LocalBackend(path=folder) as backend:
         await backend.register(model)
         for _ in range(steps):

@@ -29,4 +29,4 @@ for step in range(3):
     report = trainer.step(rollouts, "icepop")
     sums = {s.name: round(float(r.nansum()), 1) for s, r in zip(samples, recorded, strict=True)}
     print(f"step {step}: loss {report.loss:+.3f}, {report.kept_tokens} of {len(report.tokens)} tokens trained,", sums)
-print(f"{report.computed_tokens} tokens computed instead of {report.plain_tokens}")
+print(f"{report.computed_tokens} tokens computed instead of {report.unshared_tokens}")

@@ -19,25 +19,25 @@ if TYPE_CHECKING:
         OptimizerSettings,
         ReferenceSettings,
         TrainerSettings,
-        load,
+        load_settings,
     )
     from keel.errors import BatchError, ConfigError, KeelError, ModelError, SignalRefused, StepRefused
-    from keel.objectives import Composition, Gate, Penalty, Policy, Reduction, Weight
+    from keel.objectives import Composition, Gate, Penalty, PolicyTerm, Reduction, ImportanceWeight
     from keel.signal import (
         Metric,
         Metrics,
         MovingBaseline,
         Objective,
-        Result,
+        ObjectiveResult,
         TokenBatch,
-        Totals,
+        StepTotals,
         advantages,
         objective,
     )
     from keel.signal.audit import declare
     from keel.training import Checkpoints, References, Sample, StepReport, Trainer, load_model
 
-_ROOMS = {
+_EXPORTS = {
     "keel.signal.audit": ["declare"],
     "keel.config": [
         "CheckpointSettings",
@@ -66,7 +66,7 @@ _ROOMS = {
         "objective",
     ],
 }
-_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+_MODULE_OF = {name: room for room, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "BatchError",
@@ -86,38 +86,38 @@ __all__ = [
     "Objective",
     "OptimizerSettings",
     "Penalty",
-    "Policy",
+    "PolicyTerm",
     "Reduction",
     "ReferenceSettings",
     "References",
-    "Result",
+    "ObjectiveResult",
     "Sample",
     "SignalRefused",
     "StepRefused",
     "StepReport",
     "TokenBatch",
-    "Totals",
+    "StepTotals",
     "TrainResult",
     "TrainableModel",
     "Trainer",
     "TrainerSettings",
     "Trajectory",
     "TrajectoryGroup",
-    "Weight",
+    "ImportanceWeight",
     "advantages",
     "declare",
     "gather_groups",
-    "load",
+    "load_settings",
     "load_model",
     "objective",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'keel' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *_MODULE_OF])

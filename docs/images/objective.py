@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from keel.cli.inspect.objectives import explain
-from keel.objectives import RECIPES
+from keel.cli.inspect.objectives import print_preset
+from keel.objectives import PRESETS
 
 WIDTH = 90
 NAME = "dppo_kl"
@@ -22,7 +22,7 @@ def main() -> None:
     terminal = Console(
         file=out, width=WIDTH, force_terminal=True, color_system="truecolor", markup=False, highlight=False
     )
-    explain(terminal, RECIPES[NAME], {})
+    print_preset(terminal, PRESETS[NAME], {})
     shown = re.split(r"\n[^\n]*parameters of every objective", out.getvalue())[0].rstrip()
     picture = Console(file=io.StringIO(), width=WIDTH, record=True, highlight=False)
     picture.print(Text.from_ansi(shown))

@@ -15,13 +15,13 @@ from typing import Self
 
 from filelock import FileLock, Timeout
 
-from keel.api.checkpointed_trainer import Learner
-from keel.api.endpoint import Server
-from keel.api.samples import batch_of
-from keel.api.train_request import Signal, Wish
-from keel.api.trainable_model import Endpoint, TrainableModel
+from keel.api.checkpointed_trainer import CheckpointedTrainer
+from keel.api.endpoint import ModelEndpoint
+from keel.api.samples import build_batch
+from keel.api.train_request import ObjectiveLike, TrainRequest
+from keel.api.trainable_model import EndpointConnection, TrainableModel
 from keel.api.trajectories import TrajectoryGroup
-from keel.common.openmp import Workers
+from keel.common.openmp import OpenMPReleasingExecutor
 from keel.config import CheckpointSettings, EngineSettings, TrainerSettings
 from keel.config.run import AdvantageSettings, ZeroVarianceGroups
 from keel.errors import ConfigError, KeelError, ModelError
@@ -38,7 +38,7 @@ class TrainResult:
     """The trainer's numbers, and those about groups and trajectories."""
     checkpoint_path: Path
     """The weights of `step`, in the layout of Hugging Face or PEFT."""
-    why_not: str = ""
+    skip_reason: str = ""
     """Why the optimizer did not step; empty when it did."""
 
 
@@ -62,10 +62,10 @@ class LocalBackend:
         self.trainer = trainer or TrainerSettings()
         self.checkpoints = checkpoints or CheckpointSettings()
         self.engine = engine or EngineSettings()
-        _refuse_what_cannot_act(self.engine, ("kind", "dtype", "publish_every", "python"), "engine")
-        _refuse_what_cannot_act(self.checkpoints, ("every",), "checkpoints")
+        _check_no_effect_settings(self.engine, ("kind", "dtype", "publish_every", "python"), "engine")
+        _check_no_effect_settings(self.checkpoints, ("every",), "checkpoints")
         self.seed = seed
-        self._registered: dict[str, _Registered] = {}
+        self._sessions: dict[str, _ModelSession] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -80,29 +80,29 @@ class LocalBackend:
 
         A folder that has checkpoints is gone on with, from the last whole one; a broken one is a warning.
         """
-        if model.name in self._registered:
+        if model.name in self._sessions:
             raise ConfigError(f'a model of name "{model.name}" is registered; give this one another name')
         if model._endpoint is not None:
             raise ConfigError(f'model "{model.name}" is registered with another backend; close that first')
-        registered = _Registered(self, model)
-        self._registered[model.name] = registered
+        registered = _ModelSession(self, model)
+        self._sessions[model.name] = registered
         try:
             await registered.open()
         except BaseException:
-            del self._registered[model.name]
+            del self._sessions[model.name]
             await registered.close()
             raise
 
     async def step(self, model: TrainableModel) -> int:
         """How many steps the model has been trained for."""
-        return self._of(model).learner.step_number
+        return self._session_for(model).trainer.step_number
 
     async def train(
         self,
         model: TrainableModel,
         groups: Iterable[TrajectoryGroup],
         *,
-        objective: Signal = "icepop",
+        objective: ObjectiveLike = "icepop",
         learning_rate: float | None = None,
         advantages: str | AdvantageSettings = "group_mean",
         zero_variance_groups: ZeroVarianceGroups | None = None,
@@ -121,8 +121,8 @@ class LocalBackend:
         What cannot act, and trajectories that were not recorded by the endpoint, are refused before anything changes.
         Calls for one model take turns. Cancelling the call does not undo the step: it goes on to its end.
         """
-        registered = self._of(model)
-        wish = Wish.of(
+        registered = self._session_for(model)
+        wish = TrainRequest.from_arguments(
             groups,
             objective=objective,
             learning_rate=learning_rate,
@@ -132,22 +132,22 @@ class LocalBackend:
             kl_penalty_reference_step=kl_penalty_reference_step,
             kl_ref_adapter_path=kl_ref_adapter_path,
         )
-        return await asyncio.shield(registered.begin(wish))
+        return await asyncio.shield(registered.start_training(wish))
 
     async def close(self) -> None:
         """Wait for training that is under way, then stop the endpoints and give the folders back."""
-        while self._registered:
-            _, registered = self._registered.popitem()
+        while self._sessions:
+            _, registered = self._sessions.popitem()
             await registered.close()
 
-    def _of(self, model: TrainableModel) -> "_Registered":
-        found = self._registered.get(model.name)
+    def _session_for(self, model: TrainableModel) -> "_ModelSession":
+        found = self._sessions.get(model.name)
         if found is None or found.model is not model:
             raise KeelError(f'model "{model.name}" is not registered here: await backend.register(model) first')
         return found
 
 
-class _Registered:
+class _ModelSession:
     """A model with its trainer, its server and its lock."""
 
     def __init__(self, backend: LocalBackend, model: TrainableModel) -> None:
@@ -156,27 +156,27 @@ class _Registered:
         self.folder = backend.path / model.name
         self._lock = FileLock(self.folder / ".lock", timeout=0)
         # a thread of its own: torch keeps its worker threads with the thread that calls it
-        self._thread = Workers(1, thread_name_prefix=f"keel-train-{model.name}")
-        self._turns = asyncio.Lock()
-        self._under_way: set[asyncio.Task[TrainResult]] = set()
-        self.server: Server | None = None
-        self._learner: Learner | None = None
+        self._executor = OpenMPReleasingExecutor(1, thread_name_prefix=f"keel-train-{model.name}")
+        self._train_lock = asyncio.Lock()
+        self._in_flight: set[asyncio.Task[TrainResult]] = set()
+        self.endpoint: ModelEndpoint | None = None
+        self._trainer: CheckpointedTrainer | None = None
 
     @property
-    def learner(self) -> Learner:
-        if self._learner is None:
+    def trainer(self) -> CheckpointedTrainer:
+        if self._trainer is None:
             raise KeelError(f'model "{self.model.name}" is still being registered')
-        return self._learner
+        return self._trainer
 
     # opening and closing
 
     async def open(self) -> None:
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, self._load)
-        assert self.server is not None and self._learner is not None
-        if self._learner.step_number:
+        await loop.run_in_executor(self._executor, self._load)
+        assert self.endpoint is not None and self._trainer is not None
+        if self._trainer.step_number:
             await self._publish()
-        self.model._endpoint = Endpoint(self.server.base_url, self.server.api_key)
+        self.model._endpoint = EndpointConnection(self.endpoint.base_url, self.endpoint.api_key)
 
     def _load(self) -> None:
         try:
@@ -189,84 +189,84 @@ class _Registered:
         except OSError as error:
             raise ModelError(f"{self.folder} cannot be written: {error.strerror}") from error
         backend, settings = self.backend, self.model.settings
-        self._learner = Learner(
+        self._trainer = CheckpointedTrainer(
             settings, backend.trainer, self.folder / "checkpoints", backend.checkpoints, backend.seed
         )
         own = load_model(settings.model_copy(update={"lora": None, "gradient_checkpointing": False}), backend.seed)
-        self.server = Server(own, self.model.name, backend.engine)
-        self.server.start()
+        self.endpoint = ModelEndpoint(own, self.model.name, backend.engine)
+        self.endpoint.start()
 
     async def close(self) -> None:
-        await asyncio.gather(*self._under_way, return_exceptions=True)
+        await asyncio.gather(*self._in_flight, return_exceptions=True)
         endpoint, self.model._endpoint = self.model._endpoint, None
         for client in endpoint.clients.values() if endpoint is not None else ():
             await client.close()
         # after whatever that thread is still doing, and there because the lock belongs to the thread that took it
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._unload)
-        self._thread.shutdown()
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._unload)
+        self._executor.shutdown()
 
     def _unload(self) -> None:
         try:
-            if self.server is not None:
-                self.server.stop()
+            if self.endpoint is not None:
+                self.endpoint.stop()
         finally:
             self._lock.release()
 
     # training
 
-    def begin(self, wish: Wish) -> asyncio.Task[TrainResult]:
-        task = asyncio.ensure_future(self._train(wish))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+    def start_training(self, request: TrainRequest) -> asyncio.Task[TrainResult]:
+        task = asyncio.ensure_future(self._train(request))
+        self._in_flight.add(task)
+        task.add_done_callback(self._in_flight.discard)
         return task
 
-    async def _train(self, wish: Wish) -> TrainResult:
-        async with self._turns:
+    async def _train(self, request: TrainRequest) -> TrainResult:
+        async with self._train_lock:
             loop = asyncio.get_running_loop()
-            result = await loop.run_in_executor(self._thread, self._step, wish)
-            if not result.why_not:
+            result = await loop.run_in_executor(self._executor, self._train_step, request)
+            if not result.skip_reason:
                 await self._publish()
             return result
 
-    def _step(self, wish: Wish) -> TrainResult:
-        learner = self.learner
-        baseline = dict(learner.moving.state)
+    def _train_step(self, request: TrainRequest) -> TrainResult:
+        learner = self.trainer
+        baseline = dict(learner.moving_baseline.state)
         try:
-            result = self._taken(learner, wish)
+            result = self._train_on_request(learner, request)
         except BaseException:
-            learner.moving.state = baseline
+            learner.moving_baseline.state = baseline
             raise
-        if result.why_not:
-            learner.moving.state = baseline
+        if result.skip_reason:
+            learner.moving_baseline.state = baseline
         return result
 
-    def _taken(self, learner: Learner, wish: Wish) -> TrainResult:
-        batch = batch_of(
-            wish.groups,
+    def _train_on_request(self, trainer: CheckpointedTrainer, request: TrainRequest) -> TrainResult:
+        batch = build_batch(
+            request.groups,
             model=self.model.name,
-            step=learner.step_number,
-            estimator=wish.estimator,
-            moving=learner.moving,
+            step=trainer.step_number,
+            estimator=request.estimator,
+            moving_baseline=trainer.moving_baseline,
         )
-        metrics, why_not = batch.metrics, batch.why_not
+        metrics, why_not = batch.metrics, batch.skip_reason
         if not why_not:
-            report = learner.advance(
-                batch.samples, wish.objective, source=wish.source, learning_rate=wish.learning_rate
+            report = trainer.train_step(
+                batch.samples, request.objective, reference_source=request.reference_source, learning_rate=request.learning_rate
             )
-            metrics, why_not = metrics | report.numbers(), report.why_not
+            metrics, why_not = metrics | report.scalars(), report.skip_reason
         return TrainResult(
-            step=learner.step_number, metrics=metrics, checkpoint_path=learner.checkpoint_path, why_not=why_not
+            step=trainer.step_number, metrics=metrics, checkpoint_path=trainer.checkpoint_path, skip_reason=why_not
         )
 
     async def _publish(self) -> None:
         """Give the engine the weights of the last checkpoint, by the file: what is served is what was saved."""
-        assert self.server is not None
-        engine, folder = self.server.engine, str(self.learner.checkpoint_path.resolve())
-        load = engine.load_weights if self.learner.model.peft is None else engine.load_adapter
-        await self.server.call(load(folder, self.learner.step_number))
+        assert self.endpoint is not None
+        engine, folder = self.endpoint.engine, str(self.trainer.checkpoint_path.resolve())
+        load = engine.load_weights if self.trainer.model.peft is None else engine.load_adapter
+        await self.endpoint.run_coroutine(load(folder, self.trainer.step_number))
 
 
-def _refuse_what_cannot_act(settings: EngineSettings | CheckpointSettings, names: tuple[str, ...], table: str) -> None:
+def _check_no_effect_settings(settings: EngineSettings | CheckpointSettings, names: tuple[str, ...], table: str) -> None:
     """Settings of a run that mean nothing here: the engine is in this process, and every step has a checkpoint."""
     for name in names:
         if getattr(settings, name) != type(settings).model_fields[name].default:

@@ -13,34 +13,34 @@ from keel.config import CheckpointSettings, ModelSettings, ReferenceSettings, Tr
 from keel.errors import ModelError
 from keel.signal import MovingBaseline, Objective
 from keel.training import Checkpoints, Sample, StepReport, Trainer
-from keel.training.model.references import prepare
+from keel.training.model.references import load_references
 
-BEGINNING = 0
+INITIAL_STEP = 0
 """The step whose checkpoint holds the model as it was registered; it is never removed."""
 
 
-class Learner(Trainer):
+class CheckpointedTrainer(Trainer):
     """A trainer that goes from checkpoint to checkpoint. `step` is the last one, and the version of its weights."""
 
     def __init__(
-        self, model: ModelSettings, settings: TrainerSettings, folder: Path, kept: CheckpointSettings, seed: int
+        self, model: ModelSettings, settings: TrainerSettings, folder: Path, checkpoint_settings: CheckpointSettings, seed: int
     ) -> None:
         """Goes on from the last whole checkpoint in the folder, or writes the first."""
         super().__init__(model, settings, seed=seed)
         self.seed = seed
-        self.checkpoints = Checkpoints(folder, kept)
-        self.checkpoints.pin(BEGINNING)
-        self.moving = MovingBaseline()
-        self._referred: tuple[Any, ...] | None = None
+        self.checkpoints = Checkpoints(folder, checkpoint_settings)
+        self.checkpoints.pin(INITIAL_STEP)
+        self.moving_baseline = MovingBaseline()
+        self._reference_key: tuple[Any, ...] | None = None
         found = self.checkpoints.latest()
         if found is None and self.checkpoints.steps():
             raise ModelError(
                 f"{folder} holds checkpoints and none is whole; restore one, or begin in another folder or under"
                 " another name"
             )
-        self.step_number = BEGINNING if found is None else found
+        self.step_number = INITIAL_STEP if found is None else found
         if found is None:
-            self.save(self.checkpoints, BEGINNING, self._state())
+            self.save(self.checkpoints, INITIAL_STEP, self._checkpoint_state())
         else:
             self._restore()
 
@@ -49,11 +49,11 @@ class Learner(Trainer):
         """Of the last step."""
         return self.checkpoints.path(self.step_number)
 
-    def advance(
-        self, samples: Sequence[Sample], objective: Objective, *, source: str | None, learning_rate: float | None
+    def train_step(
+        self, samples: Sequence[Sample], objective: Objective, *, reference_source: str | None, learning_rate: float | None
     ) -> StepReport:
         """One step and its checkpoint. `source`: the reference, as in `ReferenceSettings`."""
-        self._refer(source)
+        self._set_reference(reference_source)
         before, usual = self.steps, self.settings
         if learning_rate is not None:
             optimizer = usual.optimizer.model_copy(update={"lr": learning_rate})
@@ -61,7 +61,7 @@ class Learner(Trainer):
         try:
             report = self.step(samples, objective, version=self.step_number)
             if report.stepped:
-                self.save(self.checkpoints, self.step_number + 1, self._state())
+                self.save(self.checkpoints, self.step_number + 1, self._checkpoint_state())
                 self.step_number += 1
         except BaseException:
             if self.steps != before:
@@ -71,37 +71,37 @@ class Learner(Trainer):
             self.settings = usual
         return report
 
-    def _state(self) -> dict[str, Any]:
-        return {"moving_baseline": {str(agent): value for agent, value in self.moving.state.items()}}
+    def _checkpoint_state(self) -> dict[str, Any]:
+        return {"moving_baseline": {str(agent): value for agent, value in self.moving_baseline.state.items()}}
 
     def _restore(self) -> None:
         said = self.load(self.checkpoints, self.step_number)
         state = said.get("moving_baseline", {})
-        self.moving.state = {int(agent): float(value) for agent, value in state.items()}
+        self.moving_baseline.state = {int(agent): float(value) for agent, value in state.items()}
 
     # the reference
 
-    def _refer(self, source: str | None) -> None:
+    def _set_reference(self, reference_source: str | None) -> None:
         """Hold this reference, and no other."""
-        wanted = None if source is None else (source, _stamp(source))
-        if wanted == self._referred:
+        wanted = None if reference_source is None else (reference_source, _adapter_stamp(reference_source))
+        if wanted == self._reference_key:
             return
-        self._forget()
-        if source is not None:
-            kind, _, value = source.partition(":")
+        self._clear_references()
+        if reference_source is not None:
+            kind, _, value = reference_source.partition(":")
             name = f"step_{value}" if kind == "step" else kind
-            self.references = prepare({name: ReferenceSettings(source=source)}, self.model, self.checkpoints, self.seed)
-        self._referred = wanted
+            self.references = load_references({name: ReferenceSettings(source=reference_source)}, self.model, self.checkpoints, self.seed)
+        self._reference_key = wanted
 
-    def _forget(self) -> None:
-        self.references, self._referred = None, None
-        self._frozen = {id(self.model): self.forward}
+    def _clear_references(self) -> None:
+        self.references, self._reference_key = None, None
+        self._forwards = {id(self.model): self.forward}
         if self.model.peft is not None:
             for name in [name for name in self.model.peft.peft_config if name.startswith("reference_")]:
                 self.model.peft.delete_adapter(name)
 
 
-def _stamp(source: str) -> tuple[Any, ...]:
+def _adapter_stamp(source: str) -> tuple[Any, ...]:
     """What changes when an adapter on disk does; steps and bases do not."""
     kind, _, value = source.partition(":")
     files = sorted(Path(value).expanduser().glob("adapter_*")) if kind == "adapter" else []

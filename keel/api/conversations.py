@@ -15,86 +15,86 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.inference.protocol import Message
-from keel.rollout.rendering.renderer import Prompt, Renderer, Spoken
+from keel.rollout.rendering.renderer import Prompt, Renderer, RenderedTurn
 
-MEMORY = 16384
+MAX_REMEMBERED_TURNS = 16384
 """Answers that are remembered: more than are ever under way."""
 
 
 class Conversations:
     """What was said, by how its conversation began."""
 
-    def __init__(self, renderer: Renderer, memory: int = MEMORY) -> None:
+    def __init__(self, renderer: Renderer, max_turns: int = MAX_REMEMBERED_TURNS) -> None:
         self._renderer = renderer
-        self._memory = memory
-        self._count = 0
-        self._turns: OrderedDict[str, list[Spoken]] = OrderedDict()
+        self._max_turns = max_turns
+        self._turn_count = 0
+        self._turns: OrderedDict[str, list[RenderedTurn]] = OrderedDict()
 
-    def open(self, messages: list[Message], tools: list[dict[str, Any]]) -> "ChatTalk":
+    def open_session(self, messages: list[Message], tools: list[dict[str, Any]]) -> "RecordedChatSession":
         """The prompt of a request. Implements `keel.inference.server.openai_responses.OpenTalk`."""
         # clients send back what they were given, with the fields that were empty
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        key = _beginning(given, tools)
+        key = _conversation_key(given, tools)
         goes_on = any(message["role"] == "assistant" for message in given)
         prompt = self._renderer.extend(self._turns.get(key, ()) if goes_on else (), given, tools or None)
-        return ChatTalk(self, self._renderer, key, prompt, tools or None)
+        return RecordedChatSession(self, self._renderer, key, prompt, tools or None)
 
-    def remember(self, key: str, turn: Spoken) -> None:
+    def record_turn(self, key: str, turn: RenderedTurn) -> None:
         """Keep a turn, and forget the conversations that were not spoken in for longest."""
         self._turns.setdefault(key, []).append(turn)
         self._turns.move_to_end(key)
-        self._count += 1
-        while self._count > self._memory:
+        self._turn_count += 1
+        while self._turn_count > self._max_turns:
             oldest = next(iter(self._turns))
             turns = self._turns[oldest]
             del turns[0]
-            self._count -= 1
+            self._turn_count -= 1
             if not turns:
                 del self._turns[oldest]
 
 
 @dataclass
-class ChatTalk:
+class RecordedChatSession:
     """One request. Implements `keel.inference.server.openai_responses.Talk`."""
 
     conversations: Conversations
     renderer: Renderer
-    key: str
+    conversation_key: str
     rendered: Prompt
     tools: list[dict[str, Any]] | None
 
     def __post_init__(self) -> None:
         self.prompt: Sequence[int] = self.rendered.ids
-        self.reason = self.rendered.reason
+        self.split_reason = self.rendered.split_reason
         self.stop_token_ids: Sequence[int] = self.renderer.stop_token_ids
 
-    def answered(self, token_ids: Sequence[int], stop: Sequence[str]) -> Message:
+    def record_completion(self, token_ids: Sequence[int], stop: Sequence[str]) -> Message:
         """What was said, as the client gets it and may send it back."""
         message = self.renderer.parse(token_ids, prompt_ids=self.prompt, tools=self.tools)
-        message["content"] = _cut(str(message["content"]), stop)
+        message["content"] = _truncate_at_stop(str(message["content"]), stop)
         for call in message.get("tool_calls", ()):
             # unique, so that the next turn finds exactly this answer among others that say the same
             call["id"] = f"call_{uuid.uuid4().hex}"
-        self._note(token_ids, message)
+        self._record_turn(token_ids, message)
         return message
 
-    def streamed(self, token_ids: Sequence[int], text: str) -> None:
+    def record_streamed(self, token_ids: Sequence[int], text: str) -> None:
         """The same for an answer that the client got as plain text."""
-        self._note(token_ids, {"role": "assistant", "content": text})
+        self._record_turn(token_ids, {"role": "assistant", "content": text})
 
-    def _note(self, token_ids: Sequence[int], message: Message) -> None:
-        turn = Spoken(self.rendered, self.tools, tuple(token_ids), copy.deepcopy(message))
-        self.conversations.remember(self.key, turn)
+    def _record_turn(self, token_ids: Sequence[int], message: Message) -> None:
+        turn = RenderedTurn(self.rendered, self.tools, tuple(token_ids), copy.deepcopy(message))
+        self.conversations.record_turn(self.conversation_key, turn)
 
 
-def _beginning(messages: Sequence[Message], tools: Sequence[Any]) -> str:
+def _conversation_key(messages: Sequence[Message], tools: Sequence[Any]) -> str:
     """A digest of what no later turn changes: everything up to the first message of the user."""
     size = next((at for at, message in enumerate(messages) if message["role"] == "user"), len(messages) - 1) + 1
     text = json.dumps([list(messages[:size]), list(tools)], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _cut(text: str, stop: Sequence[str]) -> str:
+def _truncate_at_stop(text: str, stop: Sequence[str]) -> str:
     """Without what follows a stop text, as everywhere in the protocol."""
     ends = [at for at in (text.find(one) for one in stop) if at >= 0]
     return text[: min(ends)] if ends else text

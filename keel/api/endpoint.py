@@ -17,19 +17,19 @@ from keel.inference.local.local_engine import LocalEngine
 from keel.inference.protocol import EngineError
 from keel.inference.server.app import build_app
 from keel.inference.server.openai_requests import Limits
-from keel.inference.server.uvicorn_server import server_of
+from keel.inference.server.uvicorn_server import make_server
 from keel.rollout.rendering.renderer import Renderer
 from keel.training import Model
 
-PATIENCE = 10
+SHUTDOWN_TIMEOUT = 10
 """Seconds in which what is under way may end when the server stops."""
-START = 60.0
+START_TIMEOUT = 60.0
 """Seconds that starting may take; the model is loaded before."""
 
-Value = TypeVar("Value")
+ResultT = TypeVar("Value")
 
 
-class Server:
+class ModelEndpoint:
     """The endpoint of one model."""
 
     def __init__(self, model: Model, name: str, settings: EngineSettings) -> None:
@@ -44,22 +44,22 @@ class Server:
             model=name,
             api_key=self.api_key,
             # whoever holds the key is in this process: there is nobody to send away
-            limits=Limits(requests=2**20, max_tokens=2**20, rate=None),
-            vocabulary=model.head.out_features,
-            exact=True,
-            talk=Conversations(Renderer(model.tokenizer, RendererSettings())).open,
+            limits=Limits(max_in_flight=2**20, max_tokens=2**20, rate_limit=None),
+            vocab_size=model.head.out_features,
+            training_fields=True,
+            open_session=Conversations(Renderer(model.tokenizer, RendererSettings())).open_session,
         )
-        self._server = server_of(app, patience=PATIENCE)
+        self._server = make_server(app, shutdown_timeout=SHUTDOWN_TIMEOUT)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
-        self._failed: BaseException | None = None
+        self._start_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="keel-server", daemon=True)
 
     def start(self) -> None:
         """Returns when requests are answered. Blocks."""
         self._thread.start()
-        if not self._ready.wait(START) or self._failed is not None:
-            raise EngineError(f"the server at {self.base_url} did not start: {self._failed or f'{START:.0f} s passed'}")
+        if not self._ready.wait(START_TIMEOUT) or self._start_error is not None:
+            raise EngineError(f"the server at {self.base_url} did not start: {self._start_error or f'{START_TIMEOUT:.0f} s passed'}")
 
     def stop(self) -> None:
         """Returns when it has ended, and its engine with it. Blocks."""
@@ -68,18 +68,18 @@ class Server:
             self._thread.join()
         self._listener.close()
 
-    async def call(self, work: Coroutine[Any, Any, Value]) -> Value:
+    async def run_coroutine(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Await something of the engine's, in the server's event loop."""
         if self._loop is None or not self._thread.is_alive():
-            work.close()
+            coroutine.close()
             raise EngineError(f"the server at {self.base_url} is not running")
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
         except BaseException as error:  # noqa: BLE001 - told to whoever waits for the start
-            self._failed = error
+            self._start_error = error
         finally:
             self._ready.set()
 

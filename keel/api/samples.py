@@ -13,91 +13,91 @@ from typing import Any
 
 import torch
 
-from keel.api.trajectories import Trajectory, TrajectoryGroup, get
+from keel.api.trajectories import Trajectory, TrajectoryGroup, get_field
 from keel.config import EpisodeLimits, Sampling
 from keel.config.run import AdvantageSettings
 from keel.errors import BatchError, KeelError
-from keel.inference.protocol import Finish, Generation
-from keel.rollout.trajectory import Samples, TrainingSample
-from keel.rollout.trajectory import Trajectory as Episode
+from keel.inference.protocol import FinishReason, Generation
+from keel.rollout.trajectory import TrajectorySamples, TrainingSample
+from keel.rollout.trajectory import EpisodeTrajectory as Episode
 from keel.signal import MovingBaseline, advantages
 from keel.training import Sample
 
-FIELDS = ("token_ids", "prompt_token_ids", "versions", "logprobs", "sampling", "model")
+REQUIRED_CHOICE_FIELDS = ("token_ids", "prompt_token_ids", "versions", "logprobs", "sampling", "model")
 """What a choice of an exact server carries."""
-COUNTED = ("turns", "sampled_tokens")
+COUNTED_METRICS = ("turns", "sampled_tokens")
 """Of what a trajectory says of its samples; the rest is about limits, of which there are none here."""
-_LIMITS = EpisodeLimits(tokens=2**62)
+_NO_LIMITS = EpisodeLimits(tokens=2**62)
 """None: whether a sample fits is the trainer's question, which names it."""
-_FINISH: dict[str, Finish] = {"length": "length", "abort": "cancelled"}
+_FINISH_REASONS: dict[str, FinishReason] = {"length": "length", "abort": "cancelled"}
 
 
 @dataclass
-class Batch:
+class SampleBatch:
     """What a call of `train` has to train on, and the numbers about it."""
 
     samples: list[Sample] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
-    why_not: str = ""
+    skip_reason: str = ""
     """Why there is nothing to train on."""
 
 
-def batch_of(
+def build_batch(
     groups: Sequence[TrajectoryGroup],
     *,
     model: str,
     step: int,
     estimator: AdvantageSettings,
-    moving: MovingBaseline,
-) -> Batch:
+    moving_baseline: MovingBaseline,
+) -> SampleBatch:
     """The samples of all groups with their advantages. `step`: the version being trained.
 
     A group whose advantages are all zero is dropped or trained, as `estimator.zero_variance_groups` says, and counted
     in either case.
     """
-    episodes = _episodes(groups, model, step)
+    episodes = _read_episodes(groups, model, step)
     rewards = [float(one.reward or 0.0) for group in groups for one in group.trajectories]
     owners = [number for number, group in enumerate(groups) for _ in group.trajectories]
     if estimator.name == "moving_baseline":
         # its baseline is of an agent, and this is one
-        found = advantages(estimator, rewards, [0] * len(rewards), moving=moving)
+        found = advantages(estimator, rewards, [0] * len(rewards), moving=moving_baseline)
     else:
         found = advantages(estimator, rewards, owners)
-    flat = {number for number in range(len(groups)) if not _any(found, owners, number)}
-    batch, counts = Batch(), Counter[str](no_signal_tokens=0)
+    flat = {number for number in range(len(groups)) if not _has_signal(found, owners, number)}
+    batch, counts = SampleBatch(), Counter[str](no_signal_tokens=0)
     for episode, owner, advantage in zip(episodes, owners, found.tolist(), strict=True):
         said = episode.samples.counts
-        counts.update({name: said[name] for name in said if name in COUNTED or name.startswith("split_")})
+        counts.update({name: said[name] for name in said if name in COUNTED_METRICS or name.startswith("split_")})
         if owner in flat and estimator.zero_variance_groups == "drop":
             counts["no_signal_tokens"] += said["sampled_tokens"]
             continue
         for number, one in enumerate(episode.samples.samples):
-            name = f"{episode.where}, sample {number}" if number else episode.where
-            batch.samples.append(_sample(one, advantage, owner, name))
-    batch.metrics = _metrics(groups, rewards, len(flat)) | {
+            name = f"{episode.label}, sample {number}" if number else episode.label
+            batch.samples.append(_to_sample(one, advantage, owner, name))
+    batch.metrics = _trajectory_metrics(groups, rewards, len(flat)) | {
         f"rollout/{name}": float(count) for name, count in counts.items()
     }
     if not batch.samples:
-        batch.why_not = f"nothing to train on: {len(groups)} groups, {len(rewards)} trajectories" + (
+        batch.skip_reason = f"nothing to train on: {len(groups)} groups, {len(rewards)} trajectories" + (
             f", and in {len(flat)} groups all advantages are zero" if flat else ""
         )
     return batch
 
 
 @dataclass(frozen=True)
-class _Episode:
-    where: str
-    samples: Samples
+class _EpisodeSamples:
+    label: str
+    samples: TrajectorySamples
 
 
-def _episodes(groups: Sequence[TrajectoryGroup], model: str, step: int) -> list[_Episode]:
+def _read_episodes(groups: Sequence[TrajectoryGroup], model: str, step: int) -> list[_EpisodeSamples]:
     found, wrong = [], []
     for number, group in enumerate(groups):
         for place, trajectory in enumerate(group.trajectories):
             name = f" ({trajectory.name})" if trajectory.name else ""
             where = f"group {number}, trajectory {place}{name}"
             try:
-                found.append(_Episode(where, _read(trajectory, model, step).samples(_LIMITS)))
+                found.append(_EpisodeSamples(where, _read_trajectory(trajectory, model, step).build_samples(_NO_LIMITS)))
             except KeelError as error:
                 wrong.append(f"{where}: {error}")
     if wrong:
@@ -106,7 +106,7 @@ def _episodes(groups: Sequence[TrajectoryGroup], model: str, step: int) -> list[
     return found
 
 
-def _read(trajectory: Trajectory, model: str, step: int) -> Episode:
+def _read_trajectory(trajectory: Trajectory, model: str, step: int) -> Episode:
     """A trajectory token by token, or an error that says what is wrong with it."""
     if trajectory.reward is None or not math.isfinite(trajectory.reward):
         raise BatchError(f"reward = {trajectory.reward} must be a finite number")
@@ -118,17 +118,17 @@ def _read(trajectory: Trajectory, model: str, step: int) -> Episode:
     episode = Episode()
     for number, choice in enumerate(choices):
         try:
-            prompt, generation = _recorded(choice, model, step)
+            prompt, generation = _read_choice(choice, model, step)
         except KeelError as error:
             raise BatchError(f"choice {number} {error}") from error
-        episode.add(prompt, generation, get(choice, "prompt_reason"))
+        episode.add_turn(prompt, generation, get_field(choice, "prompt_reason"))
     return episode
 
 
-def _recorded(choice: Any, model: str, step: int) -> tuple[list[int], Generation]:
+def _read_choice(choice: Any, model: str, step: int) -> tuple[list[int], Generation]:
     """The prompt and the answer of a choice, as sampled."""
-    missing = [name for name in FIELDS if get(choice, name) is None]
-    content = get(get(choice, "logprobs"), "content") if "logprobs" not in missing else []
+    missing = [name for name in REQUIRED_CHOICE_FIELDS if get_field(choice, name) is None]
+    content = get_field(get_field(choice, "logprobs"), "content") if "logprobs" not in missing else []
     if content is None:
         missing.append("logprobs.content")
     if missing:
@@ -137,12 +137,12 @@ def _recorded(choice: Any, model: str, step: int) -> tuple[list[int], Generation
             " took them off. Without them it could only be trained as if it were on-policy, which is refused; use"
             " model.openai_client() and append the choices as they come"
         )
-    if get(choice, "model") != model:
-        raise BatchError(f'was sampled by "{get(choice, "model")}", and "{model}" is trained')
-    sampling = Sampling.model_validate(dict(get(choice, "sampling")))
+    if get_field(choice, "model") != model:
+        raise BatchError(f'was sampled by "{get_field(choice, "model")}", and "{model}" is trained')
+    sampling = Sampling.model_validate(dict(get_field(choice, "sampling")))
     sampling.check_trainable()
-    tokens, prompt = _ids(choice, "token_ids"), _ids(choice, "prompt_token_ids")
-    versions, logprobs = _ids(choice, "versions"), [float(get(entry, "logprob")) for entry in content]
+    tokens, prompt = _int_list(choice, "token_ids"), _int_list(choice, "prompt_token_ids")
+    versions, logprobs = _int_list(choice, "versions"), [float(get_field(entry, "logprob")) for entry in content]
     if not len(tokens) == len(versions) == len(logprobs):
         raise BatchError(f"has {len(tokens)} token_ids, {len(versions)} versions and {len(logprobs)} logprobs")
     if not tokens or not prompt:
@@ -151,39 +151,39 @@ def _recorded(choice: Any, model: str, step: int) -> tuple[list[int], Generation
         raise BatchError("has a logprob that is not finite")
     if max(versions) > step:
         raise BatchError(f"has tokens of version {max(versions)}, and the model is at step {step}: of another run")
-    finish = _FINISH.get(str(get(choice, "finish_reason")), "stop")
+    finish = _FINISH_REASONS.get(str(get_field(choice, "finish_reason")), "stop")
     return prompt, Generation(tuple(tokens), tuple(logprobs), tuple(versions), finish, sampling.temperature)
 
 
-def _ids(choice: Any, name: str) -> list[int]:
-    values = get(choice, name)
+def _int_list(choice: Any, name: str) -> list[int]:
+    values = get_field(choice, name)
     if not isinstance(values, Sequence) or not all(type(value) is int and value >= 0 for value in values):
         raise BatchError(f"has {name} = {str(values)[:60]}; it must be a list of whole numbers from 0")
     return list(values)
 
 
-def _sample(one: TrainingSample, advantage: float, group: int, name: str) -> Sample:
+def _to_sample(training_sample: TrainingSample, advantage: float, group: int, name: str) -> Sample:
     return Sample(
-        token_ids=one.token_ids,
-        trainable=one.trainable,
+        token_ids=training_sample.token_ids,
+        trainable=training_sample.trainable,
         advantage=advantage,
-        sampler_logprobs=one.logprobs,
-        version=one.versions,
+        sampler_logprobs=training_sample.logprobs,
+        version=training_sample.versions,
         group=group,
-        temperature=one.temperature,
+        temperature=training_sample.temperature,
         name=name,
     )
 
 
-def _any(found: torch.Tensor, owners: Sequence[int], number: int) -> bool:
-    return any(value != 0 for value, owner in zip(found.tolist(), owners, strict=True) if owner == number)
+def _has_signal(values: torch.Tensor, owners: Sequence[int], group: int) -> bool:
+    return any(value != 0 for value, owner in zip(values.tolist(), owners, strict=True) if owner == group)
 
 
-def _metrics(groups: Sequence[TrajectoryGroup], rewards: Sequence[float], flat: int) -> dict[str, float]:
+def _trajectory_metrics(groups: Sequence[TrajectoryGroup], rewards: Sequence[float], zero_variance_count: int) -> dict[str, float]:
     """The numbers that are about trajectories; the trainer's come beside them."""
     found = {
         "groups": float(len(groups)),
-        "groups_no_signal": float(flat),
+        "groups_no_signal": float(zero_variance_count),
         "trajectories": float(len(rewards)),
         "exceptions": float(sum(len(group.exceptions) for group in groups)),
     }

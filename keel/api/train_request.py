@@ -9,34 +9,34 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from keel.api.trajectories import TrajectoryGroup
-from keel.common.settings import explain
+from keel.common.settings import to_config_error
 from keel.config.run import AdvantageSettings, ZeroVarianceGroups
 from keel.errors import BatchError, ConfigError
 from keel.objectives import Composition
 from keel.signal import Objective
 from keel.signal import objective as make_objective
 
-Signal = str | Mapping[str, Any] | Composition | Objective
+ObjectiveLike = str | Mapping[str, Any] | Composition | Objective
 """A recipe's name, an `[objective]` table, a composition, or an objective that was made."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class TrainRequest:
     """One step, as it is to be taken."""
 
     groups: list[TrajectoryGroup]
     objective: Objective
-    source: str | None
+    reference_source: str | None
     """The reference, in the words of `ReferenceSettings.source`; none when the objective reads none."""
     learning_rate: float | None
     estimator: AdvantageSettings
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         groups: Iterable[TrajectoryGroup],
         *,
-        objective: Signal,
+        objective: ObjectiveLike,
         learning_rate: float | None,
         advantages: str | AdvantageSettings,
         zero_variance_groups: ZeroVarianceGroups | None = None,
@@ -45,17 +45,17 @@ class Wish:
         kl_ref_adapter_path: str | Path | None,
     ) -> Self:
         """From the parameters of `LocalBackend.train`."""
-        composed = _composed(objective, kl_penalty_coef)
+        composed = _build_objective(objective, kl_penalty_coef)
         return cls(
-            groups=_gathered(groups),
+            groups=_check_groups(groups),
             objective=composed,
-            source=_source(composed, kl_penalty_reference_step, kl_ref_adapter_path),
-            learning_rate=_rate(learning_rate),
-            estimator=_estimator(advantages, zero_variance_groups),
+            source=_reference_source(composed, kl_penalty_reference_step, kl_ref_adapter_path),
+            learning_rate=_check_learning_rate(learning_rate),
+            estimator=_advantage_settings(advantages, zero_variance_groups),
         )
 
 
-def _gathered(groups: Iterable[TrajectoryGroup]) -> list[TrajectoryGroup]:
+def _check_groups(groups: Iterable[TrajectoryGroup]) -> list[TrajectoryGroup]:
     found = list(groups)
     for number, group in enumerate(found):
         if not isinstance(group, TrajectoryGroup):
@@ -65,13 +65,13 @@ def _gathered(groups: Iterable[TrajectoryGroup]) -> list[TrajectoryGroup]:
     return found
 
 
-def _composed(given: Signal, coef: float) -> Objective:
+def _build_objective(base: ObjectiveLike, coef: float) -> Objective:
     """The objective, with the penalty on top."""
     if not coef:
-        return given if isinstance(given, Objective) else make_objective(given)
-    if isinstance(given, str):
-        return make_objective(given, kl_penalty_coef=coef)
-    whole = given if isinstance(given, Objective) else make_objective(given)
+        return base if isinstance(base, Objective) else make_objective(base)
+    if isinstance(base, str):
+        return make_objective(base, kl_penalty_coef=coef)
+    whole = base if isinstance(base, Objective) else make_objective(base)
     if whole.composition.kl_penalty_coef:
         raise ConfigError(
             f"kl_penalty_coef = {coef}, and the objective has {whole.composition.kl_penalty_coef} already; give one"
@@ -79,11 +79,11 @@ def _composed(given: Signal, coef: float) -> Objective:
     try:
         composition = Composition.model_validate(whole.composition.model_dump() | {"kl_penalty_coef": coef})
     except ValidationError as error:
-        raise explain(error, ("objective",)) from None
+        raise to_config_error(error, ("objective",)) from None
     return Objective(composition, name=whole.name, parameters=whole.parameters | {"kl_penalty_coef": coef})
 
 
-def _source(objective: Objective, step: int | None, adapter: str | Path | None) -> str | None:
+def _reference_source(objective: Objective, step: int | None, adapter: str | Path | None) -> str | None:
     """The reference, in the words of `ReferenceSettings.source`."""
     given = [
         f"{name} = {value}"
@@ -105,15 +105,15 @@ def _source(objective: Objective, step: int | None, adapter: str | Path | None) 
     return "base" if adapter is None else f"adapter:{Path(adapter).expanduser().resolve()}"
 
 
-def _rate(rate: float | None) -> float | None:
+def _check_learning_rate(rate: float | None) -> float | None:
     if rate is not None and not (math.isfinite(rate) and rate > 0):
         raise ConfigError(f"learning_rate = {rate} must be above 0")
     return rate
 
 
-def _estimator(given: str | AdvantageSettings, zero_variance_groups: ZeroVarianceGroups | None) -> AdvantageSettings:
+def _advantage_settings(advantages: str | AdvantageSettings, zero_variance_groups: ZeroVarianceGroups | None) -> AdvantageSettings:
     """Return the estimator's settings, with `zero_variance_groups` from whichever of the two parameters gives it."""
-    table = given.model_dump(exclude_unset=True) if isinstance(given, AdvantageSettings) else {"name": given}
+    table = advantages.model_dump(exclude_unset=True) if isinstance(advantages, AdvantageSettings) else {"name": advantages}
     if zero_variance_groups is not None:
         own = table.setdefault("zero_variance_groups", zero_variance_groups)
         if own != zero_variance_groups:
@@ -124,4 +124,4 @@ def _estimator(given: str | AdvantageSettings, zero_variance_groups: ZeroVarianc
     try:
         return AdvantageSettings.model_validate(table)
     except ValidationError as error:
-        raise explain(error, ("advantages",)) from None
+        raise to_config_error(error, ("advantages",)) from None

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
-from keel.common.settings import explain
+from keel.common.settings import to_config_error
 from keel.config import LoraSettings, ModelSettings
 from keel.errors import ConfigError, KeelError
 
 if TYPE_CHECKING:
     import openai
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass
-class Endpoint:
+class EndpointConnection:
     """Where a registered model answers."""
 
     base_url: str
@@ -48,9 +48,9 @@ class TrainableModel:
         dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto",
         device: str = "auto",
         gradient_checkpointing: bool = False,
-        warm_up_steps: int = 0,
+        sft_warmup_steps: int = 0,
     ) -> None:
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not _NAME_PATTERN.fullmatch(name):
             raise ConfigError(
                 f"name = {name!r} must be a folder's name: up to 100 letters, digits, dots, dashes and underscores, a"
                 " letter or digit first"
@@ -62,13 +62,13 @@ class TrainableModel:
             "dtype": dtype,
             "device": device,
             "gradient_checkpointing": gradient_checkpointing,
-            "warm_up_steps": warm_up_steps,
+            "warm_up_steps": sft_warmup_steps,
         }
         try:
             self.settings = ModelSettings.model_validate(given)
         except ValidationError as error:
-            raise explain(error, ("model",)) from None
-        self._endpoint: Endpoint | None = None
+            raise to_config_error(error, ("model",)) from None
+        self._endpoint: EndpointConnection | None = None
 
     def __repr__(self) -> str:
         return f"TrainableModel(name={self.name!r}, base={self.settings.name!r})"
@@ -76,19 +76,19 @@ class TrainableModel:
     @property
     def base_url(self) -> str:
         """Of the endpoint, for any OpenAI-compatible client."""
-        return self._need_endpoint().base_url
+        return self._require_endpoint().base_url
 
     @property
     def api_key(self) -> str:
         """What the endpoint asks for; drawn anew at each registration."""
-        return self._need_endpoint().api_key
+        return self._require_endpoint().api_key
 
     def openai_client(self, **options: Any) -> "openai.AsyncOpenAI":
         """A client of the endpoint. `options` go to `openai.AsyncOpenAI`; equal ones give the same client.
 
         The backend closes it. Request `model=model.name`.
         """
-        endpoint = self._need_endpoint()
+        endpoint = self._require_endpoint()
         try:
             library = importlib.import_module("openai")
         except ImportError as error:
@@ -106,7 +106,7 @@ class TrainableModel:
         made: openai.AsyncOpenAI = endpoint.clients[key]
         return made
 
-    def _need_endpoint(self) -> Endpoint:
+    def _require_endpoint(self) -> EndpointConnection:
         if self._endpoint is None:
             raise KeelError(f'model "{self.name}" has no endpoint: await backend.register(model) first')
         return self._endpoint

@@ -14,7 +14,7 @@ from typing import Any
 from keel.errors import KeelError
 from keel.inference.protocol import Message
 
-SHOWN = 3
+MAX_SHOWN_FAILURES = 3
 """Failures that an error message quotes."""
 
 
@@ -24,7 +24,7 @@ class TooManyExceptions(KeelError):
     def __init__(self, exceptions: Sequence[Exception], allowed: int) -> None:
         self.exceptions = list(exceptions)
         """Those that had failed when the rest was given up."""
-        first = "; ".join(f"{type(error).__name__}: {error}" for error in self.exceptions[:SHOWN])
+        first = "; ".join(f"{type(error).__name__}: {error}" for error in self.exceptions[:MAX_SHOWN_FAILURES])
         super().__init__(f"{len(self.exceptions)} trajectories failed, and max_exceptions = {allowed}: {first}")
 
 
@@ -47,14 +47,14 @@ class Trajectory:
     @property
     def choices(self) -> list[Any]:
         """What the policy said, in order."""
-        return [item for item in map(_choice_of, self.messages_and_choices) if item is not None]
+        return [item for item in map(_as_choice, self.messages_and_choices) if item is not None]
 
     def messages(self) -> list[Message]:
         """The conversation as the next request takes it."""
         found = []
         for item in self.messages_and_choices:
-            choice = _choice_of(item)
-            found.append(dict(item) if choice is None else _message_of(choice))
+            choice = _as_choice(item)
+            found.append(dict(item) if choice is None else _choice_message(choice))
         return found
 
 
@@ -103,9 +103,9 @@ class TrajectoryGroup:
         return len(self._items)
 
     def __await__(self) -> Generator[Any, None, "TrajectoryGroup"]:
-        return self._gather(_Failures(None)).__await__()
+        return self._gather(_FailureLimit(None)).__await__()
 
-    async def _gather(self, failures: "_Failures") -> "TrajectoryGroup":
+    async def _gather(self, failures: "_FailureLimit") -> "TrajectoryGroup":
         async def one(item: Trajectory | Awaitable[Trajectory]) -> Trajectory | Exception:
             try:
                 made = item if isinstance(item, Trajectory) else await item
@@ -117,17 +117,17 @@ class TrajectoryGroup:
             return made
 
         try:
-            done = await _all([one(item) for item in self._items])
+            done = await _gather_or_cancel([one(item) for item in self._items])
         finally:
-            self._drop()
+            self._cancel_pending()
         self._items = [item for item in done if isinstance(item, Trajectory)]
         self._exceptions += [item for item in done if isinstance(item, Exception)]
         return self
 
-    def _drop(self) -> None:
+    def _cancel_pending(self) -> None:
         """End what was not awaited to its end: nothing of a group goes on behind the caller's back."""
         for item in self._items:
-            _end(item)
+            _cancel(item)
 
 
 async def gather_groups(
@@ -138,7 +138,7 @@ async def gather_groups(
     More than `max_exceptions` failed trajectories, over all groups, are `TooManyExceptions`, and the rest is cancelled;
     None: any number is kept as data.
     """
-    failures, groups = _Failures(max_exceptions), list(groups)
+    failures, groups = _FailureLimit(max_exceptions), list(groups)
 
     async def one(group: TrajectoryGroup | Awaitable[TrajectoryGroup]) -> TrajectoryGroup:
         made = group if isinstance(group, TrajectoryGroup) else await group
@@ -149,33 +149,33 @@ async def gather_groups(
         return await made._gather(failures)
 
     try:
-        return await _all([one(group) for group in groups])
+        return await _gather_or_cancel([one(group) for group in groups])
     finally:
         for group in groups:
             if isinstance(group, TrajectoryGroup):
-                group._drop()
+                group._cancel_pending()
             else:
-                _end(group)
+                _cancel(group)
 
 
-class _Failures:
+class _FailureLimit:
     """What has failed so far, over all groups."""
 
-    def __init__(self, allowed: int | None) -> None:
-        if allowed is not None and (isinstance(allowed, bool) or allowed < 0):
-            raise KeelError(f"max_exceptions = {allowed} must be 0 or more, or None for any number")
-        self.allowed = allowed
-        self.found: list[Exception] = []
+    def __init__(self, max_exceptions: int | None) -> None:
+        if max_exceptions is not None and (isinstance(max_exceptions, bool) or max_exceptions < 0):
+            raise KeelError(f"max_exceptions = {max_exceptions} must be 0 or more, or None for any number")
+        self.max_exceptions = max_exceptions
+        self.errors: list[Exception] = []
 
     def add(self, error: Exception) -> None:
-        self.found.append(error)
-        if self.allowed is not None and len(self.found) > self.allowed:
-            raise TooManyExceptions(self.found, self.allowed)
+        self.errors.append(error)
+        if self.max_exceptions is not None and len(self.errors) > self.max_exceptions:
+            raise TooManyExceptions(self.errors, self.max_exceptions)
 
 
-async def _all(calls: Sequence[Any]) -> list[Any]:
+async def _gather_or_cancel(awaitables: Sequence[Any]) -> list[Any]:
     """Every result, or the first failure with the rest cancelled and awaited."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
+    tasks = [asyncio.ensure_future(call) for call in awaitables]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -184,7 +184,7 @@ async def _all(calls: Sequence[Any]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _end(item: Any) -> None:
+def _cancel(item: Any) -> None:
     """Close a coroutine that never began, cancel a task; nothing to do for what has ended."""
     if inspect.iscoroutine(item):
         item.close()
@@ -192,29 +192,29 @@ def _end(item: Any) -> None:
         item.cancel()
 
 
-def get(item: Any, name: str) -> Any:
+def get_field(item: Any, name: str) -> Any:
     """A field of an object or of a table; None when it is not there."""
     return item.get(name) if isinstance(item, Mapping) else getattr(item, name, None)
 
 
-def _choice_of(item: Any) -> Any:
+def _as_choice(item: Any) -> Any:
     """The choice that an item is or holds; None for a message."""
-    several = get(item, "choices")
+    several = get_field(item, "choices")
     if several is not None:
         if len(several) != 1:
             raise KeelError(
                 f"a response with {len(several)} choices: put in the one that the conversation goes on from"
             )
         return several[0]
-    if get(item, "message") is not None:
+    if get_field(item, "message") is not None:
         return item
     if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
         raise KeelError(f"{str(item)[:80]} is neither a message with a role nor a choice of a chat completion")
     return None
 
 
-def _message_of(choice: Any) -> Message:
-    message = get(choice, "message")
+def _choice_message(choice: Any) -> Message:
+    message = get_field(choice, "message")
     if hasattr(message, "model_dump"):
         message = message.model_dump(exclude_none=True)
     return {key: value for key, value in dict(message).items() if value is not None}

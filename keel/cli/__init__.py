@@ -14,7 +14,7 @@ from keel.cli.inspect import audit, compare, config, doctor, lens, objectives, s
 from keel.cli.run import eval, export, launch, pool, serve, sweep, train
 from keel.errors import KeelError
 
-FLAGS = {
+COMMAND_FLAGS = {
     "objectives": objectives.FLAGS,
     "config": config.FLAGS,
     "audit": audit.FLAGS,
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 is good, 2 is refused."""
     parser = build_parser()
     args, rest = parser.parse_known_args(join_overrides(sys.argv[1:] if argv is None else argv))
-    if rest and args.command not in FLAGS:
+    if rest and args.command not in COMMAND_FLAGS:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.overrides = rest
     try:
@@ -79,11 +79,11 @@ def build_parser() -> argparse.ArgumentParser:
 def join_overrides(argv: Sequence[str]) -> list[str]:
     """`--setting value` as `--setting=value`, so that no value is taken for a command's own argument."""
     words = list(argv)
-    if not words or words[0] not in FLAGS:
+    if not words or words[0] not in COMMAND_FLAGS:
         return words
     joined, rest = [words[0]], words[1:]
     while rest:
         word = rest.pop(0)
-        override = word.startswith("--") and word not in (*FLAGS[words[0]], "--help")
+        override = word.startswith("--") and word not in (*COMMAND_FLAGS[words[0]], "--help")
         joined.append(f"{word}={rest.pop(0)}" if override and "=" not in word and rest else word)
     return joined

@@ -19,83 +19,83 @@ from typing import Any
 from safetensors import SafetensorError
 
 from keel.common import safe_read
-from keel.common.manifest import MANIFEST, Unreadable, check, hash_file, manifest, seal
+from keel.common.manifest import MANIFEST_FILE, UnreadableFile, verify_manifest, hash_file, read_manifest, write_manifest
 from keel.errors import ModelError
 
 __all__ = [
-    "MANIFEST",
-    "TEMPORARY",
-    "Unreadable",
-    "check",
-    "clear_leftovers",
-    "discard",
+    "MANIFEST_FILE",
+    "TEMP_PREFIX",
+    "UnreadableFile",
+    "verify_manifest",
+    "remove_stale_temp",
+    "remove_folder",
     "hash_file",
-    "manifest",
-    "new_folder",
+    "read_manifest",
+    "atomic_folder",
     "read_json",
-    "replace_file",
-    "seal",
+    "atomic_file",
+    "write_manifest",
     "write_json",
 ]
 
-TEMPORARY = ".keel-tmp-"
+TEMP_PREFIX = ".keel-tmp-"
 """How the names of unfinished and discarded folders begin."""
 
 
 @contextlib.contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder to fill, which becomes `target` when the block ends well and goes away when it does not.
 
     `target` must not exist, or be an empty folder. A write that fails is a `ModelError` with the reason.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        clear_leftovers(target.parent)
-        temporary = _temporary(target)
+        remove_stale_temp(target.parent)
+        temporary = _temp_path(target)
         temporary.mkdir()
     except OSError as error:
-        raise _not_written(target, error) from error
+        raise _write_error(target, error) from error
     try:
-        with _locked(temporary):
+        with _folder_lock(temporary):
             yield temporary
-            _finish(temporary)
+            _sync_folder(temporary)
             temporary.rename(target)
-            _sync(target.parent)
+            _fsync(target.parent)
     except BaseException as error:
         # also an interrupt: the process may live on, and must not leave gigabytes behind
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
-            raise _not_written(target, error) from error
+            raise _write_error(target, error) from error
         raise
 
 
 @contextlib.contextmanager
-def replace_file(target: Path) -> Iterator[Path]:
+def atomic_file(target: Path) -> Iterator[Path]:
     """A temporary file to write, which takes the place of `target` when the block ends well."""
-    temporary = _temporary(target)
+    temporary = _temp_path(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        _sync(temporary)
+        _fsync(temporary)
         temporary.replace(target)
-        _sync(target.parent)
+        _fsync(target.parent)
     except OSError as error:
-        raise _not_written(target, error) from error
+        raise _write_error(target, error) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def discard(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Remove a folder, by a rename first: killed in the middle, no half of it is left under its name."""
-    temporary = _temporary(folder)
+    temporary = _temp_path(folder)
     folder.rename(temporary)
     shutil.rmtree(temporary, ignore_errors=True)  # what stays is a leftover, which the next writer removes
 
 
-def clear_leftovers(parent: Path) -> None:
+def remove_stale_temp(parent: Path) -> None:
     """Remove what killed writers left in a folder. A living writer holds a lock on its own."""
-    for path in parent.glob(f"{TEMPORARY}*"):
-        with contextlib.suppress(OSError), _locked(path, wait=False):
+    for path in parent.glob(f"{TEMP_PREFIX}*"):
+        with contextlib.suppress(OSError), _folder_lock(path, wait=False):
             shutil.rmtree(path)
 
 
@@ -117,18 +117,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _finish(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Everything in the folder, and the folder, on the disk, for whoever may read the folder."""
     # safetensors makes files that only their owner can read; an inference server may be another user
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(mode)
-        _sync(path)
-    _sync(folder)
+        _fsync(path)
+    _fsync(folder)
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -137,7 +137,7 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
+def _folder_lock(folder: Path, *, wait: bool = True) -> Iterator[None]:
     # the kernel drops the lock of a killed process: what is unlocked has no writer, on any number of processes
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -152,11 +152,11 @@ def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
         os.close(handle)
 
 
-def _temporary(target: Path) -> Path:
-    return target.with_name(f"{TEMPORARY}{target.name}-{secrets.token_hex(4)}")
+def _temp_path(target: Path) -> Path:
+    return target.with_name(f"{TEMP_PREFIX}{target.name}-{secrets.token_hex(4)}")
 
 
-def _not_written(target: Path, error: Exception) -> ModelError:
+def _write_error(target: Path, error: Exception) -> ModelError:
     return ModelError(
         f"{target} could not be written: {error}; make room, or check who may write there. What was there before is as"
         " it was"

@@ -15,17 +15,17 @@ from typing import Any
 from keel.common.safe_read import read_json
 from keel.errors import ModelError
 
-MANIFEST = "manifest.json"
-IDENTITY = "keel.json"
+MANIFEST_FILE = "manifest.json"
+IDENTITY_FILE = "keel.json"
 """In every folder of weights that Keel writes: whose they are."""
-_LOADED = (".safetensors", ".json")
+_LOADABLE_SUFFIXES = (".safetensors", ".json")
 
 
-class Unreadable(ModelError):
+class UnreadableFile(ModelError):
     """Files that are there and cannot be read, now or by this user: no sign of damage, no reason to discard them."""
 
 
-def seal(folder: Path) -> None:
+def write_manifest(folder: Path) -> None:
     """Write the manifest of everything in the folder. Nothing may be added or changed afterwards."""
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "blake2b": hash_file(path)}
@@ -33,12 +33,12 @@ def seal(folder: Path) -> None:
         if path.is_file()
     }
     # no newline at the end: the manifest without its last byte must not pass for whole
-    (folder / MANIFEST).write_text(json.dumps({"files": files, "blake2b": _hash_entries(files)}, indent=2))
+    (folder / MANIFEST_FILE).write_text(json.dumps({"files": files, "blake2b": _hash_entries(files)}, indent=2))
 
 
-def manifest(folder: Path) -> dict[str, dict[str, Any]]:
+def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """The files of a sealed folder by name, each with `size` and `blake2b`, as its manifest has them."""
-    path = folder / MANIFEST
+    path = folder / MANIFEST_FILE
     try:
         content = read_json(path)
         files: dict[str, dict[str, Any]] = content["files"]
@@ -48,7 +48,7 @@ def manifest(folder: Path) -> dict[str, dict[str, Any]]:
     except FileNotFoundError:
         raise ModelError(f"{path} is missing") from None
     except OSError as error:
-        raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
+        raise UnreadableFile(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} was changed: {error}") from error
     if not intact:
@@ -56,15 +56,15 @@ def manifest(folder: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
-def check(folder: Path, *, hashes: bool = True, only: Callable[[str], bool] = lambda _name: True) -> None:
+def verify_manifest(folder: Path, *, check_hashes: bool = True, include: Callable[[str], bool] = lambda _name: True) -> None:
     """Refuse a sealed folder with a file that is missing, truncated or changed, by its name.
 
     Without `hashes` only presence and sizes are looked at, which is quick. `only`: names of the files that count, for
     who reads no others.
     """
-    for name, entry in manifest(folder).items():
+    for name, entry in read_manifest(folder).items():
         path = folder / name
-        if not only(name):
+        if not include(name):
             continue
         try:
             found = path.stat()
@@ -73,12 +73,12 @@ def check(folder: Path, *, hashes: bool = True, only: Callable[[str], bool] = la
                 raise ModelError(f"{path} is no file of this folder: it is a link that leads out of it, or a device")
             if size != entry["size"]:
                 raise ModelError(f"{path} has {size:,} bytes instead of {entry['size']:,}")
-            if hashes and hash_file(path) != entry["blake2b"]:
-                raise ModelError(f"{path} was changed: it does not have the hash in {MANIFEST}")
+            if check_hashes and hash_file(path) != entry["blake2b"]:
+                raise ModelError(f"{path} was changed: it does not have the hash in {MANIFEST_FILE}")
         except FileNotFoundError:
             raise ModelError(f"{path} is missing") from None
         except OSError as error:
-            raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
+            raise UnreadableFile(f"{path} cannot be read: {error.strerror}") from error
 
 
 def check_weights(folder: Path) -> None:
@@ -87,14 +87,14 @@ def check_weights(folder: Path) -> None:
     Every folder that Keel writes has a manifest, and one that lost it is refused too. Folders of others have none and
     are taken as they are. Subfolders are not looked at: no engine reads them.
     """
-    if not (folder / MANIFEST).is_file() and not (folder / IDENTITY).is_file():
+    if not (folder / MANIFEST_FILE).is_file() and not (folder / IDENTITY_FILE).is_file():
         return
-    check(folder, only=lambda name: "/" not in name)
-    named = manifest(folder).keys() | {MANIFEST}
+    verify_manifest(folder, include=lambda name: "/" not in name)
+    named = read_manifest(folder).keys() | {MANIFEST_FILE}
     for path in sorted(folder.iterdir()):
         # what loads weights takes every file of these kinds that it finds
-        if path.suffix in _LOADED and path.name not in named:
-            raise ModelError(f"{path} is not in {MANIFEST}: it was put there by somebody else")
+        if path.suffix in _LOADABLE_SUFFIXES and path.name not in named:
+            raise ModelError(f"{path} is not in {MANIFEST_FILE}: it was put there by somebody else")
 
 
 def hash_file(path: Path) -> str:

@@ -12,26 +12,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
-_SOFT = 1
+_OMP_PAUSE_SOFT = 1
 
 P = ParamSpec("P")
-Done = TypeVar("Done")
+ResultT = TypeVar("Done")
 
 
-def release() -> None:
+def release_openmp_threads() -> None:
     """Give back the helpers of the thread that calls; they must not be at work."""
     with suppress(AttributeError, OSError):  # no OpenMP, or one from before 5.0
-        ctypes.CDLL(None).omp_pause_resource_all(ctypes.c_int(_SOFT))
+        ctypes.CDLL(None).omp_pause_resource_all(ctypes.c_int(_OMP_PAUSE_SOFT))
 
 
-class Workers(ThreadPoolExecutor):
+class OpenMPReleasingExecutor(ThreadPoolExecutor):
     """Threads that give their helpers back after each piece of work: the next may be done by another one."""
 
-    def submit(self, work: Callable[P, Done], /, *args: P.args, **named: P.kwargs) -> Future[Done]:
-        def released() -> Done:
+    def submit(self, fn: Callable[P, ResultT], /, *args: P.args, **kwargs: P.kwargs) -> Future[ResultT]:
+        def released() -> ResultT:
             try:
-                return work(*args, **named)
+                return fn(*args, **kwargs)
             finally:
-                release()
+                release_openmp_threads()
 
         return super().submit(released)

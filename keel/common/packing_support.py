@@ -7,7 +7,7 @@ compares a probe with the model's own code, which this does not replace. Imports
 from typing import Any
 
 
-def obstacle(network: Any) -> str | None:
+def packing_obstacle(network: Any) -> str | None:
     """Why sequences in one row would change each other's numbers; None when nothing speaks against it."""
     config = network.config.get_text_config()
     if getattr(network, "_is_stateful", False):

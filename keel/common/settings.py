@@ -17,12 +17,12 @@ from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, c
 from keel.common.renamed_settings import renamed_keys_in, renamed_value
 from keel.errors import ConfigError
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 _FIELD = re.compile(r"\{([\w.-]+)\}")
 """A field in the sentence of an error, as in `{low}` or `{engine.publish_every}`."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_name(name: str, known: Iterable[str]) -> str:
     """The end of an "unknown name" message: the closest known name, or all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -31,14 +31,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"known names: {', '.join(known)}"
 
 
-def refuse(sentence: str, values: Mapping[str, Any] | None = None, **fields: Any) -> PydanticCustomError:
+def setting_error(message: str, values: Mapping[str, Any] | None = None, **fields: Any) -> PydanticCustomError:
     """An error about one or more fields of the model being validated.
 
     `sentence` holds the field names in braces; when it is shown each becomes `name = value`, under the name that the
     user wrote (a recipe calls the low bound of its first gate `ratio_low`). A validator that compares settings of
     tables inside its own gives them in `values` by dotted name: `{engine.publish_every}`.
     """
-    return PydanticCustomError("keel", "{sentence}", {"sentence": sentence, "values": {**(values or {}), **fields}})
+    return PydanticCustomError("keel", "{sentence}", {"sentence": message, "values": {**(values or {}), **fields}})
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known_keys_only(cls, data: Any) -> Any:
+    def _forbid_unknown_keys(cls, data: Any) -> Any:
         if isinstance(data, Mapping):
             for key in data:
                 if key not in cls.model_fields:
@@ -80,33 +80,33 @@ class Settings(BaseModel):
         return data
 
 
-def dotted(path: Path) -> str:
+def dotted_name(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
-def explain(
-    error: ValidationError, prefix: Path = (), name_of: Callable[[Path], str | None] = lambda _path: None
+def to_config_error(
+    error: ValidationError, prefix: KeyPath = (), user_name_of: Callable[[KeyPath], str | None] = lambda _path: None
 ) -> ConfigError:
     """All problems of one validation as a single error, one line each.
 
     `name_of` may give a place in the settings the name under which the user knows it.
     """
 
-    def label(path: Path) -> str:
-        return dotted((*prefix, name_of(path) or dotted(path)))
+    def label(path: KeyPath) -> str:
+        return dotted_name((*prefix, user_name_of(path) or dotted_name(path)))
 
     lines = []
     for item in error.errors():
-        path: Path = tuple(part for part in item["loc"] if not _is_union_tag(part))
+        path: KeyPath = tuple(part for part in item["loc"] if not _is_union_tag(part))
         context = item.get("ctx", {})
         if item["type"] == "unknown":
             key = context["key"]
             name = label((*path, key))
             given = item["input"].get(key) if isinstance(item["input"], Mapping) else None
-            lines += _renamed_lines(name, given) or [f"{name} is not a setting; {nearest(key, context['known'])}"]
+            lines += _renamed_lines(name, given) or [f"{name} is not a setting; {suggest_name(key, context['known'])}"]
         elif item["type"] == "keel":
             shown = {
-                field: f"{label((*path, *field.split('.')))} = {_toml(value)}"
+                field: f"{label((*path, *field.split('.')))} = {_toml_value(value)}"
                 for field, value in context["values"].items()
             }
             lines.append(_filled(context["sentence"], shown))
@@ -115,9 +115,9 @@ def explain(
         elif item["type"] == "missing":
             lines.append(f"{label(path)} is missing")
         elif (new := renamed_value(label(path), item["input"])) is not None:
-            lines.append(f"{label(path)} = {_toml(item['input'])} was renamed; write {label(path)} = {_toml(new)}")
+            lines.append(f"{label(path)} = {_toml_value(item['input'])} was renamed; write {label(path)} = {_toml_value(new)}")
         else:
-            lines.append(f"{label(path)} = {_toml(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}")
+            lines.append(f"{label(path)} = {_toml_value(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}")
     return ConfigError("\n".join(dict.fromkeys(lines)))
 
 
@@ -134,7 +134,7 @@ def _renamed_lines(name: str, given: Any) -> list[str]:
         if changed is None:
             lines.append(f"{old} was renamed to {new}")
         else:
-            lines.append(f"{old} = {_toml(value)} was renamed to {new} = {_toml(changed)}")
+            lines.append(f"{old} = {_toml_value(value)} was renamed to {new} = {_toml_value(changed)}")
     return lines
 
 
@@ -143,7 +143,7 @@ def _is_union_tag(part: str | int) -> bool:
     return isinstance(part, str) and (part in {"float", "int", "str", "bool", "none"} or "[" in part)
 
 
-def _toml(value: Any) -> str:
+def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

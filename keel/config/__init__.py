@@ -4,7 +4,7 @@ Nothing here imports torch, so settings can be read, validated and printed quick
 """
 
 from keel.config.launch import LaunchSettings
-from keel.config.load import Loaded, load
+from keel.config.load import LoadedSettings, load_settings
 from keel.config.rollout import (
     EngineSettings,
     EnvironmentSettings,
@@ -33,7 +33,7 @@ __all__ = [
     "EpisodeLimits",
     "EvaluationSettings",
     "LaunchSettings",
-    "Loaded",
+    "LoadedSettings",
     "LoraSettings",
     "MetricsSettings",
     "ModelSettings",
@@ -46,5 +46,5 @@ __all__ = [
     "Sampling",
     "SchedulerSettings",
     "TrainerSettings",
-    "load",
+    "load_settings",
 ]

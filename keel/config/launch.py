@@ -8,12 +8,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from keel.common.settings import Settings, refuse
+from keel.common.settings import Settings, setting_error
 
 Seconds = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 
-OWN = ("--host", "--port", "--api-key", "--api-key-file", "--model", "--name", "--served-model-name", "--weights-from")
+RESERVED_FLAGS = ("--host", "--port", "--api-key", "--api-key-file", "--model", "--name", "--served-model-name", "--weights-from")
 """What a launch says to every engine server itself: an address, a key, a model."""
 
 
@@ -28,20 +28,20 @@ class Resources(Settings):
     """Memory to set aside, in 10^9 bytes; not given: it is not counted."""
 
     @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def _check_gpus(self) -> Self:
         if self.gpus > 1 and self.gpus != int(self.gpus):
-            raise refuse("{gpus} must be a whole number: only less than one GPU can be shared", gpus=self.gpus)
+            raise setting_error("{gpus} must be a whole number: only less than one GPU can be shared", gpus=self.gpus)
         return self
 
 
-class PartSettings(Resources):
+class ComponentSettings(Resources):
     """A kind of part: its resources, and how often one of it is started again."""
 
     restarts: NonNegative = 3
     """How often it is started again after it died before the launch is given up."""
 
 
-class EnginePartSettings(PartSettings):
+class EngineComponentSettings(ComponentSettings):
     """The engine servers."""
 
     int8: bool = False
@@ -54,11 +54,11 @@ class EnginePartSettings(PartSettings):
     """More words for the server's command line, such as ["--tensor-parallel-size", "4"] for vLLM."""
 
     @model_validator(mode="after")
-    def _not_the_launchs_own(self) -> Self:
+    def _check_extra_args(self) -> Self:
         for word in self.options:
-            if word.partition("=")[0] in OWN:
+            if word.partition("=")[0] in RESERVED_FLAGS:
                 shown = word.partition("=")[0]
-                raise refuse(f"an option {shown} cannot act: the launch decides it; leave it out of the options")
+                raise setting_error(f"an option {shown} cannot act: the launch decides it; leave it out of the options")
         return self
 
 
@@ -67,9 +67,9 @@ class LaunchSettings(Settings):
 
     engines: NonNegative = 1
     """Engine servers to start; 0: none, the run samples as its table `engine` says."""
-    engine: EnginePartSettings = EnginePartSettings()
+    engine: EngineComponentSettings = EngineComponentSettings()
     """Each engine server."""
-    trainer: PartSettings = PartSettings()
+    trainer: ComponentSettings = ComponentSettings()
     """Each rank of the trainer; there are trainer.ranks. All ranks are started again together."""
     orchestrator: Resources = Resources()
     """What rank 0 is given on top: it runs the loop, the schedule and the environments."""

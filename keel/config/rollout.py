@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from keel.common.settings import Settings, refuse
-from keel.config.secrets import secret_in_address, secret_names
+from keel.common.settings import Settings, setting_error
+from keel.config.secrets import secret_in_url, secret_names
 from keel.errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
@@ -34,7 +34,7 @@ class Sampling(Settings):
     """Evaluation only: leave out tokens less likely than this share of the likeliest."""
 
     @property
-    def truncates(self) -> bool:
+    def truncates_distribution(self) -> bool:
         """Whether what is sampled from is another distribution than the model's at this temperature."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.temperature == 0
 
@@ -65,9 +65,9 @@ class RendererSettings(Settings):
     """Keep the thinking of earlier turns while the assistant is still answering the same user message."""
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> Self:
+    def _check_thinking_options(self) -> Self:
         if self.preserve_all_thinking and self.preserve_thinking_between_tool_calls:
-            raise refuse(
+            raise setting_error(
                 "{preserve_thinking_between_tool_calls} cannot act: preserve_all_thinking keeps more",
                 preserve_thinking_between_tool_calls=True,
             )
@@ -101,10 +101,10 @@ class EnvironmentSettings(Settings):
     limits: EpisodeLimits = EpisodeLimits()
 
     @model_validator(mode="after")
-    def _holds_no_secret(self) -> Self:
+    def _check_no_secrets(self) -> Self:
         for name in secret_names(self.options):
             shown = name.replace("{", "(").replace("}", ")")  # braces would stand for fields
-            raise refuse(
+            raise setting_error(
                 f"option {shown} of an environment looks like a secret, and settings are written into the run's folder;"
                 " let the environment read it from a file or a variable that an option names"
             )
@@ -137,15 +137,15 @@ class SchedulerSettings(Settings):
     the longest limits.seconds of the run."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_min_group_size(self) -> Self:
         if self.min_group_size is not None:
             if self.max_error_reschedule_attempts is None:
-                raise refuse(
+                raise setting_error(
                     "{min_group_size} cannot act: failed rollouts are tried again for ever",
                     min_group_size=self.min_group_size,
                 )
             if self.min_group_size > self.group_size:
-                raise refuse(
+                raise setting_error(
                     "{min_group_size} must not be above {group_size}",
                     min_group_size=self.min_group_size,
                     group_size=self.group_size,
@@ -176,14 +176,14 @@ class EngineSettings(Settings):
     """vllm: the interpreter of the environment that vLLM is in."""
 
     @model_validator(mode="after")
-    def _can_act(self) -> Self:
+    def _check_options_have_effect(self) -> Self:
         if self.int8 and self.kind not in ("local", "process"):
-            raise refuse('{int8} cannot act: kind = "' + self.kind + '" samples by itself', int8=self.int8)
+            raise setting_error('{int8} cannot act: kind = "' + self.kind + '" samples by itself', int8=self.int8)
         if self.kernels != "auto" and self.kind not in ("local", "process"):
             why = 'cannot act: kind = "' + self.kind + '" samples by itself; servers take keel serve --kernels'
-            raise refuse("{kernels} " + why, kernels=self.kernels)
+            raise setting_error("{kernels} " + why, kernels=self.kernels)
         if self.dtype != "auto" and self.kind == "pool":
-            raise refuse("{dtype} cannot act: the servers of a pool were started with their own", dtype=self.dtype)
+            raise setting_error("{dtype} cannot act: the servers of a pool were started with their own", dtype=self.dtype)
         return self
 
 
@@ -202,11 +202,11 @@ class PublishSettings(Settings):
     """broadcast: this machine's address for the servers. Weights travel there without a key."""
 
     @model_validator(mode="after")
-    def _can_act(self) -> Self:
+    def _check_options_have_effect(self) -> Self:
         if self.path is not None and self.way == "broadcast":
-            raise refuse('{path} cannot act: way = "broadcast" writes nothing', path=self.path)
+            raise setting_error('{path} cannot act: way = "broadcast" writes nothing', path=self.path)
         if self.address != "127.0.0.1" and self.way != "broadcast":
-            raise refuse('{address} cannot act: it belongs to way = "broadcast"', address=self.address)
+            raise setting_error('{address} cannot act: it belongs to way = "broadcast"', address=self.address)
         return self
 
 
@@ -237,15 +237,15 @@ class PoolSettings(Settings):
     """What the members are: they load weights in different ways."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _check_single_source(self) -> Self:
         given = [name for name in ("urls", "dns", "file", "list_url") if getattr(self, name)]
         if len(given) != 1:
-            raise refuse(
+            raise setting_error(
                 f"a pool has one source of members; of {{urls}}, dns, file and list_url {', '.join(given) or 'none'} is"
                 " given",
                 urls=self.urls,
             )
         for address in (*self.urls, self.list_url or ""):
-            if secret := secret_in_address(address):
-                raise refuse(f"an address of the pool has {secret} in it, which would be written down; leave it out")
+            if secret := secret_in_url(address):
+                raise setting_error(f"an address of the pool has {secret} in it, which would be written down; leave it out")
         return self

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from keel.common.settings import Settings, refuse
+from keel.common.settings import Settings, setting_error
 from keel.config.launch import LaunchSettings
 from keel.config.rollout import (
     EngineSettings,
@@ -18,7 +18,7 @@ from keel.config.rollout import (
 from keel.config.trainer import CheckpointSettings, ModelSettings, ReferenceSettings, TrainerSettings
 from keel.objectives.resolve import ObjectiveSettings
 
-Estimator = Literal["group_mean", "group_mean_std", "leave_one_out", "mean_normalised", "moving_baseline", "constant"]
+AdvantageEstimator = Literal["group_mean", "group_mean_std", "leave_one_out", "mean_normalised", "moving_baseline", "constant"]
 
 ZeroVarianceGroups = Literal["drop", "train"]
 
@@ -26,7 +26,7 @@ ZeroVarianceGroups = Literal["drop", "train"]
 class AdvantageSettings(Settings):
     """How rewards become advantages."""
 
-    name: Estimator = "group_mean"
+    name: AdvantageEstimator = "group_mean"
     """The baseline and scale; see docs/objectives.md."""
     decay: Annotated[float, Field(ge=0, lt=1)] | None = None
     """moving_baseline: the share of the old baseline that stays; not given: 0.95."""
@@ -36,10 +36,10 @@ class AdvantageSettings(Settings):
     """Groups whose rewards are all equal: drop and count them, or train them, where only penalties act."""
 
     @model_validator(mode="after")
-    def _can_act(self) -> Self:
+    def _check_options_have_effect(self) -> Self:
         for field, owner in (("decay", "moving_baseline"), ("baseline", "constant")):
             if getattr(self, field) is not None and self.name != owner:
-                raise refuse(f'{{{field}}} cannot act: it belongs to name = "{owner}"', **{field: getattr(self, field)})
+                raise setting_error(f'{{{field}}} cannot act: it belongs to name = "{owner}"', **{field: getattr(self, field)})
         return self
 
 
@@ -73,9 +73,9 @@ class MetricsSettings(Settings):
     """module:attribute of a sink of your own."""
 
     @model_validator(mode="after")
-    def _can_act(self) -> Self:
+    def _check_options_have_effect(self) -> Self:
         if self.project is not None and self.wandb == "off" and not self.trackio:
-            raise refuse("{project} cannot act: it is for wandb and trackio, and both are off", project=self.project)
+            raise setting_error("{project} cannot act: it is for wandb and trackio, and both are off", project=self.project)
         return self
 
 
@@ -127,11 +127,11 @@ class RunSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _named(cls, values: Any) -> Any:
+    def _set_default_environment_names(cls, values: Any) -> Any:
         """An environment is called by its table unless it says otherwise."""
         tables = values.get("environments") if isinstance(values, dict) else None
         if isinstance(tables, list):
-            raise refuse("environments is a list; write a table [environments.NAME] for each, not [[environments]]")
+            raise setting_error("environments is a list; write a table [environments.NAME] for each, not [[environments]]")
         if not isinstance(tables, dict):
             return values
         named = {
@@ -141,16 +141,16 @@ class RunSettings(Settings):
         return {**values, "environments": named}
 
     @model_validator(mode="after")
-    def _fit_together(self) -> Self:
+    def _check_tables_agree(self) -> Self:
         kind, reads = self.engine.kind, self.objective.composition.reads
         if kind == "pool" and self.pool is None:
-            raise refuse("{engine.kind} needs a table [pool] with its servers", {"engine.kind": kind})
+            raise setting_error("{engine.kind} needs a table [pool] with its servers", {"engine.kind": kind})
         if kind != "pool" and self.pool is not None:
-            raise refuse(
+            raise setting_error(
                 'the table [pool] has no effect with {engine.kind}; set engine.kind = "pool"', {"engine.kind": kind}
             )
         if self.engine.publish_every - 1 > self.scheduler.max_off_policy_steps:
-            raise refuse(
+            raise setting_error(
                 "{engine.publish_every} makes samples older than {scheduler.max_off_policy_steps} versions, which no"
                 " batch may hold",
                 {
@@ -161,22 +161,22 @@ class RunSettings(Settings):
         for name, environment in self.environments.items():
             if environment.limits.tokens > self.trainer.max_tokens:
                 tokens = f"environments.{name}.limits.tokens"
-                raise refuse(
+                raise setting_error(
                     f"{{{tokens}}} must not be above {{trainer.max_tokens}}: a longer sample fits no micro-batch",
                     {tokens: environment.limits.tokens, "trainer.max_tokens": self.trainer.max_tokens},
                 )
-        self._check_publishing()
+        self._check_transport()
         if self.references and not reads("reference"):
-            raise refuse(
+            raise setting_error(
                 "{references} has no effect: the objective reads no reference", references=list(self.references)
             )
         if self.teacher is not None and not reads("teacher"):
-            raise refuse(
+            raise setting_error(
                 "{teacher.name} has no effect: the objective reads no teacher", {"teacher.name": self.teacher.name}
             )
         return self
 
-    def _check_publishing(self) -> None:
+    def _check_transport(self) -> None:
         """Refuse a way that the weights of this run cannot take."""
         way, path, lora, kind = self.publish.way, self.publish.path, self.model.lora is not None, self.engine.kind
         vllm = kind == "vllm" or (self.pool is not None and self.pool.server == "vllm")
@@ -190,9 +190,9 @@ class RunSettings(Settings):
         elif way == "broadcast" and vllm:
             why = 'has no effect with vLLM, which loads folders and adapters; leave it "auto"'
         if why:
-            raise refuse(f"{{publish.way}} {why}", {"publish.way": way})
+            raise setting_error(f"{{publish.way}} {why}", {"publish.way": way})
         if path is not None and kind == "local" and way == "auto" and not lora:
-            raise refuse(
+            raise setting_error(
                 '{publish.path} has no effect: the engine takes a copy in this process; set publish.way = "folder"',
                 {"publish.path": path},
             )

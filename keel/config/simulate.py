@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from keel.common.settings import Settings, refuse
+from keel.common.settings import Settings, setting_error
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -29,26 +29,26 @@ class LengthSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _words(cls, given: Any) -> Any:
+    def _parse_shorthand(cls, value: Any) -> Any:
         """`lognormal:512:0.8` as a table."""
-        if isinstance(given, int | float) and not isinstance(given, bool):
-            return {"kind": "fixed", "mean": given}
-        if not isinstance(given, str):
-            return given
-        kind, *numbers = given.split(":")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return {"kind": "fixed", "mean": value}
+        if not isinstance(value, str):
+            return value
+        kind, *numbers = value.split(":")
         names = {"fixed": ["mean"], "lognormal": ["mean", "spread"]}.get(kind)
         if names is None or not 1 <= len(numbers) <= len(names):
-            raise refuse("{kind}: write fixed:MEAN, lognormal:MEAN or lognormal:MEAN:SPREAD", kind=given)
+            raise setting_error("{kind}: write fixed:MEAN, lognormal:MEAN or lognormal:MEAN:SPREAD", kind=value)
         return {"kind": kind, **dict(zip(names, numbers, strict=False))}
 
     @model_validator(mode="after")
-    def _can_act(self) -> Self:
+    def _check_kind(self) -> Self:
         if (self.kind == "empirical") != bool(self.values):
-            raise refuse('{kind} and values belong together: kind = "empirical" has some', kind=self.kind)
+            raise setting_error('{kind} and values belong together: kind = "empirical" has some', kind=self.kind)
         if self.spread is not None and self.kind != "lognormal":
-            raise refuse('{spread} cannot act: it belongs to kind = "lognormal"', spread=self.spread)
+            raise setting_error('{spread} cannot act: it belongs to kind = "lognormal"', spread=self.spread)
         if self.mean is not None and self.kind == "empirical":
-            raise refuse('{mean} cannot act: kind = "empirical" has the mean of its values', mean=self.mean)
+            raise setting_error('{mean} cannot act: kind = "empirical" has the mean of its values', mean=self.mean)
         return self
 
 
@@ -111,9 +111,9 @@ class SimulateSettings(Settings):
     """For which an engine stops sampling to take new weights."""
 
     @model_validator(mode="after")
-    def _can_act(self) -> Self:
+    def _check_speeds(self) -> Self:
         if self.tokens_per_second < self.tokens_per_second_alone:
-            raise refuse(
+            raise setting_error(
                 "{tokens_per_second} must not be below {tokens_per_second_alone}",
                 tokens_per_second=self.tokens_per_second,
                 tokens_per_second_alone=self.tokens_per_second_alone,

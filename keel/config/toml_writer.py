@@ -6,10 +6,10 @@ Values that are not given are comments, because TOML has no word for them.
 import json
 from typing import Any
 
-from keel.config.load import Loaded
+from keel.config.load import LoadedSettings
 
 
-def toml_lines(loaded: Loaded) -> list[tuple[str, str]]:
+def toml_lines(loaded: LoadedSettings) -> list[tuple[str, str]]:
     """The settings line by line, each with its trailing comment."""
     tables: dict[tuple[str, ...], list[tuple[str, Any, str]]] = {}
     # what stands outside of all tables must come first
@@ -19,29 +19,29 @@ def toml_lines(loaded: Loaded) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     for table, rows in tables.items():
         if table:
-            lines += ([("", "")] if lines else []) + [(_header(table), "")]
+            lines += ([("", "")] if lines else []) + [(_table_header(table), "")]
         for key, value, origin in rows:
             shown = origin if origin.isprintable() else repr(origin)
-            line = ("", f"# {key} is not given") if value is None else (f"{key} = {toml(value)}", "")
+            line = ("", f"# {key} is not given") if value is None else (f"{key} = {to_toml(value)}", "")
             lines.append((line[0], f"{line[1]}  # {shown}"))
     return lines
 
 
-def _header(table: tuple[str, ...]) -> str:
+def _table_header(table: tuple[str, ...]) -> str:
     """The header of a table, or of the next table of a list."""
     name = ".".join(part for part in table if not part.isdecimal())
     return f"[[{name}]]" if table[-1].isdecimal() else f"[{name}]"
 
 
-def toml(value: Any) -> str:
+def to_toml(value: Any) -> str:
     """A value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(toml, value))}]"
+        return f"[{', '.join(map(to_toml, value))}]"
     if isinstance(value, dict):
-        inside = ", ".join(f"{key} = {toml(item)}" for key, item in value.items())
+        inside = ", ".join(f"{key} = {to_toml(item)}" for key, item in value.items())
         return f"{{ {inside} }}" if inside else "{}"
     return str(value)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from keel.common.settings import Settings, refuse
+from keel.common.settings import Settings, setting_error
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -25,9 +25,9 @@ class LoraSettings(Settings):
     Mixtral and Qwen MoE that includes the router and the experts, on gpt-oss attention only, as peft has it."""
 
     @model_validator(mode="after")
-    def _head_is_fused(self) -> Self:
+    def _check_targets(self) -> Self:
         if isinstance(self.targets, list) and (not self.targets or "lm_head" in self.targets):
-            raise refuse(
+            raise setting_error(
                 "{targets}: name at least one linear layer, and not the output head, which is fused with the loss",
                 targets=self.targets,
             )
@@ -72,15 +72,15 @@ class OptimizerSettings(Settings):
     """The share of lr at which a decay ends; not given: 0."""
 
     @model_validator(mode="after")
-    def _decay_can_act(self) -> Self:
+    def _check_schedule(self) -> Self:
         if self.decay == "constant":
             for name in ("total_steps", "floor"):
                 if getattr(self, name) is not None:
-                    raise refuse(f'{{{name}}} cannot act while decay = "constant"', **{name: getattr(self, name)})
+                    raise setting_error(f'{{{name}}} cannot act while decay = "constant"', **{name: getattr(self, name)})
         elif self.total_steps is None:
-            raise refuse("{decay} needs total_steps", decay=self.decay)
+            raise setting_error("{decay} needs total_steps", decay=self.decay)
         elif self.total_steps <= self.warmup_steps:
-            raise refuse(
+            raise setting_error(
                 "{total_steps} must be above {warmup_steps}",
                 total_steps=self.total_steps,
                 warmup_steps=self.warmup_steps,

@@ -14,7 +14,7 @@ from keel.errors import KeelError
 Message = dict[str, Any]
 """A chat message in the OpenAI form: role, content, and for tools tool_calls or tool_call_id."""
 
-Finish = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled"]
 """Why a generation ended: a stop id or string, max_tokens (or the model's own limit), or nobody wanted it any more."""
 
 
@@ -37,7 +37,7 @@ class Generation:
     """Of each token under the sampler, at the temperature."""
     versions: tuple[int, ...]
     """The policy version that each token was sampled from."""
-    finish: Finish
+    finish_reason: FinishReason
     temperature: float
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class BroadcastSlot:
     """A receiver's place in a broadcast of weights; the address is that of whoever hands the seat out."""
 
     port: int

@@ -24,21 +24,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from keel.inference.protocol import EngineError, Seat
+from keel.inference.protocol import EngineError, BroadcastSlot
 
-JOIN = 30.0
+JOIN_TIMEOUT = 30.0
 """Seconds in which receivers must come, and everybody must be told who did."""
-LAYER = 120.0
+LAYER_TIMEOUT = 120.0
 """Seconds that one layer may take."""
-_ALIGNED = 16
+_ALIGNMENT = 16
 _dist: Any = dist  # its annotations lack the names that its documentation gives
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DTYPES = {str(kind).removeprefix("torch."): kind for kind in (*_FLOATS, torch.int64, torch.int32, torch.bool)}
-_NUMBERED = re.compile(r"^.*?\.\d+(?=\.)")
+_LAYER_PREFIX = re.compile(r"^.*?\.\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorSpec:
     """One tensor of the table."""
 
     name: str
@@ -46,16 +46,16 @@ class Entry:
     shape: tuple[int, ...]
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
-    def room(self) -> int:
+    def padded_nbytes(self) -> int:
         """Bytes in a layer's buffer: each tensor begins where any type may."""
-        return -(-self.bytes // _ALIGNED) * _ALIGNED
+        return -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class Sender:
+class BroadcastSender:
     """One broadcast of tensors that must not change until it is over. Its port is open from the start."""
 
     def __init__(self, address: str, tensors: Mapping[str, Tensor], device: torch.device) -> None:
@@ -70,7 +70,7 @@ class Sender:
             ) from error
         self.port: int = self._listener.getsockname()[1]
 
-    def absent(self, rank: int) -> None:
+    def mark_absent(self, rank: int) -> None:
         """The receiver with this rank will not come."""
         self._absent.add(rank)
 
@@ -80,25 +80,25 @@ class Sender:
             self._address,
             self.port,
             is_master=True,
-            timeout=timedelta(seconds=JOIN),
+            timeout=timedelta(seconds=JOIN_TIMEOUT),
             wait_for_workers=False,
             master_listen_fd=self._listener.detach(),
         )
-        table = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
-        store.set("table", json.dumps([[each.name, _name(each.dtype), each.shape] for each in table]))
-        devices = self._gathered(store, receivers)
+        table = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
+        store.set("table", json.dumps([[each.name, _dtype_name(each.dtype), each.shape] for each in table]))
+        devices = self._wait_for_receivers(store, receivers)
         backend = "nccl" if {self._device.type, *devices.values()} == {"cuda"} else "gloo"
         store.set("present", json.dumps({"ranks": list(devices), "backend": backend}))
         if devices:
-            with _group(backend, store, 0, 1 + len(devices), self._address) as group:
-                for layer in layers(table):
-                    _broadcast(group, _flat(layer, self._tensors).to(_place(backend, self._device)))
+            with _process_group(backend, store, 0, 1 + len(devices), self._address) as group:
+                for layer in group_by_layer(table):
+                    _broadcast(group, _pack_layer(layer, self._tensors).to(_transfer_device(backend, self._device)))
                 group.barrier().wait()
         return len(devices)
 
-    def _gathered(self, store: Any, receivers: int) -> dict[int, str]:
+    def _wait_for_receivers(self, store: Any, receivers: int) -> dict[int, str]:
         """The devices of the receivers that came and take the table, by rank."""
-        deadline = time.monotonic() + JOIN
+        deadline = time.monotonic() + JOIN_TIMEOUT
         said: dict[int, str] = {}
         while True:
             for rank in range(1, receivers + 1):
@@ -109,8 +109,8 @@ class Sender:
             time.sleep(0.002)
 
 
-def receive(
-    seat: Seat, sender: str, own: str, device: torch.device, fits: Callable[[Mapping[str, Tensor]], None]
+def receive_broadcast(
+    slot: BroadcastSlot, sender_address: str, own_address: str, device: torch.device, check_table: Callable[[Mapping[str, Tensor]], None]
 ) -> dict[str, Tensor]:
     """All tensors of a broadcast, by name. `fits` refuses a table (tensors without memory). Blocks: for a thread.
 
@@ -118,49 +118,49 @@ def receive(
     """
     try:
         # the store would try to reach a port that nobody listens on for a minute
-        socket.create_connection((sender, seat.port), JOIN).close()
-        store = _dist.TCPStore(sender, seat.port, timeout=timedelta(seconds=JOIN), wait_for_workers=False)
+        socket.create_connection((sender_address, slot.port), JOIN_TIMEOUT).close()
+        store = _dist.TCPStore(sender_address, slot.port, timeout=timedelta(seconds=JOIN_TIMEOUT), wait_for_workers=False)
         try:
             table = _read_table(store.get("table"))
-            fits({each.name: torch.empty(each.shape, dtype=each.dtype, device="meta") for each in table})
+            check_table({each.name: torch.empty(each.shape, dtype=each.dtype, device="meta") for each in table})
         except EngineError:
-            store.set(f"here/{seat.rank}", "")
+            store.set(f"here/{slot.rank}", "")
             raise
-        store.set(f"here/{seat.rank}", device.type)
+        store.set(f"here/{slot.rank}", device.type)
         present = json.loads(store.get("present"))
-        if seat.rank not in present["ranks"]:
+        if slot.rank not in present["ranks"]:
             raise EngineError("came too late for the broadcast")
-        rank, size = 1 + present["ranks"].index(seat.rank), 1 + len(present["ranks"])
+        rank, size = 1 + present["ranks"].index(slot.rank), 1 + len(present["ranks"])
         found: dict[str, Tensor] = {}
-        with _group(present["backend"], store, rank, size, own) as group:
-            for layer in layers(table):
-                size_of_layer = sum(each.room for each in layer)
-                buffer = torch.empty(size_of_layer, dtype=torch.uint8, device=_place(present["backend"], device))
+        with _process_group(present["backend"], store, rank, size, own_address) as group:
+            for layer in group_by_layer(table):
+                size_of_layer = sum(each.padded_nbytes for each in layer)
+                buffer = torch.empty(size_of_layer, dtype=torch.uint8, device=_transfer_device(present["backend"], device))
                 _broadcast(group, buffer)
-                found |= _split(layer, buffer)
+                found |= _unpack_layer(layer, buffer)
             group.barrier().wait()
         return found
     except EngineError:
         raise
     except (OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
-        raise EngineError(f"a broadcast from {sender} broke off: {str(error).splitlines()[0]}") from error
+        raise EngineError(f"a broadcast from {sender_address} broke off: {str(error).splitlines()[0]}") from error
 
 
-def layers(table: Sequence[Entry]) -> list[list[Entry]]:
+def group_by_layer(table: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
     """The table in order, cut where a tensor belongs to another layer than the one before it."""
 
-    def layer(entry: Entry) -> str:
-        found = _NUMBERED.match(entry.name)
+    def layer(entry: TensorSpec) -> str:
+        found = _LAYER_PREFIX.match(entry.name)
         return found.group() if found else entry.name
 
     return [list(entries) for _, entries in itertools.groupby(table, layer)]
 
 
 @contextlib.contextmanager
-def _group(backend: str, store: Any, rank: int, size: int, address: str) -> Iterator[Any]:
+def _process_group(backend: str, store: Any, rank: int, size: int, address: str) -> Iterator[Any]:
     """A process group of its own, apart from any that the process is in; broken off when the block fails."""
     apart = _dist.PrefixStore("weights", store)
-    limit = timedelta(seconds=LAYER)
+    limit = timedelta(seconds=LAYER_TIMEOUT)
     if backend == "nccl":
         nccl = _dist.ProcessGroupNCCL
         options = nccl.Options()
@@ -186,34 +186,34 @@ def _broadcast(group: Any, buffer: Tensor) -> None:
     group.broadcast([buffer], options).wait()
 
 
-def _flat(layer: Sequence[Entry], tensors: Mapping[str, Tensor]) -> Tensor:
-    buffer = torch.zeros(sum(each.room for each in layer), dtype=torch.uint8)
+def _pack_layer(layer: Sequence[TensorSpec], tensors: Mapping[str, Tensor]) -> Tensor:
+    buffer = torch.zeros(sum(each.padded_nbytes for each in layer), dtype=torch.uint8)
     at = 0
     for each in layer:
-        buffer[at : at + each.bytes] = tensors[each.name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        at += each.room
+        buffer[at : at + each.nbytes] = tensors[each.name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        at += each.padded_nbytes
     return buffer
 
 
-def _split(layer: Sequence[Entry], buffer: Tensor) -> dict[str, Tensor]:
+def _unpack_layer(layer: Sequence[TensorSpec], buffer: Tensor) -> dict[str, Tensor]:
     found, at = {}, 0
     for each in layer:
-        found[each.name] = buffer[at : at + each.bytes].view(each.dtype).reshape(each.shape)
-        at += each.room
+        found[each.name] = buffer[at : at + each.nbytes].view(each.dtype).reshape(each.shape)
+        at += each.padded_nbytes
     return found
 
 
-def _read_table(said: bytes) -> list[Entry]:
-    table = json.loads(said)
-    found = [Entry(str(name), _DTYPES[dtype], tuple(int(size) for size in shape)) for name, dtype, shape in table]
+def _read_table(payload: bytes) -> list[TensorSpec]:
+    table = json.loads(payload)
+    found = [TensorSpec(str(name), _DTYPES[dtype], tuple(int(size) for size in shape)) for name, dtype, shape in table]
     if any(size < 0 for each in found for size in each.shape):
         raise EngineError("a broadcast's table holds a negative size")
     return found
 
 
-def _place(backend: str, device: torch.device) -> torch.device:
+def _transfer_device(backend: str, device: torch.device) -> torch.device:
     return device if backend == "nccl" else torch.device("cpu")
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -3,20 +3,20 @@
 Nothing here imports torch. `keel.signal` turns a composition into tensor arithmetic.
 """
 
-from keel.objectives.catalog import RECIPES
-from keel.objectives.composition import Composition, Gate, Penalty, Policy, Reduction, Weight
-from keel.objectives.preset import Recipe
+from keel.objectives.catalog import PRESETS
+from keel.objectives.composition import Composition, Gate, Penalty, PolicyTerm, Reduction, ImportanceWeight
+from keel.objectives.preset import ObjectivePreset
 from keel.objectives.resolve import ObjectiveSettings, resolve_objective
 
 __all__ = [
-    "RECIPES",
+    "PRESETS",
     "Composition",
     "Gate",
     "ObjectiveSettings",
     "Penalty",
-    "Policy",
-    "Recipe",
+    "PolicyTerm",
+    "ObjectivePreset",
     "Reduction",
-    "Weight",
+    "ImportanceWeight",
     "resolve_objective",
 ]

@@ -5,37 +5,37 @@ docs/objectives.md and `keel objectives` are printed from these tables, and `kee
 tell the truth.
 """
 
-from keel.objectives.preset import Recipe
+from keel.objectives.preset import ObjectivePreset
 
-RATIO_BAND = {"on": "ratio", "low": "$ratio_low", "high": "$ratio_high"}
+RATIO_GATE = {"on": "ratio", "low": "$ratio_low", "high": "$ratio_high"}
 CLIP = {"surrogate": "clip", "anchor": "$anchor", "eps": "$eps", "eps_high": "$eps_high"}
 CLIP_ON_PROXIMAL = CLIP | {"anchor": "proximal"}
 SEQUENCE_CLIP = CLIP | {"level": "sequence"}
-DRIFT = {"on": "log_ratio_squared", "coef": "$kl_tau"}
+LOG_RATIO_PENALTY = {"on": "log_ratio_squared", "coef": "$kl_tau"}
 
-_RECIPES = [
-    Recipe(
+_PRESETS = [
+    ObjectivePreset(
         name="icepop",
         title="two-sided ratio mask",
         source="INTELLECT-3, arXiv 2512.16144, eq. 1",
         parameters={"ratio_low": 0.2, "ratio_high": 5.0, "rollout_min_ratio": None},
-        parts={"gates": [RATIO_BAND, {"on": "ratio", "low": "$rollout_min_ratio", "scope": "sequence"}]},
+        parts={"gates": [RATIO_GATE, {"on": "ratio", "low": "$rollout_min_ratio", "scope": "sequence"}]},
     ),
-    Recipe(
+    ObjectivePreset(
         name="ipo_kl",
         title="two-sided ratio mask with a drift penalty on kept tokens",
         source="the mask of INTELLECT-3 and the KL of Kimi K2.5",
         parameters={"ratio_low": 0.2, "ratio_high": 5.0, "kl_tau": 1e-3},
-        parts={"gates": [RATIO_BAND], "penalties": [DRIFT]},
+        parts={"gates": [RATIO_GATE], "penalties": [LOG_RATIO_PENALTY]},
     ),
-    Recipe(
+    ObjectivePreset(
         name="dppo_tv",
         title="probability-difference mask, whatever the advantage",
         source="symmetric DPPO-Binary-TV, arXiv 2602.04879",
         parameters={"diff_low": 0.2, "diff_high": 0.2},
         parts={"gates": [{"on": "probability_difference", "low": "-$diff_low", "high": "$diff_high"}]},
     ),
-    Recipe(
+    ObjectivePreset(
         name="dppo_kl",
         title="probability-difference mask by the sign of the advantage, with a drift penalty on all tokens",
         source="DPPO-Binary-TV, arXiv 2602.04879, with a KL term",
@@ -45,10 +45,10 @@ _RECIPES = [
                 {"on": "probability_difference", "high": "$mask_high", "when": "positive_advantage"},
                 {"on": "probability_difference", "low": "-$mask_low", "when": "negative_advantage"},
             ],
-            "penalties": [DRIFT | {"scope": "all"}],
+            "penalties": [LOG_RATIO_PENALTY | {"scope": "all"}],
         },
     ),
-    Recipe(
+    ObjectivePreset(
         name="opsm",
         title="off-policy sequence mask over a clipped surrogate",
         source="DeepSeek-V3.2, arXiv 2512.02556",
@@ -58,23 +58,23 @@ _RECIPES = [
             "policy": CLIP,
         },
     ),
-    Recipe(
+    ObjectivePreset(
         name="ipo",
         title="absolute probability-difference mask with a drift penalty on all tokens",
         source="prime-rl",
         parameters={"threshold": 0.1, "kl_tau": 1e-3},
         parts={
             "gates": [{"on": "probability_difference", "low": "-$threshold", "high": "$threshold"}],
-            "penalties": [DRIFT | {"scope": "all"}],
+            "penalties": [LOG_RATIO_PENALTY | {"scope": "all"}],
         },
     ),
-    Recipe(
+    ObjectivePreset(
         name="reinforce",
         title="the plain policy gradient, no ratio",
         source="Williams 1992",
         parts={"policy": {"surrogate": "log_prob", "anchor": "none"}},
     ),
-    Recipe(
+    ObjectivePreset(
         name="grpo",
         title="clipped surrogate, mean of sequence means",
         source="DeepSeekMath, arXiv 2402.03300",
@@ -82,14 +82,14 @@ _RECIPES = [
         parts={"policy": CLIP},
         note="With reduction = tokens and eps_high = eps it is dapo. The paper's KL term is reference_kl_coef.",
     ),
-    Recipe(
+    ObjectivePreset(
         name="dapo",
         title="clipped surrogate with a higher upper bound, token mean",
         source="DAPO, arXiv 2503.14476",
         parameters={"eps": 0.2, "eps_high": 0.28, "anchor": "sampler"},
         parts={"policy": CLIP},
     ),
-    Recipe(
+    ObjectivePreset(
         name="dr_grpo",
         title="clipped surrogate, constant denominator",
         source="Dr. GRPO, arXiv 2503.20783",
@@ -97,21 +97,21 @@ _RECIPES = [
         parts={"policy": CLIP},
         note="Set length to the longest completion you sample.",
     ),
-    Recipe(
+    ObjectivePreset(
         name="ppo",
         title="clipped surrogate with dual clip",
         source="PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729",
         parameters={"eps": 0.2, "eps_high": None, "dual_clip": 3.0, "anchor": "sampler"},
         parts={"policy": CLIP | {"dual_clip": "$dual_clip"}},
     ),
-    Recipe(
+    ObjectivePreset(
         name="gspo",
         title="clipped sequence ratio",
         source="GSPO, arXiv 2507.18071",
         parameters={"eps": 3e-4, "eps_high": 4e-4, "anchor": "sampler", "reduction": "sequences"},
         parts={"policy": SEQUENCE_CLIP},
     ),
-    Recipe(
+    ObjectivePreset(
         name="cispo",
         title="clamped ratio as a weight without gradient, times the log-prob",
         source="MiniMax-M1, arXiv 2506.13585",
@@ -122,7 +122,7 @@ _RECIPES = [
         },
         note="The caps are ratios, not distances from one. A capped token still trains.",
     ),
-    Recipe(
+    ObjectivePreset(
         name="tis",
         title="truncated importance sampling between sampler and proximal policy",
         source="Yao et al. 2025, truncated importance sampling for rollout-training mismatch",
@@ -132,7 +132,7 @@ _RECIPES = [
             "policy": CLIP_ON_PROXIMAL,
         },
     ),
-    Recipe(
+    ObjectivePreset(
         name="mis",
         title="masked importance sampling between sampler and proximal policy",
         source="Liu et al. 2025, masked importance sampling for rollout-training mismatch",
@@ -146,21 +146,21 @@ _RECIPES = [
         },
         note="A token or sequence inside the band keeps its full importance weight.",
     ),
-    Recipe(
+    ObjectivePreset(
         name="veto",
         title="a sequence leaves when one of its tokens became all but impossible",
         source="verl, rollout correction",
         parameters={"rollout_min_ratio": 1e-4, "eps": 0.2, "eps_high": None, "anchor": "sampler"},
         parts={"gates": [{"on": "ratio", "low": "$rollout_min_ratio", "scope": "sequence"}], "policy": CLIP},
     ),
-    Recipe(
+    ObjectivePreset(
         name="kpop",
         title="symmetric binary-KL mask",
         source="KPop",
         parameters={"phi": 0.5},
         parts={"gates": [{"on": "symmetric_binary_kl", "high": "$phi"}]},
     ),
-    Recipe(
+    ObjectivePreset(
         name="dppo_binary_kl",
         title="binary-KL mask by the sign of the advantage",
         source="DPPO-Binary-KL, arXiv 2602.04879",
@@ -172,7 +172,7 @@ _RECIPES = [
             ]
         },
     ),
-    Recipe(
+    ObjectivePreset(
         name="m2po",
         title="the largest squared log-ratios leave until the mean of the rest is small",
         source="M2PO, arXiv 2510.01161",
@@ -180,7 +180,7 @@ _RECIPES = [
         parts={"gates": [{"on": "second_moment", "high": "$tau"}]},
         note="Decided over the step; tokens with the same d^2 leave together.",
     ),
-    Recipe(
+    ObjectivePreset(
         name="sapo",
         title="soft sigmoid gate in place of a clip",
         source="SAPO, arXiv 2511.20347",
@@ -194,7 +194,7 @@ _RECIPES = [
             }
         },
     ),
-    Recipe(
+    ObjectivePreset(
         name="gmpo",
         title="geometric mean of clipped token ratios",
         source="GMPO, arXiv 2507.20673",
@@ -203,14 +203,14 @@ _RECIPES = [
             "policy": {"surrogate": "linear", "anchor": "$anchor", "level": "sequence", "token_clip": "$token_clip"}
         },
     ),
-    Recipe(
+    ObjectivePreset(
         name="luspo",
         title="clipped sequence ratio, each sequence times its length",
         source="LUSPO, arXiv 2602.05261",
         parameters={"eps": 3e-4, "eps_high": 4e-4, "anchor": "sampler", "reduction": "constant", "length": 1},
         parts={"policy": SEQUENCE_CLIP},
     ),
-    Recipe(
+    ObjectivePreset(
         name="vespo",
         title="gamma-shaped sequence weight without gradient, times the log-prob",
         source="VESPO, arXiv 2602.10693",
@@ -234,27 +234,27 @@ _RECIPES = [
             "policy": {"surrogate": "log_prob", "anchor": "none"},
         },
     ),
-    Recipe(
+    ObjectivePreset(
         name="decoupled_ppo",
         title="clip around the proximal policy, importance weight from the sampler",
         source="Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298",
         parameters={"eps": 0.2, "eps_high": None, "cap": 5.0},
         parts={"weights": [{"of": "proximal/sampler", "high": "$cap"}], "policy": CLIP_ON_PROXIMAL},
     ),
-    Recipe(
+    ObjectivePreset(
         name="decoupled_ppo_loglinear",
         title="decoupled PPO with the proximal policy interpolated by staleness",
         source="A-3PO, arXiv 2512.06547",
         parameters={"eps": 0.2, "eps_high": None, "cap": 5.0, "proximal": "interpolated"},
         parts={"weights": [{"of": "proximal/sampler", "high": "$cap"}], "policy": CLIP_ON_PROXIMAL},
     ),
-    Recipe(
+    ObjectivePreset(
         name="on_policy_distillation",
         title="on-policy distillation: the teacher's log-prob minus the policy's as the signal",
         source="Agarwal et al., arXiv 2306.13649",
         parameters={"adv_tau": 0.0, "teacher_tau": 1.0},
     ),
-    Recipe(
+    ObjectivePreset(
         name="cross_entropy",
         title="maximum likelihood of the trainable tokens, or of those with the given roles",
         source="supervised fine-tuning",
@@ -262,4 +262,4 @@ _RECIPES = [
     ),
 ]
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _RECIPES}
+PRESETS: dict[str, ObjectivePreset] = {recipe.name: recipe for recipe in _PRESETS}

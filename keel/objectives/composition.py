@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from keel.common.settings import OneOf, Settings, refuse
+from keel.common.settings import OneOf, Settings, setting_error
 from keel.objectives.statistics import STATISTICS, GateStatistic, Level, Scope, gate_statistic, statistic_names
 
 LogRatio = Literal["policy/sampler", "policy/proximal", "proximal/sampler"]
@@ -53,32 +53,32 @@ class Gate(Settings):
         return gate_statistic(self.on, self.level)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_bounds_and_scope(self) -> Self:
         if self.low is None and self.high is None:
-            raise refuse("{on}: a gate needs a low or a high bound", on=self.on)
+            raise setting_error("{on}: a gate needs a low or a high bound", on=self.on)
         if self.low is not None and self.high is not None and self.low > self.high:
-            raise refuse("{low} must be below {high}", low=self.low, high=self.high)
+            raise setting_error("{low} must be below {high}", low=self.low, high=self.high)
         if (self.on, self.level) not in STATISTICS:
             owners = " or ".join(f'"{on}"' for on, level in STATISTICS if level == self.level)
-            raise refuse(f"{{level}} cannot act: it belongs to on = {owners}", level=self.level)
+            raise setting_error(f"{{level}} cannot act: it belongs to on = {owners}", level=self.level)
         statistic = self.statistic
         if statistic.in_log_space and self.low is not None and self.low < 0:
-            raise refuse("{low} must not be negative: it bounds a ratio", low=self.low)
+            raise setting_error("{low} must not be negative: it bounds a ratio", low=self.low)
         if statistic.in_log_space and self.high is not None and self.high <= 0:
-            raise refuse("{high} must be positive: it bounds a ratio", high=self.high)
+            raise setting_error("{high} must be positive: it bounds a ratio", high=self.high)
         if statistic.direction == "distance" and self.low is not None:
-            raise refuse("{low} cannot act: the statistic is a distance and has only a high bound", low=self.low)
+            raise setting_error("{low} cannot act: the statistic is a distance and has only a high bound", low=self.low)
         if statistic.direction == "distance" and self.high is not None and self.high < 0:
-            raise refuse("{high} must not be negative: it bounds a distance", high=self.high)
+            raise setting_error("{high} must not be negative: it bounds a distance", high=self.high)
         if self.scope not in statistic.scopes:
             owner = statistic.scopes[0]
-            raise refuse(f"{{scope}}: this statistic belongs to the {owner} and decides for it", scope=self.scope)
+            raise setting_error(f"{{scope}}: this statistic belongs to the {owner} and decides for it", scope=self.scope)
         if self.scope == "step" and self.when != "always":
-            raise refuse("{when}: a gate over the step applies to every advantage", when=self.when)
+            raise setting_error("{when}: a gate over the step applies to every advantage", when=self.when)
         return self
 
 
-class Weight(Settings):
+class ImportanceWeight(Settings):
     """A factor without gradient on the policy term: an importance ratio, clamped, or shaped by a kernel."""
 
     of: LogRatio = "policy/sampler"
@@ -101,18 +101,18 @@ class Weight(Settings):
     """gamma: decay elsewhere."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_kernel(self) -> Self:
         if self.low is not None and self.high is not None and self.low > self.high:
-            raise refuse("{low} must be below {high}", low=self.low, high=self.high)
+            raise setting_error("{low} must be below {high}", low=self.low, high=self.high)
         shape = (self.k_positive, self.rate_positive, self.k_negative, self.rate_negative)
         if self.kernel == "gamma" and None in shape:
-            raise refuse("{kernel} needs k_positive, rate_positive, k_negative and rate_negative", kernel=self.kernel)
+            raise setting_error("{kernel} needs k_positive, rate_positive, k_negative and rate_negative", kernel=self.kernel)
         if self.kernel == "ratio" and any(value is not None for value in shape):
-            raise refuse("{kernel} has no k_positive, rate_positive, k_negative or rate_negative", kernel=self.kernel)
+            raise setting_error("{kernel} has no k_positive, rate_positive, k_negative or rate_negative", kernel=self.kernel)
         return self
 
 
-class Policy(Settings):
+class PolicyTerm(Settings):
     """The term that carries the advantage: a surrogate of the ratio against an anchor."""
 
     surrogate: Literal["linear", "clip", "soft", "log_prob", "cross_entropy"] = "linear"
@@ -135,7 +135,7 @@ class Policy(Settings):
     """level "sequence": each token's log-ratio is clipped to this size, on the side its advantage pushes to (GMPO)."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_surrogate(self) -> Self:
         belongs = {
             "eps": "clip",
             "eps_high": "clip",
@@ -145,19 +145,19 @@ class Policy(Settings):
         }
         for field, surrogate in belongs.items():
             if getattr(self, field) is not None and self.surrogate != surrogate:
-                raise refuse(
+                raise setting_error(
                     f'{{{field}}} cannot act: it belongs to surrogate = "{surrogate}"', **{field: getattr(self, field)}
                 )
         if self.surrogate == "clip" and self.eps is None:
-            raise refuse("{surrogate} needs eps", surrogate=self.surrogate)
+            raise setting_error("{surrogate} needs eps", surrogate=self.surrogate)
         if self.surrogate == "soft" and (self.tau_positive is None or self.tau_negative is None):
-            raise refuse("{surrogate} needs tau_positive and tau_negative", surrogate=self.surrogate)
+            raise setting_error("{surrogate} needs tau_positive and tau_negative", surrogate=self.surrogate)
         if (self.anchor == "none") != (self.surrogate in ("log_prob", "cross_entropy")):
-            raise refuse("{anchor} does not fit {surrogate}", anchor=self.anchor, surrogate=self.surrogate)
+            raise setting_error("{anchor} does not fit {surrogate}", anchor=self.anchor, surrogate=self.surrogate)
         if self.level == "sequence" and self.anchor == "none":
-            raise refuse("{level} needs a ratio, and {surrogate} has none", level=self.level, surrogate=self.surrogate)
+            raise setting_error("{level} needs a ratio, and {surrogate} has none", level=self.level, surrogate=self.surrogate)
         if self.token_clip is not None and self.level != "sequence":
-            raise refuse('{token_clip} cannot act: it belongs to level = "sequence"', token_clip=self.token_clip)
+            raise setting_error('{token_clip} cannot act: it belongs to level = "sequence"', token_clip=self.token_clip)
         return self
 
 
@@ -177,21 +177,21 @@ class Penalty(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _natural_pair(cls, data: object) -> object:
+    def _set_default_policies(cls, data: object) -> object:
         if isinstance(data, dict) and "of" not in data and data.get("on") == "log_ratio_squared":
             return {**data, "of": "policy/sampler"}
         return data
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_ratio_correction(self) -> Self:
         if self.on == "k1" and not self.ratio_correction:
-            raise refuse(
+            raise setting_error(
                 "{on} cannot go with {ratio_correction}: the gradient would not contain the reference",
                 on=self.on,
                 ratio_correction=self.ratio_correction,
             )
         if self.on == "log_ratio_squared" and self.ratio_correction:
-            raise refuse("{ratio_correction} cannot act: it belongs to k1, k2 and k3", ratio_correction=True)
+            raise setting_error("{ratio_correction} cannot act: it belongs to k1, k2 and k3", ratio_correction=True)
         return self
 
 
@@ -206,15 +206,15 @@ class Reduction(Settings):
     """over "constant": the constant length that divides each sequence."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_length(self) -> Self:
         if self.over == "constant" and self.length is None:
-            raise refuse("{over} needs length", over=self.over)
+            raise setting_error("{over} needs length", over=self.over)
         if self.over != "constant" and self.length is not None:
-            raise refuse('{length} cannot act: it belongs to over = "constant"', length=self.length)
+            raise setting_error('{length} cannot act: it belongs to over = "constant"', length=self.length)
         return self
 
 
-class Transforms(Settings):
+class AdvantageTransforms(Settings):
     """What composes with every objective, whatever its parts."""
 
     adv_tau: float = 1.0
@@ -236,41 +236,41 @@ class Transforms(Settings):
     about as many; counts of kept and dropped tokens are always exact. 0: never sample."""
 
     @model_validator(mode="after")
-    def _transforms_can_act(self) -> Self:
+    def _check_kl_penalty_source(self) -> Self:
         if self.kl_penalty_source != "policy" and self.kl_penalty_coef == 0:
-            raise refuse(
+            raise setting_error(
                 "{kl_penalty_source} cannot act while kl_penalty_coef = 0", kl_penalty_source=self.kl_penalty_source
             )
         return self
 
 
-class Composition(Transforms):
+class Composition(AdvantageTransforms):
     """A whole objective."""
 
     gates: list[Gate] = []
-    weights: list[Weight] = []
-    policy: Policy = Policy()
+    weights: list[ImportanceWeight] = []
+    policy: PolicyTerm = PolicyTerm()
     penalties: list[Penalty] = []
     reduction: Reduction = Reduction()
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> Self:
+    def _check_parts(self) -> Self:
         if self.policy.surrogate == "cross_entropy":
             for field in ("teacher_tau", "kl_penalty_coef"):
                 if getattr(self, field):
-                    raise refuse(
+                    raise setting_error(
                         f"{{{field}}} cannot act: cross_entropy has no advantage", **{field: getattr(self, field)}
                     )
             if self.adv_tau != 1:
-                raise refuse("{adv_tau} cannot act: cross_entropy has no advantage", adv_tau=self.adv_tau)
+                raise setting_error("{adv_tau} cannot act: cross_entropy has no advantage", adv_tau=self.adv_tau)
             if self.weights:
-                raise refuse("{weights}: cross_entropy takes no weights", weights=len(self.weights))
+                raise setting_error("{weights}: cross_entropy takes no weights", weights=len(self.weights))
         if self.reduction.divide_by == "kept" and not self.gates and not self.reads("sampler"):
-            raise refuse("{denominator} (divide_by) cannot act: nothing here drops a token", denominator="kept")
+            raise setting_error("{denominator} (divide_by) cannot act: nothing here drops a token", denominator="kept")
         if self.policy.level == "sequence" and any(weight.level == "token" for weight in self.weights):
-            raise refuse("{level}: a sequence-level policy term takes no token-level weights", level=self.policy.level)
+            raise setting_error("{level}: a sequence-level policy term takes no token-level weights", level=self.policy.level)
         if self.proximal == "interpolated" and not self.reads("proximal"):
-            raise refuse("{proximal} cannot act: nothing here uses the proximal policy", proximal=self.proximal)
+            raise setting_error("{proximal} cannot act: nothing here uses the proximal policy", proximal=self.proximal)
         return self
 
     def reads(self, source: Literal["sampler", "proximal", "reference", "teacher"]) -> bool:

@@ -10,19 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keel.common.settings import Path
-from keel.objectives.composition import Composition, Gate, Penalty, Weight
-from keel.objectives.notation import COMMON_SYMBOLS, PAIRS, SIGNS, Symbol, used_in
-from keel.objectives.preset import Recipe
+from keel.common.settings import KeyPath
+from keel.objectives.composition import Composition, Gate, Penalty, ImportanceWeight
+from keel.objectives.notation import COMMON_SYMBOLS, RATIO_NOTATIONS, SIGNS, Symbol, symbols_used_in
+from keel.objectives.preset import ObjectivePreset
 from keel.objectives.resolve import resolve_objective
 from keel.objectives.statistics import gate_statistic
 
-Names = Callable[[Path], str | None]
+ParameterLookup = Callable[[KeyPath], str | None]
 """The parameter that stands at a place of a composition ("-diff_low" for a negative one), if one does."""
 
 
 @dataclass(frozen=True)
-class Words:
+class Description:
     """What a composition declares, as text."""
 
     anchor: str
@@ -31,46 +31,46 @@ class Words:
     optional: tuple[str, ...]
     """A recipe's gates that are off until their parameter is given."""
     divisor: str
-    leaves: str
+    dropped_from: str
     formula: str
     legend: tuple[Symbol, ...]
 
 
-def describe(composition: Composition, names: Names = lambda _path: None) -> Words:
+def describe(composition: Composition, names: ParameterLookup = lambda _path: None) -> Description:
     """A composition in words."""
     loss = formula(composition, names)
     sentences = dropped(composition, names)
-    return Words(
+    return Description(
         anchor=anchor(composition),
         dropped=sentences,
         optional=(),
         divisor=divisor(composition, names),
-        leaves=leaves(composition, names),
+        dropped_from=dropped_from(composition, names),
         formula=loss,
         legend=legend(composition, " ; ".join((loss, *sentences)), names),
     )
 
 
-def describe_recipe(recipe: Recipe, given: Mapping[str, Any] | None = None) -> Words:
+def describe_preset(preset: ObjectivePreset, overrides: Mapping[str, Any] | None = None) -> Description:
     """A recipe with its parameters by name. `given` decides what is switched on, as in an `[objective]` table."""
-    _, values, composition = resolve_objective({"name": recipe.name, **(given or {})})
-    names = names_in(recipe.template(values))
+    _, values, composition = resolve_objective({"name": preset.name, **(overrides or {})})
+    names = parameter_lookup(preset.template(values))
     words = describe(composition, names)
-    sleeping = [gate for gate in recipe.parts.get("gates", []) if gate not in recipe.template(values)["gates"]]
+    sleeping = [gate for gate in preset.parts.get("gates", []) if gate not in preset.template(values)["gates"]]
     optional = []
     for gate in sleeping:
         waking = [str(gate[bound]).lstrip("-$") for bound in ("low", "high") if bound in gate]
         awake = Gate.model_validate(gate | {bound: 0.0 for bound in ("low", "high") if bound in gate})
-        sentence = _sentence(awake, names_in({"gates": [gate]}), ("gates", 0))
+        sentence = _sentence(awake, parameter_lookup({"gates": [gate]}), ("gates", 0))
         optional.append(f"{sentence} (off until {' or '.join(waking)} is given)")
     text = " ; ".join((words.formula, *words.dropped, *optional))
-    return Words(**(vars(words) | {"optional": tuple(optional), "legend": legend(composition, text, names)}))
+    return Description(**(vars(words) | {"optional": tuple(optional), "legend": legend(composition, text, names)}))
 
 
-def names_in(template: Any) -> Names:
+def parameter_lookup(template: Any) -> ParameterLookup:
     """Names from a template in which "$name" stands for a parameter."""
 
-    def name_at(path: Path) -> str | None:
+    def name_at(path: KeyPath) -> str | None:
         place = template
         for part in path:
             try:
@@ -82,7 +82,7 @@ def names_in(template: Any) -> Names:
     return name_at
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """A number as short as it can be written: 0.0001, 1e-5, 3."""
     return re.sub(r"e([+-])0*(\d)", lambda match: f"e{match[1].replace('+', '')}{match[2]}", f"{value:g}")
 
@@ -100,15 +100,15 @@ def anchor(composition: Composition) -> str:
     return " and ".join(against) or "none"
 
 
-def dropped(composition: Composition, names: Names = lambda _path: None) -> tuple[str, ...]:
+def dropped(composition: Composition, names: ParameterLookup = lambda _path: None) -> tuple[str, ...]:
     """Who is dropped, one sentence for each gate."""
     gates = enumerate(composition.gates)
     return tuple(_sentence(gate, names, ("gates", place)) for place, gate in gates) or ("nobody",)
 
 
-def _sentence(gate: Gate, names: Names, place: Path) -> str:
-    low, high = (_at(names, (*place, bound), getattr(gate, bound)) for bound in ("low", "high"))
-    statistic, pair = gate.statistic, PAIRS[gate.of]._asdict()
+def _sentence(gate: Gate, names: ParameterLookup, place: KeyPath) -> str:
+    low, high = (_parameter_or_number(names, (*place, bound), getattr(gate, bound)) for bound in ("low", "high"))
+    statistic, pair = gate.statistic, RATIO_NOTATIONS[gate.of]._asdict()
     value = statistic.formula.format(**pair)
     if gate.scope == "step":
         return f"the tokens of the step with the largest {value}, until the mean of the rest is at most {high}"
@@ -127,7 +127,7 @@ def _sentence(gate: Gate, names: Names, place: Path) -> str:
     return f"{who}{comma} when {advantage} {sign} 0 and {rest}"
 
 
-def divisor(composition: Composition, names: Names = lambda _path: None) -> str:
+def divisor(composition: Composition, names: ParameterLookup = lambda _path: None) -> str:
     """What divides the sum over the step's tokens."""
     reduction = composition.reduction
     kept = reduction.divide_by == "kept"
@@ -137,41 +137,41 @@ def divisor(composition: Composition, names: Names = lambda _path: None) -> str:
     sequences = "sequences with a kept token" if kept else "sequences"
     if reduction.over == "sequences":
         return f"{sequences} x own {'kept' if kept else 'trainable'} tokens{roles}"
-    return f"{sequences} x {_at(names, ('reduction', 'length'), reduction.length)}"
+    return f"{sequences} x {_parameter_or_number(names, ('reduction', 'length'), reduction.length)}"
 
 
-def leaves(composition: Composition, names: Names = lambda _path: None) -> str:
+def dropped_from(composition: Composition, names: ParameterLookup = lambda _path: None) -> str:
     """Which terms a dropped token leaves."""
     penalties = enumerate(composition.penalties)
-    paid = [_penalty(penalty, names, place) for place, penalty in penalties if penalty.scope == "all"]
+    paid = [_penalty_formula(penalty, names, place) for place, penalty in penalties if penalty.scope == "all"]
     if not paid or not composition.gates:
         return "every term"
-    return f"the policy term, it still pays {_joined(paid)}"
+    return f"the policy term, it still pays {_join_terms(paid)}"
 
 
-def formula(composition: Composition, names: Names = lambda _path: None) -> str:
+def formula(composition: Composition, names: ParameterLookup = lambda _path: None) -> str:
     """The loss of a step in symbols."""
-    kept = [_weighted_policy(composition, names)]
+    kept = [_weighted_policy_term(composition, names)]
     always: list[str] = []
     for place, penalty in enumerate(composition.penalties):
         terms = always if penalty.scope == "all" and composition.gates else kept
-        terms.append(_penalty(penalty, names, place))
+        terms.append(_penalty_formula(penalty, names, place))
     terms = kept
     if composition.gates:
-        terms = [_times("keep", kept[0] if len(kept) == 1 else f"({_joined(kept)})"), *always]
-    divide = _divide(composition, names)
+        terms = [_multiply("keep", kept[0] if len(kept) == 1 else f"({_join_terms(kept)})"), *always]
+    divide = _denominator_formula(composition, names)
     if len(terms) > 1:
-        return f"sum ({_joined(terms)}) / {divide}"
+        return f"sum ({_join_terms(terms)}) / {divide}"
     sign, term = ("-", terms[0][1:]) if terms[0].startswith("-") else ("", terms[0])
     return f"{sign}sum {term} / {divide}"
 
 
-def _weighted_policy(composition: Composition, names: Names) -> str:
-    policy, A = composition.policy, _advantage(composition, names)
+def _weighted_policy_term(composition: Composition, names: ParameterLookup) -> str:
+    policy, A = composition.policy, _advantage_symbol(composition, names)
     if policy.level == "sequence":
         ratio, A = "g", "M"
     else:
-        ratio = "" if policy.anchor == "none" else PAIRS[f"policy/{policy.anchor}"].ratio
+        ratio = "" if policy.anchor == "none" else RATIO_NOTATIONS[f"policy/{policy.anchor}"].ratio
     if policy.surrogate == "cross_entropy":
         term = "-l"
     elif policy.surrogate == "log_prob":
@@ -181,29 +181,29 @@ def _weighted_policy(composition: Composition, names: Names) -> str:
     elif policy.surrogate == "soft":
         term = f"-{A} * (4 / tau_A) * sigmoid(tau_A * ({ratio} - 1))"
     else:
-        term = _clip(composition, names, ratio, A)
+        term = _clipped_surrogate(composition, names, ratio, A)
     for place, weight in reversed(list(enumerate(composition.weights))):
-        term = _times(f"sg({_weight(weight, names, place)})", term)
+        term = _multiply(f"sg({_weight_formula(weight, names, place)})", term)
     return term
 
 
-def _clip(composition: Composition, names: Names, ratio: str, A: str) -> str:
+def _clipped_surrogate(composition: Composition, names: ParameterLookup, ratio: str, A: str) -> str:
     policy = composition.policy
     eps = names(("policy", "eps"))
     eps_high = names(("policy", "eps_high")) or (eps if policy.eps_high is None else None)
-    low = f"1 - {eps}" if eps else number(1 - (policy.eps or 0))
+    low = f"1 - {eps}" if eps else format_number(1 - (policy.eps or 0))
     upper = policy.eps if policy.eps_high is None else policy.eps_high
-    high = f"1 + {eps_high}" if eps_high else number(1 + (upper or 0))
+    high = f"1 + {eps_high}" if eps_high else format_number(1 + (upper or 0))
     term = f"max(-{ratio} * {A}, -clip({ratio}, {low}, {high}) * {A})"
     return term if policy.dual_clip is None else f"min({term}, ceiling)"
 
 
-def _weight(weight: Weight, names: Names, place: int) -> str:
-    base = gate_statistic("ratio", weight.level).formula.format(**PAIRS[weight.of]._asdict())
+def _weight_formula(weight: ImportanceWeight, names: ParameterLookup, index: int) -> str:
+    base = gate_statistic("ratio", weight.level).formula.format(**RATIO_NOTATIONS[weight.of]._asdict())
     if weight.kernel == "gamma":
-        mark = _mark(place)
+        mark = _weight_suffix(index)
         base = f"{base}^k_A{mark} * exp(rate_A{mark} * (1 - {base}))"
-    low, high = (_at(names, ("weights", place, bound), getattr(weight, bound)) for bound in ("low", "high"))
+    low, high = (_parameter_or_number(names, ("weights", index, bound), getattr(weight, bound)) for bound in ("low", "high"))
     if low is not None and high is not None:
         return f"clip({base}, {low}, {high})"
     if low is not None:
@@ -211,57 +211,57 @@ def _weight(weight: Weight, names: Names, place: int) -> str:
     return base if high is None else f"min({base}, {high})"
 
 
-def _mark(place: int) -> str:
+def _weight_suffix(index: int) -> str:
     """Tells the constants of a second gamma weight from those of the first."""
-    return str(place + 1) if place else ""
+    return str(index + 1) if index else ""
 
 
-def _penalty(penalty: Penalty, names: Names, place: int) -> str:
-    coef = _at(names, ("penalties", place, "coef"), penalty.coef)
-    x = PAIRS[penalty.of].log_ratio
+def _penalty_formula(penalty: Penalty, names: ParameterLookup, index: int) -> str:
+    coef = _parameter_or_number(names, ("penalties", index, "coef"), penalty.coef)
+    x = RATIO_NOTATIONS[penalty.of].log_ratio
     measure = {"log_ratio_squared": f"{x}^2", "k1": x, "k2": f"{x}^2 / 2", "k3": f"(exp(-{x}) + {x} - 1)"}[penalty.on]
     return f"{coef} * r * {measure}" if penalty.ratio_correction else f"{coef} * {measure}"
 
 
-def _divide(composition: Composition, names: Names) -> str:
+def _denominator_formula(composition: Composition, names: ParameterLookup) -> str:
     reduction = composition.reduction
     end = "_k" if reduction.divide_by == "kept" else ""
     if reduction.over == "tokens":
         return f"N{end}"
-    own = f"n{end}" if reduction.over == "sequences" else _at(names, ("reduction", "length"), reduction.length)
+    own = f"n{end}" if reduction.over == "sequences" else _parameter_or_number(names, ("reduction", "length"), reduction.length)
     return f"(S{end} * {own})"
 
 
-def _advantage(composition: Composition, names: Names) -> str:
+def _advantage_symbol(composition: Composition, names: ParameterLookup) -> str:
     """A' where something may change the advantage, and A where nothing can."""
-    return "A" if _transformed(composition, names) == "A" else "A'"
+    return "A" if _advantage_formula(composition, names) == "A" else "A'"
 
 
-def _transformed(composition: Composition, names: Names) -> str:
+def _advantage_formula(composition: Composition, names: ParameterLookup) -> str:
     """What A' is."""
     text = "A"
-    coef = _at(names, ("kl_penalty_coef",), composition.kl_penalty_coef or None)
+    coef = _parameter_or_number(names, ("kl_penalty_coef",), composition.kl_penalty_coef or None)
     if coef is not None:
         text += f" + {coef} * (mean_step(k) - k)"
-    tau = _at(names, ("adv_tau",), None if composition.adv_tau == 1 else composition.adv_tau)
+    tau = _parameter_or_number(names, ("adv_tau",), None if composition.adv_tau == 1 else composition.adv_tau)
     if tau is not None:
         text = f"{tau} * {text}" if text == "A" else f"{tau} * ({text})"
-    teacher = _at(names, ("teacher_tau",), composition.teacher_tau or None)
+    teacher = _parameter_or_number(names, ("teacher_tau",), composition.teacher_tau or None)
     return text if teacher is None else f"{text} + {teacher} * sg(h - l)"
 
 
-def legend(composition: Composition, text: str, names: Names = lambda _path: None) -> tuple[Symbol, ...]:
+def legend(composition: Composition, text: str, names: ParameterLookup = lambda _path: None) -> tuple[Symbol, ...]:
     """The symbols that a text uses, and those that their definitions use."""
-    return used_in(text, {symbol.name: symbol for symbol in (*COMMON_SYMBOLS, *_own_symbols(composition, names))})
+    return symbols_used_in(text, {symbol.name: symbol for symbol in (*COMMON_SYMBOLS, *_composition_symbols(composition, names))})
 
 
-def _own_symbols(composition: Composition, names: Names) -> list[Symbol]:
+def _composition_symbols(composition: Composition, names: ParameterLookup) -> list[Symbol]:
     """The symbols whose meaning depends on the composition."""
-    policy, A = composition.policy, _advantage(composition, names)
+    policy, A = composition.policy, _advantage_symbol(composition, names)
     own = []
     if A == "A'":
         own.append(
-            Symbol("A'", _transformed(composition, names), "the advantage that trains, and whose sign gates see")
+            Symbol("A'", _advantage_formula(composition, names), "the advantage that trains, and whose sign gates see")
         )
     source = "b" if composition.kl_penalty_source == "sampled" else "l"
     own.append(Symbol("k", f"sg({source} - f)", "drift from the reference"))
@@ -270,9 +270,9 @@ def _own_symbols(composition: Composition, names: Names) -> list[Symbol]:
         own.append(Symbol("o", between, "log-prob under the proximal policy, interpolated; staleness counts from 1"))
     mean_A = "M" if policy.level == "sequence" else A
     if policy.level == "sequence":
-        log_ratio = PAIRS[f"policy/{policy.anchor}"].log_ratio
+        log_ratio = RATIO_NOTATIONS[f"policy/{policy.anchor}"].log_ratio
         if policy.token_clip is not None:
-            bound = _at(names, ("policy", "token_clip"), policy.token_clip)
+            bound = _parameter_or_number(names, ("policy", "token_clip"), policy.token_clip)
             own.append(
                 Symbol("e", f"min({log_ratio}, {bound}) where {A} > 0, else max({log_ratio}, -{bound})", "clipped")
             )
@@ -280,37 +280,37 @@ def _own_symbols(composition: Composition, names: Names) -> list[Symbol]:
         own.append(Symbol("g", f"exp(mean_kept({log_ratio}))", "ratio of the sequence, a geometric mean"))
         own.append(Symbol("M", f"mean_kept({A})", "advantage of the sequence"))
     if policy.surrogate == "soft":
-        taus = (_at(names, ("policy", f"tau_{sign}"), getattr(policy, f"tau_{sign}")) for sign in SIGNS)
-        own.append(Symbol("tau_A", _by_sign(mean_A, *taus), "temperature"))
+        taus = (_parameter_or_number(names, ("policy", f"tau_{sign}"), getattr(policy, f"tau_{sign}")) for sign in SIGNS)
+        own.append(Symbol("tau_A", _where_positive(mean_A, *taus), "temperature"))
     if policy.dual_clip is not None:
-        bound = _at(names, ("policy", "dual_clip"), policy.dual_clip)
+        bound = _parameter_or_number(names, ("policy", "dual_clip"), policy.dual_clip)
         own.append(Symbol("ceiling", f"-{bound} * {mean_A} where {mean_A} < 0, else inf", "the dual clip"))
     for place, weight in enumerate(composition.weights):
         if weight.kernel == "gamma":
             of = A if weight.level == "token" else f"mean({A})"
             for what, meaning in (("k", "power of the weight"), ("rate", "decay of the weight")):
                 fields = [f"{what}_{sign}" for sign in SIGNS]
-                values = (_at(names, ("weights", place, field), getattr(weight, field)) for field in fields)
-                own.append(Symbol(f"{what}_A{_mark(place)}", _by_sign(of, *values), meaning))
+                values = (_parameter_or_number(names, ("weights", place, field), getattr(weight, field)) for field in fields)
+                own.append(Symbol(f"{what}_A{_weight_suffix(place)}", _where_positive(of, *values), meaning))
     return own
 
 
-def _by_sign(advantage: str, positive: str | None, otherwise: str | None) -> str:
-    return f"{positive} where {advantage} > 0, else {otherwise}"
+def _where_positive(advantage: str, value: str | None, otherwise: str | None) -> str:
+    return f"{value} where {advantage} > 0, else {otherwise}"
 
 
-def _at(names: Names, path: Path, value: float | None) -> str | None:
+def _parameter_or_number(names: ParameterLookup, path: KeyPath, value: float | None) -> str | None:
     """The parameter at a place, or the number there, or None where there is neither."""
     name = names(path)
     transform = len(path) == 1
     if name is not None and (value is not None or transform):
         return name
-    return None if value is None else number(value)
+    return None if value is None else format_number(value)
 
 
-def _times(factor: str, term: str) -> str:
+def _multiply(factor: str, term: str) -> str:
     return f"-{factor} * {term[1:]}" if term.startswith("-") else f"{factor} * {term}"
 
 
-def _joined(terms: list[str]) -> str:
+def _join_terms(terms: list[str]) -> str:
     return " + ".join(terms).replace("+ -", "- ")

@@ -17,7 +17,7 @@ class Symbol(NamedTuple):
     meaning: str
 
 
-class Pair(NamedTuple):
+class RatioNotation(NamedTuple):
     """How the two policies of a log-ratio are written."""
 
     ratio: str
@@ -27,11 +27,11 @@ class Pair(NamedTuple):
     reverse: str
 
 
-PAIRS = {
-    "policy/sampler": Pair("r", "d", "p", "q", "b - l"),
-    "policy/proximal": Pair("r_o", "d_o", "p", "u", "o - l"),
-    "proximal/sampler": Pair("w", "c", "u", "q", "b - o"),
-    "policy/reference": Pair("r_f", "x", "p", "v", "f - l"),
+RATIO_NOTATIONS = {
+    "policy/sampler": RatioNotation("r", "d", "p", "q", "b - l"),
+    "policy/proximal": RatioNotation("r_o", "d_o", "p", "u", "o - l"),
+    "proximal/sampler": RatioNotation("w", "c", "u", "q", "b - o"),
+    "policy/reference": RatioNotation("r_f", "x", "p", "v", "f - l"),
 }
 
 SIGNS = ("positive", "negative")
@@ -74,7 +74,7 @@ FUNCTIONS = {"mean", "mean_kept", "mean_step", "prod", "gmean", "KLb", "sg"}
 """Symbols that are meant only where an argument follows; in a sentence "mean" is a word."""
 
 
-def used_in(text: str, known: Mapping[str, Symbol]) -> tuple[Symbol, ...]:
+def symbols_used_in(text: str, known: Mapping[str, Symbol]) -> tuple[Symbol, ...]:
     """The symbols that a text uses and those that their definitions use; first what is particular to this text."""
     used: set[str] = set()
     new = {text}

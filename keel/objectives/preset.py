@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, create_model, model_validator
 
-from keel.common.settings import Path, Settings, dotted, explain, refuse
-from keel.objectives.composition import Composition, NonNegative, Positive, Transforms
+from keel.common.settings import KeyPath, Settings, dotted_name, to_config_error, setting_error
+from keel.objectives.composition import Composition, NonNegative, Positive, AdvantageTransforms
 from keel.objectives.statistics import Level
 
-PARAMETERS: dict[str, tuple[Any, str]] = {
+PRESET_PARAMETERS: dict[str, tuple[Any, str]] = {
     "ratio_low": (NonNegative | None, "smallest ratio kept (cispo: smallest weight)"),
     "ratio_high": (Positive | None, "largest ratio kept (cispo: largest weight)"),
     "rollout_min_ratio": (NonNegative | None, "refuse the whole sequence when any of its ratios is below this"),
@@ -45,7 +45,7 @@ PARAMETERS: dict[str, tuple[Any, str]] = {
 """Type and meaning of each parameter: one name, one idea, in every recipe that has it."""
 
 
-class Common(Transforms):
+class CommonParameters(AdvantageTransforms):
     """The parameters that every recipe takes."""
 
     reduction: Literal["tokens", "sequences", "constant"] = "tokens"
@@ -62,27 +62,27 @@ class Common(Transforms):
     """Multiply the estimator by the ratio r; k1 needs it."""
 
     @model_validator(mode="after")
-    def _common_can_act(self) -> Self:
+    def _check_common_parameters(self) -> Self:
         for name, off in (("reference_kl_estimator", "k3"), ("reference_kl_correction", False)):
             if getattr(self, name) != off and self.reference_kl_coef == 0:
-                raise refuse(f"{{{name}}} cannot act while reference_kl_coef = 0", **{name: getattr(self, name)})
+                raise setting_error(f"{{{name}}} cannot act while reference_kl_coef = 0", **{name: getattr(self, name)})
         if "length" in self.model_fields_set and self.length is not None and self.reduction != "constant":
-            raise refuse('{length} cannot act: it belongs to reduction = "constant"', length=self.length)
+            raise setting_error('{length} cannot act: it belongs to reduction = "constant"', length=self.length)
         return self
 
 
-REFERENCE_KL = {
+REFERENCE_KL_PENALTY = {
     "on": "$reference_kl_estimator",
     "coef": "$reference_kl_coef",
     "ratio_correction": "$reference_kl_correction",
 }
 
-TRANSFORM_NAMES = tuple(Transforms.model_fields)
-COMMON_NAMES = tuple(Common.model_fields)
+TRANSFORM_NAMES = tuple(AdvantageTransforms.model_fields)
+COMMON_NAMES = tuple(CommonParameters.model_fields)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class ObjectivePreset:
     """One named rule. `parts` holds any of gates, weights, policy, penalties."""
 
     name: str
@@ -93,38 +93,38 @@ class Recipe:
     note: str = ""
 
     @cached_property
-    def settings(self) -> type[Settings]:
+    def parameters_class(self) -> type[Settings]:
         """The recipe's parameters as a settings class, its own first, then those of every recipe."""
         fields: dict[str, Any] = {}
         for name, default in self.parameters.items():
-            if name in PARAMETERS:
-                fields[name] = (PARAMETERS[name][0], default)
+            if name in PRESET_PARAMETERS:
+                fields[name] = (PRESET_PARAMETERS[name][0], default)
             else:
-                fields[name] = (Common.model_fields[name].annotation, default)
-        return create_model(f"{self.name} parameters", __base__=Common, **fields)
+                fields[name] = (CommonParameters.model_fields[name].annotation, default)
+        return create_model(f"{self.name} parameters", __base__=CommonParameters, **fields)
 
     @property
     def own_parameters(self) -> list[str]:
-        return [name for name in self.parameters if name in PARAMETERS]
+        return [name for name in self.parameters if name in PRESET_PARAMETERS]
 
     def resolve(
-        self, given: Mapping[str, Any], prefix: Path = (), added: Mapping[str, list[Any]] | None = None
+        self, overrides: Mapping[str, Any], prefix: KeyPath = (), extra_parts: Mapping[str, list[Any]] | None = None
     ) -> tuple[dict[str, Any], Composition]:
         """All parameters with their values, and the composition they make with the parts that are `added`."""
         try:
-            values = self.settings.model_validate(dict(given)).model_dump()
+            values = self.parameters_class.model_validate(dict(overrides)).model_dump()
         except ValidationError as error:
-            raise explain(error, prefix) from None
+            raise to_config_error(error, prefix) from None
         if values["reduction"] != "constant":
             values["length"] = None  # a default that the chosen reduction does not read
         template = self.template(values)
-        parts = _fill(template, values)
-        for key, more in (added or {}).items():
+        parts = _substitute(template, values)
+        for key, more in (extra_parts or {}).items():
             parts[key] = [*parts.get(key, []), *more]
         try:
             return values, Composition.model_validate(parts)
         except ValidationError as error:
-            raise explain(error, prefix, lambda path: _name_at(template, path)) from None
+            raise to_config_error(error, prefix, lambda path: _user_name_at(template, path)) from None
 
     def template(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The parts, with what the common parameters add, parameters still by name."""
@@ -132,11 +132,11 @@ class Recipe:
         template["gates"] = [
             gate
             for gate in template.get("gates", [])
-            if any(_fill(gate.get(bound), values) is not None for bound in ("low", "high"))
+            if any(_substitute(gate.get(bound), values) is not None for bound in ("low", "high"))
         ]
-        penalties = [penalty for penalty in template.get("penalties", []) if _fill(penalty["coef"], values) != 0]
+        penalties = [penalty for penalty in template.get("penalties", []) if _substitute(penalty["coef"], values) != 0]
         if values["reference_kl_coef"]:
-            penalties.append(REFERENCE_KL)
+            penalties.append(REFERENCE_KL_PENALTY)
         template["penalties"] = penalties
         template["reduction"] = {"over": "$reduction", "divide_by": "$denominator"}
         if values["reduction"] == "constant":
@@ -144,11 +144,11 @@ class Recipe:
         return template | {name: f"${name}" for name in TRANSFORM_NAMES}
 
 
-def _fill(template: Any, values: Mapping[str, Any]) -> Any:
+def _substitute(template: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(template, Mapping):
-        return {key: _fill(value, values) for key, value in template.items()}
+        return {key: _substitute(value, values) for key, value in template.items()}
     if isinstance(template, list):
-        return [_fill(value, values) for value in template]
+        return [_substitute(value, values) for value in template]
     if isinstance(template, str) and template.startswith("$"):
         return values[template[1:]]
     if isinstance(template, str) and template.startswith("-$"):
@@ -157,12 +157,12 @@ def _fill(template: Any, values: Mapping[str, Any]) -> Any:
     return template
 
 
-def _name_at(template: Any, path: Path) -> str | None:
+def _user_name_at(template: Any, path: KeyPath) -> str | None:
     """The name under which the user knows a place in the parts: a parameter's, or one in the parts that were added."""
     if len(path) > 1 and isinstance(path[1], int):
         own = len(template.get(path[0], []))
         if path[1] >= own:
-            return dotted((path[0], path[1] - own, *path[2:]))
+            return dotted_name((path[0], path[1] - own, *path[2:]))
     for part in path:
         try:
             template = template[part]

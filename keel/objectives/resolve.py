@@ -9,9 +9,9 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 
-from keel.common.settings import explain, nearest
+from keel.common.settings import to_config_error, suggest_name
 from keel.errors import ConfigError
-from keel.objectives.catalog import RECIPES
+from keel.objectives.catalog import PRESETS
 from keel.objectives.composition import Composition
 
 EXTENSIONS = ("gates", "weights", "penalties")
@@ -21,7 +21,7 @@ def resolve_objective(table: Mapping[str, Any]) -> tuple[str | None, dict[str, A
     """The recipe's name and parameters (none for a composition), and the composition itself."""
     if table.get("name") is None:
         for key in table:
-            owners = [recipe.name for recipe in RECIPES.values() if key in recipe.settings.model_fields]
+            owners = [recipe.name for recipe in PRESETS.values() if key in recipe.parameters_class.model_fields]
             if key not in ("name", *Composition.model_fields) and owners:
                 raise ConfigError(
                     f"objective.{key} is a parameter of a recipe: give objective.name too ({', '.join(owners)})"
@@ -29,16 +29,16 @@ def resolve_objective(table: Mapping[str, Any]) -> tuple[str | None, dict[str, A
         try:
             return None, {}, Composition.model_validate({key: value for key, value in table.items() if key != "name"})
         except ValidationError as error:
-            raise explain(error, ("objective",)) from None
+            raise to_config_error(error, ("objective",)) from None
     name = table["name"]
-    if name not in RECIPES:
-        raise ConfigError(f'objective.name = "{name}" is not a recipe; {nearest(str(name), RECIPES)}')
+    if name not in PRESETS:
+        raise ConfigError(f'objective.name = "{name}" is not a recipe; {suggest_name(str(name), PRESETS)}')
     given = {key: value for key, value in table.items() if key != "name" and key not in EXTENSIONS}
     added = {key: table[key] for key in EXTENSIONS if table.get(key)}
     for key, value in added.items():
         if not isinstance(value, list):
             raise ConfigError(f"objective.{key} = {value!r} must be a list of tables")
-    parameters, composition = RECIPES[name].resolve(given, ("objective",), added)
+    parameters, composition = PRESETS[name].resolve(given, ("objective",), added)
     return name, parameters, composition
 
 

@@ -14,7 +14,7 @@ Side = Literal["low", "high"]
 """Dropped because the policy is too far below the sampler, or too far above it."""
 
 
-def refuses(gate: Gate, p: float, q: float, advantage: float) -> Side | None:
+def dropped_side(gate: Gate, p: float, q: float, advantage: float) -> Side | None:
     """Whether a gate drops the only token of a sequence, and on which side; None when it is kept.
 
     `p` and `q` are the probabilities of the drawn token under the two policies of `gate.of`: policy and sampler for
@@ -40,10 +40,10 @@ def refuses(gate: Gate, p: float, q: float, advantage: float) -> Side | None:
     return "low" if p < q else "high"
 
 
-def first_refusal(gates: Sequence[Gate], p: float, q: float, advantage: float) -> Side | None:
+def first_dropped_side(gates: Sequence[Gate], p: float, q: float, advantage: float) -> Side | None:
     """The side on which the first gate that refuses the token does so; None when all keep it."""
     for gate in gates:
-        side = refuses(gate, p, q, advantage)
+        side = dropped_side(gate, p, q, advantage)
         if side is not None:
             return side
     return None

@@ -16,12 +16,12 @@ from keel.rollout.environments.environment import Environment, load_environment,
 from keel.rollout.policy_client import PolicyClient, derive_seed
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout import Rollout
-from keel.rollout.scheduler.groups import Dispatch
-from keel.rollout.scheduler.task_sources import Source
+from keel.rollout.scheduler.groups import RolloutRequest
+from keel.rollout.scheduler.task_sources import TaskSource
 
 
 @dataclass(frozen=True)
-class Arena:
+class RunEnvironment:
     """An environment, and how it is played in this run."""
 
     environment: Environment
@@ -29,18 +29,18 @@ class Arena:
     limits: EpisodeLimits
     weight: float
 
-    def source(self, name: str) -> Source:
-        return Source(name, list(self.environment.tasks("train")), self.weight)
+    def task_source(self, name: str) -> TaskSource:
+        return TaskSource(name, list(self.environment.tasks("train")), self.weight)
 
 
-def arenas(settings: RunSettings) -> dict[str, Arena]:
+def build_environments(settings: RunSettings) -> dict[str, RunEnvironment]:
     """The environments of a run, by the names of their tables. What could not be trained on is refused here."""
     if not settings.environments:
         raise ConfigError("environments is empty: a run needs at least one, for example [environments.arithmetic]")
     if settings.teacher is None and settings.objective.composition.reads("teacher"):
         raise ConfigError("the objective asks a teacher and there is none: give a table [teacher] with its name")
     found = {
-        name: Arena(load_environment(given), given.sampling or settings.sampling, given.limits, given.weight)
+        name: RunEnvironment(load_environment(given), given.sampling or settings.sampling, given.limits, given.weight)
         for name, given in settings.environments.items()
     }
     for name, arena in found.items():
@@ -61,38 +61,38 @@ class FinishedRollouts(Protocol):
         ...
 
 
-class Episodes:
+class EpisodeRunner:
     """Runs one episode for each dispatch. What goes wrong in it is data; see `run_episode`."""
 
     def __init__(
         self,
-        arenas: Mapping[str, Arena],
+        environments: Mapping[str, RunEnvironment],
         engine: Engine,
         renderer: Renderer,
         seed: int,
         ledger: FinishedRollouts | None,
-        vocabulary: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """`ledger`: where finished rollouts are kept and looked for; none: each is sampled anew."""
-        self._arenas, self._engine, self._renderer = arenas, engine, renderer
-        self._seed, self._ledger, self._vocabulary = seed, ledger, vocabulary
+        self._environments, self._engine, self._renderer = environments, engine, renderer
+        self._seed, self._ledger, self._vocab_size = seed, ledger, vocab_size
 
-    async def __call__(self, dispatch: Dispatch) -> Rollout:
-        name = (dispatch.group, dispatch.member, dispatch.attempt)
-        recalled = self.recall(*name)
-        if recalled is not None and recalled.task_id == dispatch.task_id:
+    async def __call__(self, request: RolloutRequest) -> Rollout:
+        name = (request.group, request.member, request.attempt)
+        recalled = self.load_finished(*name)
+        if recalled is not None and recalled.task_id == request.task_id:
             return recalled
-        arena = self._arenas[dispatch.environment]
+        arena = self._environments[request.environment]
         seed = self._seed if arena.sampling.seed is None else arena.sampling.seed
         sampling = arena.sampling.model_copy(update={"seed": derive_seed(seed, *name)})
         client = PolicyClient(
-            self._engine, self._renderer, sampling, arena.limits, group=dispatch.group, vocabulary=self._vocabulary
+            self._engine, self._renderer, sampling, arena.limits, group=request.group, vocab_size=self._vocab_size
         )
-        rollout = await run_episode(arena.environment, dispatch.task, client, arena.limits, attempt=dispatch.attempt)
+        rollout = await run_episode(arena.environment, request.task, client, arena.limits, attempt=request.attempt)
         if self._ledger is not None and rollout.error_kind is None:
             self._ledger.keep(*name, rollout)
         return rollout
 
-    def recall(self, group: str, member: int, attempt: int) -> Rollout | None:
+    def load_finished(self, group: str, member: int, attempt: int) -> Rollout | None:
         """A rollout that ended well under this name in an earlier life of the run."""
         return None if self._ledger is None else self._ledger.recall(group, member, attempt)

@@ -14,14 +14,14 @@ from typing import Any
 from keel.config.rollout import EpisodeLimits, Sampling
 from keel.errors import KeelError
 from keel.inference.protocol import Engine, EngineError, Generation, Message
-from keel.rollout.rendering.renderer import Prompt, Renderer, Spoken, Tools
-from keel.rollout.trajectory import Trajectory
+from keel.rollout.rendering.renderer import Prompt, Renderer, RenderedTurn, Tools
+from keel.rollout.trajectory import EpisodeTrajectory
 
-ABOVE_ZERO = 1e-3
+LOGPROB_TOLERANCE = 1e-3
 """By how much the log-prob of an engine that computes in half precision may be above zero."""
 
 
-class EpisodeOver(KeelError):
+class EpisodeLimitReached(KeelError):
     """The episode has used what it may. An environment may catch it and score what there is."""
 
 
@@ -48,7 +48,7 @@ class PolicyClient:
         *,
         group: str,
         evaluation: bool = False,
-        vocabulary: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """`sampling.seed` is the seed of this episode: members of a group need different ones, see `derive_seed`.
 
@@ -58,56 +58,56 @@ class PolicyClient:
             sampling.check_trainable()
         self.group = group
         self.limits = limits
-        self.trajectory = Trajectory()
+        self.trajectory = EpisodeTrajectory()
         self.engine_error: EngineError | None = None
         """Why the last request was not answered; none once a later one was."""
-        self._engine, self._vocabulary = engine, vocabulary
+        self._engine, self._vocab_size = engine, vocab_size
         self._renderer = renderer
         stops = dict.fromkeys((*sampling.stop_token_ids, *renderer.stop_token_ids))
         self._sampling = sampling.model_copy(update={"stop_token_ids": tuple(stops)})
-        self._spoken: list[Spoken] = []
-        self._asked = 0
+        self._rendered_turns: list[RenderedTurn] = []
+        self._turns_used = 0
 
     @property
     def turns_left(self) -> int:
         """Answers that the episode may still ask for."""
-        return self.limits.turns - self._asked
+        return self.limits.turns - self._turns_used
 
     async def chat(self, messages: Sequence[Message], *, tools: Tools = None, max_tokens: int | None = None) -> Reply:
         """The policy's next message, at most `max_tokens` long (never longer than the run's own setting)."""
         given = [copy.deepcopy(dict(message)) for message in messages]
-        _check(given)
+        _check_messages(given)
         if self.turns_left <= 0:
-            raise EpisodeOver(f"the episode has had its limits.turns = {self.limits.turns} answers")
-        prompt = self._renderer.extend(self._spoken, given, tools)
+            raise EpisodeLimitReached(f"the episode has had its limits.turns = {self.limits.turns} answers")
+        prompt = self._renderer.extend(self._rendered_turns, given, tools)
         if len(prompt.ids) >= self.limits.tokens:
-            raise EpisodeOver(
+            raise EpisodeLimitReached(
                 f"the prompt of {len(prompt.ids)} tokens leaves no room for an answer within limits.tokens ="
                 f" {self.limits.tokens}"
             )
-        self._asked += 1
-        generation = await self._generate(prompt, self._request(max_tokens))
+        self._turns_used += 1
+        generation = await self._generate(prompt, self._turn_sampling(max_tokens))
         reply = self._renderer.parse(generation.token_ids, prompt_ids=prompt.ids, tools=tools)
-        self.trajectory.add(prompt.ids, generation, prompt.reason)
-        self._spoken.append(Spoken(prompt, tools, generation.token_ids, copy.deepcopy(reply)))
+        self.trajectory.add_turn(prompt.ids, generation, prompt.split_reason)
+        self._rendered_turns.append(RenderedTurn(prompt, tools, generation.token_ids, copy.deepcopy(reply)))
         return Reply(reply, str(reply["content"]).strip(), generation)
 
-    def _request(self, max_tokens: int | None) -> Sampling:
+    def _turn_sampling(self, max_tokens: int | None) -> Sampling:
         changes: dict[str, Any] = {}
         if max_tokens is not None:
             if max_tokens < 1:
                 raise ValueError(f"max_tokens = {max_tokens} must be at least 1")
             changes["max_tokens"] = min(max_tokens, self._sampling.max_tokens)
         if self._sampling.seed is not None:
-            changes["seed"] = derive_seed(self._sampling.seed, self._asked)
+            changes["seed"] = derive_seed(self._sampling.seed, self._turns_used)
         return self._sampling.model_copy(update=changes)
 
     async def _generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
         try:
             generation = await self._engine.generate(prompt.ids, sampling, group=self.group)
-            if generation.finish == "cancelled":
+            if generation.finish_reason == "cancelled":
                 raise EngineError("the engine gave the request up before it was answered")
-            if wrong := _wrong(generation, sampling, self._vocabulary):
+            if wrong := _find_problem(generation, sampling, self._vocab_size):
                 raise EngineError(f"the engine's answer cannot be trained on: {wrong}")
         except EngineError as error:
             self.engine_error = error
@@ -122,22 +122,22 @@ def derive_seed(seed: int, *parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big") >> 1
 
 
-def _wrong(answer: Generation, sampling: Sampling, vocabulary: int | None) -> str | None:
+def _find_problem(generation: Generation, sampling: Sampling, vocab_size: int | None) -> str | None:
     """What no sampler can have given, whatever engine it is: none where the answer may be true."""
-    tokens, logprobs = answer.token_ids, answer.logprobs
-    if not len(tokens) == len(logprobs) == len(answer.versions):
-        return f"{len(tokens)} tokens with {len(logprobs)} log-probs and {len(answer.versions)} versions"
+    tokens, logprobs = generation.token_ids, generation.logprobs
+    if not len(tokens) == len(logprobs) == len(generation.versions):
+        return f"{len(tokens)} tokens with {len(logprobs)} log-probs and {len(generation.versions)} versions"
     if len(tokens) > sampling.max_tokens:
         return f"{len(tokens)} tokens, and sampling.max_tokens = {sampling.max_tokens} were asked for"
-    if not all(map(math.isfinite, logprobs)) or max(logprobs, default=0.0) > ABOVE_ZERO:
-        bad = next(value for value in logprobs if not math.isfinite(value) or value > ABOVE_ZERO)
+    if not all(map(math.isfinite, logprobs)) or max(logprobs, default=0.0) > LOGPROB_TOLERANCE:
+        bad = next(value for value in logprobs if not math.isfinite(value) or value > LOGPROB_TOLERANCE)
         return f"a log-prob of {bad}"
-    if tokens and (min(tokens) < 0 or (vocabulary is not None and max(tokens) >= vocabulary)):
-        return f"token ids from {min(tokens)} to {max(tokens)}, and the model knows {vocabulary}"
+    if tokens and (min(tokens) < 0 or (vocab_size is not None and max(tokens) >= vocab_size)):
+        return f"token ids from {min(tokens)} to {max(tokens)}, and the model knows {vocab_size}"
     return None
 
 
-def _check(messages: Sequence[Message]) -> None:
+def _check_messages(messages: Sequence[Message]) -> None:
     if not messages:
         raise ValueError("chat needs at least one message")
     for number, message in enumerate(messages):

@@ -25,7 +25,7 @@ class Rollout:
     samples: tuple[TrainingSample, ...] = ()
     reward: float | None = None
     """None where the environment came to none."""
-    rewards: Mapping[str, float] = field(default_factory=dict)
+    reward_components: Mapping[str, float] = field(default_factory=dict)
     """The named parts of the reward."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Rollout:
     turns: int = 0
     """Answers of the policy."""
     seconds: float = 0.0
-    ended: float | None = None
+    ended_at: float | None = None
     """When, in Unix time: for whoever looks at the run later, and for nobody to decide by."""
 
     @property

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from keel.config.rollout import EpisodeLimits
 from keel.inference.protocol import Generation
 
-START = "start"
+FIRST_SAMPLE = "start"
 """The reason of the first sample of an episode; every other sample has another reason."""
 REWRITTEN = "rewritten"
 """The reason when whoever added the turn gave none, and its prompt does not extend what came before."""
-TEMPERATURE = "temperature"
+TEMPERATURE_CHANGED = "temperature"
 """The reason when only the temperature changed: a sample has one, since the trainer's log-probs are taken at it."""
 
 
@@ -33,7 +33,7 @@ class TrainingSample:
     versions: tuple[int, ...]
     """The policy version that sampled the token; -1 where not trainable."""
     temperature: float
-    reason: str
+    split_reason: str
     """Why the sample begins: "start", or what kept it from going on in an earlier one."""
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class TrainingSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class TrajectorySamples:
     """The training samples of a trajectory, and what became of everything that was sampled."""
 
     samples: tuple[TrainingSample, ...]
@@ -66,22 +66,22 @@ class Turn:
 
     prompt_ids: tuple[int, ...]
     generation: Generation
-    reason: str | None
+    split_reason: str | None
     """Why the prompt does not extend an earlier turn, where whoever made it knows."""
 
 
 @dataclass(slots=True)
-class _Path:
+class _SampleBuilder:
     """A sample in the making."""
 
     token_ids: list[int]
-    sampled: list[int]
+    sampled_indices: list[int]
     """For each token its number among all that were sampled in the episode; -1: it was not."""
     temperature: float
-    reason: str
+    split_reason: str
 
 
-class Trajectory:
+class EpisodeTrajectory:
     """The turns of one episode, in the order in which they were answered.
 
     Invariants. The tokens of every sample are, up to each of its answers, exactly a prompt that the engine was given
@@ -91,98 +91,98 @@ class Trajectory:
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
-        self._paths: list[_Path] = []
-        self._records: list[tuple[float, int, float]] = []
+        self._builders: list[_SampleBuilder] = []
+        self._sampled_tokens: list[tuple[float, int, float]] = []
         """Log-prob, version and temperature of every token sampled."""
 
-    def add(self, prompt_ids: Sequence[int], generation: Generation, reason: str | None = None) -> None:
+    def add_turn(self, prompt_ids: Sequence[int], generation: Generation, split_reason: str | None = None) -> None:
         """One more turn. `reason`: why its prompt does not extend an earlier one; not needed when it does."""
         prompt = list(prompt_ids)
         if not prompt:
             raise ValueError("a turn needs a prompt of at least one token: nothing predicts the first one")
-        self.turns.append(Turn(tuple(prompt), generation, reason))
-        path = self._extended(prompt, generation.temperature) or self._begin(prompt, generation.temperature, reason)
+        self.turns.append(Turn(tuple(prompt), generation, split_reason))
+        path = self._find_extendable(prompt, generation.temperature) or self._start_sample(prompt, generation.temperature, split_reason)
         added = prompt[len(path.token_ids) :]
         path.token_ids += [*added, *generation.token_ids]
-        first = len(self._records)
-        self._records += [
+        first = len(self._sampled_tokens)
+        self._sampled_tokens += [
             (logprob, version, generation.temperature)
             for logprob, version in zip(generation.logprobs, generation.versions, strict=True)
         ]
-        path.sampled += [-1] * len(added) + list(range(first, len(self._records)))
+        path.sampled_indices += [-1] * len(added) + list(range(first, len(self._sampled_tokens)))
 
-    def _extended(self, prompt: list[int], temperature: float) -> _Path | None:
+    def _find_extendable(self, prompt: list[int], temperature: float) -> _SampleBuilder | None:
         """The longest sample that the prompt goes on from."""
         whole = [
             path
-            for path in self._paths
+            for path in self._builders
             if path.temperature == temperature and path.token_ids == prompt[: len(path.token_ids)]
         ]
         return max(whole, key=lambda path: len(path.token_ids), default=None)
 
-    def _begin(self, prompt: list[int], temperature: float, reason: str | None) -> _Path:
+    def _start_sample(self, prompt: list[int], temperature: float, split_reason: str | None) -> _SampleBuilder:
         """A new sample, which so far is what the prompt has in common with an earlier one."""
         shared, source = max(
-            ((_common(path.token_ids, prompt), path) for path in self._paths),
+            ((_common_prefix_length(path.token_ids, prompt), path) for path in self._builders),
             key=lambda pair: pair[0],
             default=(0, None),
         )
         if source is None:
-            reason = START
+            split_reason = FIRST_SAMPLE
         elif shared == len(source.token_ids):
-            reason = TEMPERATURE
-        sampled = source.sampled[:shared] if source is not None else []
-        path = _Path(prompt[:shared], sampled, temperature, reason or REWRITTEN)
-        self._paths.append(path)
+            split_reason = TEMPERATURE_CHANGED
+        sampled = source.sampled_indices[:shared] if source is not None else []
+        path = _SampleBuilder(prompt[:shared], sampled, temperature, split_reason or REWRITTEN)
+        self._builders.append(path)
         return path
 
-    def samples(self, limits: EpisodeLimits) -> Samples:
+    def build_samples(self, limits: EpisodeLimits) -> TrajectorySamples:
         """What to train on. A token in several samples trains in the first one that is not refused."""
         counts = Counter(
             turns=len(self.turns), samples=0, refused_samples=0, cut_samples=0, empty_samples=0, trained_tokens=0
         )
         trained: set[int] = set()
         kept = []
-        for path in self._paths:
-            if path.reason != START:
-                counts[f"split_{path.reason}"] += 1
+        for path in self._builders:
+            if path.split_reason != FIRST_SAMPLE:
+                counts[f"split_{path.split_reason}"] += 1
             if len(path.token_ids) > limits.tokens:
                 counts["cut_samples" if limits.over_length == "cut" else "refused_samples"] += 1
                 if limits.over_length == "refuse":
                     continue
-            sample = self._sample(path, limits.tokens, trained)
+            sample = self._build_sample(path, limits.tokens, trained)
             if any(sample.trainable):
                 kept.append(sample)
             elif len(path.token_ids) <= limits.tokens:
                 counts["empty_samples"] += 1
-        lost = len(self._records) - len(trained)
+        lost = len(self._sampled_tokens) - len(trained)
         counts.update(
             samples=len(kept),
-            sampled_tokens=len(self._records),
+            sampled_tokens=len(self._sampled_tokens),
             trained_tokens=len(trained),
             refused_tokens=lost if limits.over_length == "refuse" else 0,
             cut_tokens=lost if limits.over_length == "cut" else 0,
         )
-        return Samples(tuple(kept), dict(counts))
+        return TrajectorySamples(tuple(kept), dict(counts))
 
-    def _sample(self, path: _Path, limit: int, trained: set[int]) -> TrainingSample:
+    def _build_sample(self, builder: _SampleBuilder, limit: int, trained: set[int]) -> TrainingSample:
         """The first `limit` tokens of a path; those that train in it are added to `trained`."""
         numbers = [
-            number if number >= 0 and number not in trained and self._records[number][2] == path.temperature else -1
-            for number in path.sampled[:limit]
+            number if number >= 0 and number not in trained and self._sampled_tokens[number][2] == builder.temperature else -1
+            for number in builder.sampled_indices[:limit]
         ]
         trained.update(number for number in numbers if number >= 0)
         return TrainingSample(
-            token_ids=tuple(path.token_ids[:limit]),
+            token_ids=tuple(builder.token_ids[:limit]),
             trainable=tuple(number >= 0 for number in numbers),
-            logprobs=tuple(self._records[number][0] if number >= 0 else 0.0 for number in numbers),
-            versions=tuple(self._records[number][1] if number >= 0 else -1 for number in numbers),
-            temperature=path.temperature,
-            reason=path.reason,
+            logprobs=tuple(self._sampled_tokens[number][0] if number >= 0 else 0.0 for number in numbers),
+            versions=tuple(self._sampled_tokens[number][1] if number >= 0 else -1 for number in numbers),
+            temperature=builder.temperature,
+            split_reason=builder.split_reason,
         )
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
+def _common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
     """The length of the longest common prefix."""
     size = min(len(first), len(second))
     return next((place for place in range(size) if first[place] != second[place]), size)

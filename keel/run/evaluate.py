@@ -19,14 +19,14 @@ from keel.rollout.environments.environment import Environment, Task, run_episode
 from keel.rollout.policy_client import PolicyClient, derive_seed
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout import Rollout
-from keel.run.intervals import Estimate, ladder, mean_reward, pass_at
+from keel.run.intervals import Estimate, pass_k_values, mean_reward_interval, pass_at_k_interval
 
-PASSED = 1 - 1e-9
+PASS_THRESHOLD = 1 - 1e-9
 """An answer passes from this reward on: full marks, to rounding. Partial credit is in the reward and not in pass@k."""
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationResult:
     """What came of the held-out tasks of one environment."""
 
     environment: str
@@ -35,32 +35,32 @@ class Evaluation:
     low: float
     high: float
     """Its 95 % interval over tasks; NaN where one task alone gives none."""
-    tasks: int
-    samples: int
+    num_tasks: int
+    samples_per_task: int
     """Answers for each task."""
-    passes: Mapping[int, float]
+    pass_at_k: Mapping[int, float]
     """pass@k by k."""
-    failed: int
+    failed_episodes: int
     """Episodes that ended in an error, of tasks * samples."""
     seconds: float
-    bounds: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    pass_at_k_intervals: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     """The 95 % interval of each pass@k."""
-    error: str = ""
+    first_error: str = ""
     """Of the first episode that failed."""
 
-    def numbers(self) -> dict[str, float]:
+    def scalars(self) -> dict[str, float]:
         """For the ledger and the log; what is not known is left out."""
         found = {
             "reward": self.reward,
             "low": self.low,
             "high": self.high,
-            "tasks": float(self.tasks),
-            "samples": float(self.samples),
-            "failed": float(self.failed),
+            "tasks": float(self.num_tasks),
+            "samples": float(self.samples_per_task),
+            "failed": float(self.failed_episodes),
             "seconds": self.seconds,
         }
-        found |= {f"pass@{k}": value for k, value in self.passes.items()}
-        for k, (low, high) in self.bounds.items():
+        found |= {f"pass@{k}": value for k, value in self.pass_at_k.items()}
+        for k, (low, high) in self.pass_at_k_intervals.items():
             found |= {f"pass@{k}/low": low, f"pass@{k}/high": high}
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
@@ -70,30 +70,30 @@ async def evaluate(
     renderer: Renderer,
     environment: Environment,
     *,
-    tasks: int,
-    samples: int,
+    num_tasks: int,
+    samples_per_task: int,
     sampling: Sampling,
     limits: EpisodeLimits,
     seed: int,
-    in_flight: int = 64,
+    max_in_flight: int = 64,
     progress: Callable[[int, int], None] | None = None,
     name: str | None = None,
-) -> Evaluation:
+) -> EvaluationResult:
     """Play the first `tasks` held-out tasks, `samples` times each.
 
     `progress` is told how many of how many episodes have ended. `name`: what the environment is called in this run,
     where it is not its own name. When every episode fails that is an error, which says how the first one did.
     """
     called = name or environment.name
-    if samples > 1 and sampling.temperature == 0:
+    if samples_per_task > 1 and sampling.temperature == 0:
         raise ConfigError(
-            f"samples = {samples} cannot act: with sampling.temperature = 0 every answer to a task is the same"
+            f"samples = {samples_per_task} cannot act: with sampling.temperature = 0 every answer to a task is the same"
         )
-    chosen = list(itertools.islice(environment.tasks("eval"), tasks))
+    chosen = list(itertools.islice(environment.tasks("eval"), num_tasks))
     if not chosen:
         raise ConfigError(f'environment "{called}" has no tasks for evaluation: its tasks("eval") is empty')
     began = time.monotonic()
-    room = asyncio.Semaphore(in_flight)
+    room = asyncio.Semaphore(max_in_flight)
     ended = 0
 
     async def play(task: Task, number: int) -> Rollout:
@@ -104,15 +104,15 @@ async def evaluate(
             rollout = await run_episode(environment, task, client, limits)
         ended += 1
         if progress is not None:
-            progress(ended, len(chosen) * samples)
+            progress(ended, len(chosen) * samples_per_task)
         return rollout
 
     async with asyncio.TaskGroup() as group:
-        playing = [[group.create_task(play(task, number)) for number in range(samples)] for task in chosen]
-    return summary(called, [[one.result() for one in task] for task in playing], time.monotonic() - began)
+        playing = [[group.create_task(play(task, number)) for number in range(samples_per_task)] for task in chosen]
+    return summarize_rollouts(called, [[one.result() for one in task] for task in playing], time.monotonic() - began)
 
 
-def summary(environment: str, rollouts: Sequence[Sequence[Rollout]], seconds: float) -> Evaluation:
+def summarize_rollouts(environment: str, rollouts: Sequence[Sequence[Rollout]], seconds: float) -> EvaluationResult:
     """The numbers, from the rollouts of each task: as many for one as for another."""
     everything = [rollout for task in rollouts for rollout in task]
     samples = len(rollouts[0])
@@ -120,21 +120,21 @@ def summary(environment: str, rollouts: Sequence[Sequence[Rollout]], seconds: fl
     if len(errors) == len(everything):
         raise KeelError(f'evaluation of "{environment}": all {len(errors)} episodes failed; the first, {errors[0]}')
     rewards = [[_reward(rollout) for rollout in task] for task in rollouts]
-    mean = mean_reward(rewards)
-    passed = [sum(reward >= PASSED for reward in task) for task in rewards]
-    passes: dict[int, Estimate] = {k: pass_at(k, passed, samples) for k in ladder(samples)}
-    return Evaluation(
+    mean = mean_reward_interval(rewards)
+    passed = [sum(reward >= PASS_THRESHOLD for reward in task) for task in rewards]
+    passes: dict[int, Estimate] = {k: pass_at_k_interval(k, passed, samples) for k in pass_k_values(samples)}
+    return EvaluationResult(
         environment=environment,
         reward=mean.mean,
         low=mean.low,
         high=mean.high,
-        tasks=len(rollouts),
-        samples=samples,
-        passes={k: one.mean for k, one in passes.items()},
-        failed=len(errors),
+        num_tasks=len(rollouts),
+        samples_per_task=samples,
+        pass_at_k={k: one.mean for k, one in passes.items()},
+        failed_episodes=len(errors),
         seconds=seconds,
-        bounds={k: (one.low, one.high) for k, one in passes.items()},
-        error=errors[0] if errors else "",
+        pass_at_k_intervals={k: (one.low, one.high) for k, one in passes.items()},
+        first_error=errors[0] if errors else "",
     )
 
 

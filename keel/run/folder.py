@@ -21,16 +21,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
-from keel.common.atomic_files import TEMPORARY, replace_file, write_json
-from keel.config import Loaded, RunSettings, load
-from keel.config.load import loads
+from keel.common.atomic_files import TEMP_PREFIX, atomic_file, write_json
+from keel.config import LoadedSettings, RunSettings, load_settings
+from keel.config.load import load_settings_from_text
 from keel.config.toml_writer import toml_lines
 from keel.errors import ConfigError, KeelError, StorageError
 from keel.run.ledger import Ledger
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 """What an operating system says of a disk that is full or broken."""
-PARTS = ("keel-rl", "torch", "transformers", "peft", "safetensors", "tokenizers", "renderers", "numpy", "pyarrow")
+RECORDED_PACKAGES = ("keel-rl", "torch", "transformers", "peft", "safetensors", "tokenizers", "renderers", "numpy", "pyarrow")
 
 
 class RunFolder:
@@ -38,7 +38,7 @@ class RunFolder:
 
     def __init__(self, path: Path, settings: RunSettings, lock: IO[str], ledger: Ledger) -> None:
         self.path, self.settings, self.ledger = path, settings, ledger
-        self.changed = False
+        self.settings_changed = False
         """Whether it goes on by other settings than before."""
         self._lock = lock
 
@@ -60,7 +60,7 @@ class RunFolder:
         return self.path / "metrics.parquet"
 
     @classmethod
-    def create(cls, path: Path, loaded: Loaded) -> Self:
+    def create(cls, path: Path, loaded: LoadedSettings) -> Self:
         """A new run. The folder must not hold one."""
         if (path / "run.db").exists():
             raise ConfigError(f"{path} holds a run; go on with it by --resume {path}, or choose another --run")
@@ -74,15 +74,15 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--run {path} cannot be made: {error.strerror}") from error
-        lock = _lock(path)
+        lock = _acquire_lock(path)
         try:
             text = _write_config(path, loaded)
-            write_json(path / "run.json", _origin(path.name, loaded.recipe_folder))
+            write_json(path / "run.json", _provenance(path.name, loaded.recipe_folder))
             temporary = path / "run.db.new"
             for old in path.glob("run.db.new*"):
                 old.unlink()
             ledger = Ledger(temporary, create=True)
-            ledger.set("config", text)
+            ledger.set_meta("config", text)
             ledger.close()
             temporary.rename(path / "run.db")
             return cls(path, loaded.settings, lock, Ledger(path / "run.db"))
@@ -106,14 +106,14 @@ class RunFolder:
         """A run to go on with, by its own settings. Others, by file or overrides, have to be allowed."""
         if not (path / "run.db").is_file():
             raise ConfigError(f"{path} holds no run: there is no run.db in it")
-        lock = _lock(path)
+        lock = _acquire_lock(path)
         try:
             ledger = Ledger(path / "run.db")
             try:
                 ledger.check()
-                before = _settings(path, ledger)
-                after = load(file or path / "config.toml", overrides)
-                changes = difference(before, after)
+                before = _stored_settings(path, ledger)
+                after = load_settings(file or path / "config.toml", overrides)
+                changes = settings_diff(before, after)
                 if changes and not allow_changes:
                     raise ConfigError(
                         f"the settings are not those that {path} was started with:\n"
@@ -122,10 +122,10 @@ class RunFolder:
                         + ("" if file or overrides else f" of {path / 'config.toml'}")
                     )
                 if changes:
-                    ledger.set("config", _write_config(path, after))
-                _clear(path)
+                    ledger.set_meta("config", _write_config(path, after))
+                _remove_stale_files(path)
                 opened = cls(path, after.settings, lock, ledger)
-                opened.changed = bool(changes)
+                opened.settings_changed = bool(changes)
                 return opened
             except BaseException:
                 ledger.close()
@@ -139,14 +139,14 @@ class RunFolder:
         self._lock.close()
 
 
-def difference(before: Loaded, after: Loaded) -> list[str]:
+def settings_diff(before: LoadedSettings, after: LoadedSettings) -> list[str]:
     """The settings that differ, as lines with - and +."""
     was, now = ([f"{name} = {value}" for name, value, _ in loaded.rows()] for loaded in (before, after))
     changed = difflib.unified_diff(was, now, n=0, lineterm="")
     return [f"{line[0]} {line[1:]}" for line in changed if line[:1] in "+-" and line[:3] not in ("+++", "---")]
 
 
-def free_name(parent: Path, name: str) -> Path:
+def unused_path(parent: Path, name: str) -> Path:
     """A folder of that name that holds no run, with a number where it has to be."""
     number = 1
     while True:
@@ -156,7 +156,7 @@ def free_name(parent: Path, name: str) -> Path:
         number += 1
 
 
-def _lock(path: Path) -> IO[str]:
+def _acquire_lock(path: Path) -> IO[str]:
     try:
         lock = (path / "lock").open("a+")
     except OSError as error:
@@ -175,39 +175,39 @@ def _lock(path: Path) -> IO[str]:
     return lock
 
 
-def _settings(path: Path, ledger: Ledger) -> Loaded:
+def _stored_settings(path: Path, ledger: Ledger) -> LoadedSettings:
     """What the run went on with last. A `config.toml` that is lost or no TOML is written again from the ledger."""
-    kept, file = ledger.get("config"), path / "config.toml"
+    kept, file = ledger.get_meta("config"), path / "config.toml"
     if kept is None:  # of an older version
-        return load(file)
-    before = loads(kept, f"{ledger.path}: its copy of config.toml")
+        return load_settings(file)
+    before = load_settings_from_text(kept, f"{ledger.path}: its copy of config.toml")
     try:
-        load(file)
+        load_settings(file)
     except ConfigError as error:
         warnings.warn(f"{error}; it is written again as the ledger has it", stacklevel=3)
-        with replace_file(file) as temporary:
+        with atomic_file(file) as temporary:
             temporary.write_text(kept)
     return before
 
 
-def _clear(path: Path) -> None:
+def _remove_stale_files(path: Path) -> None:
     """Remove the unfinished files of a writer that was killed: whoever holds the lock is the only one."""
-    for left in (*path.glob(f"{TEMPORARY}*"), *path.glob(f"rollouts/{TEMPORARY}*")):
+    for left in (*path.glob(f"{TEMP_PREFIX}*"), *path.glob(f"rollouts/{TEMP_PREFIX}*")):
         if left.is_file():
             left.unlink()
 
 
-def _write_config(path: Path, loaded: Loaded) -> str:
+def _write_config(path: Path, loaded: LoadedSettings) -> str:
     text = "".join(f"{line}{comment}\n" for line, comment in toml_lines(loaded))
-    with replace_file(path / "config.toml") as temporary:
+    with atomic_file(path / "config.toml") as temporary:
         temporary.write_text(text)
     return text
 
 
-def _origin(name: str, recipe_folder: Path | None) -> dict[str, Any]:
+def _provenance(name: str, recipe_folder: Path | None) -> dict[str, Any]:
     """What a run was started with."""
     versions = {}
-    for part in PARTS:
+    for part in RECORDED_PACKAGES:
         try:
             versions[part] = importlib.metadata.version(part)
         except importlib.metadata.PackageNotFoundError:
@@ -222,11 +222,11 @@ def _origin(name: str, recipe_folder: Path | None) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": versions,
-        "git": _git(),
+        "git": _git_state(),
     }
 
 
-def _git() -> dict[str, Any]:
+def _git_state() -> dict[str, Any]:
     """The commit that is checked out in the working directory, and whether files differ from it."""
 
     def said(*words: str) -> str | None:

@@ -12,7 +12,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 _Z = NormalDist().inv_cdf(0.975)
-_TAIL = 0.975
+_QUANTILE = 0.975
 
 
 class Estimate(NamedTuple):
@@ -23,7 +23,7 @@ class Estimate(NamedTuple):
     high: float
 
 
-def wilson(passed: float, count: float) -> Estimate:
+def wilson_interval(passed: float, count: float) -> Estimate:
     """The share of `passed` among `count` independent draws, by Wilson's score interval.
 
     Unlike the mean plus and minus two errors it stays between 0 and 1 and is not empty when all draws agree. Either
@@ -36,7 +36,7 @@ def wilson(passed: float, count: float) -> Estimate:
     return Estimate(mean, min(max(0.0, centre - half), mean), max(min(1.0, centre + half), mean))
 
 
-def share(values: Sequence[float], draws: int = 1) -> Estimate:
+def proportion_interval(values: Sequence[float], draws: int = 1) -> Estimate:
     """The mean of values between 0 and 1, one for each task, each from so many draws.
 
     Wilson's interval for as many independent draws as would vary like these values: at least one a task, at most all of
@@ -49,72 +49,72 @@ def share(values: Sequence[float], draws: int = 1) -> Estimate:
     if tasks > 1 and spread > 0:
         error = _variance(values, mean) / tasks
         independent = min(max(independent, spread / error if error > 0 else math.inf), float(tasks * draws))
-    return wilson(mean * independent, independent)
+    return wilson_interval(mean * independent, independent)
 
 
-def average(values: Sequence[float]) -> Estimate:
+def mean_interval(values: Sequence[float]) -> Estimate:
     """The mean of any values, one for each task, with Student's interval. One value alone has none."""
     tasks = len(values)
     mean = math.fsum(values) / tasks
     if tasks == 1:
         return Estimate(mean, math.nan, math.nan)
-    half = student(tasks - 1) * math.sqrt(_variance(values, mean) / tasks)
+    half = t_quantile(tasks - 1) * math.sqrt(_variance(values, mean) / tasks)
     return Estimate(mean, mean - half, mean + half)
 
 
-def mean_reward(rewards: Sequence[Sequence[float]]) -> Estimate:
+def mean_reward_interval(rewards: Sequence[Sequence[float]]) -> Estimate:
     """The mean reward, from the rewards of each task: as a share when every reward is 0 or 1, else by Student."""
     means = [math.fsum(task) / len(task) for task in rewards]
     if all(reward in (0, 1) for task in rewards for reward in task):
-        return share(means, min(map(len, rewards)))
-    return average(means)
+        return proportion_interval(means, min(map(len, rewards)))
+    return mean_interval(means)
 
 
-def pass_at(k: int, passed: Sequence[int], draws: int) -> Estimate:
+def pass_at_k_interval(k: int, passed: Sequence[int], draws: int) -> Estimate:
     """The chance that one of k answers to a task passes, averaged over tasks. `passed`: of the `draws` of each task.
 
     Unbiased: the share of all sets of k draws that hold a pass, not 1 - (1 - rate)^k, which is too low.
     """
     if not 1 <= k <= draws:
         raise ValueError(f"pass@{k} cannot be told from {draws} answers to a task")
-    return share([_unbiased(k, one, draws) for one in passed], draws)
+    return proportion_interval([_unbiased_pass_at_k(k, one, draws) for one in passed], draws)
 
 
-def ladder(draws: int) -> list[int]:
+def pass_k_values(draws: int) -> list[int]:
     """The k for which pass@k is worth a line: 1, 2, 4 and so on, and all draws."""
     return sorted({draws, *(2**power for power in range(draws.bit_length()) if 2**power <= draws)})
 
 
 @lru_cache(maxsize=1024)
-def student(freedom: int) -> float:
+def t_quantile(degrees_of_freedom: int) -> float:
     """The 97.5 % quantile of Student's t with so many degrees of freedom."""
     low, high = _Z, 13.0  # the normal's, and just above that of one degree
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _below(middle, freedom) < _TAIL else (low, middle)
+        low, high = (middle, high) if _t_cdf(middle, degrees_of_freedom) < _QUANTILE else (low, middle)
     return (low + high) / 2
 
 
-def _below(t: float, freedom: int) -> float:
+def _t_cdf(t: float, degrees_of_freedom: int) -> float:
     """P(T < t) for t > 0: the finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
-    angle = math.atan(t / math.sqrt(freedom))
+    angle = math.atan(t / math.sqrt(degrees_of_freedom))
     cosine, sine = math.cos(angle), math.sin(angle)
-    if freedom % 2:
+    if degrees_of_freedom % 2:
         total, term = 0.0, cosine
-        for number in range(1, freedom - 1, 2):
+        for number in range(1, degrees_of_freedom - 1, 2):
             total += term
             term *= cosine * cosine * (number + 1) / (number + 2)
         inside = (angle + sine * total) * 2 / math.pi
     else:
         total, term = 0.0, 1.0
-        for number in range(0, freedom, 2):
+        for number in range(0, degrees_of_freedom, 2):
             total += term
             term *= cosine * cosine * (number + 1) / (number + 2)
         inside = sine * total
     return (1 + inside) / 2
 
 
-def _unbiased(k: int, passed: int, draws: int) -> float:
+def _unbiased_pass_at_k(k: int, passed: int, draws: int) -> float:
     """1 - C(draws - passed, k) / C(draws, k), as a product: the binomials themselves would overflow."""
     missed = 1.0
     for number in range(k):

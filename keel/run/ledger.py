@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from keel.common.safe_read import LARGEST, parse_json
+from keel.common.safe_read import MAX_FILE_BYTES, parse_json
 from keel.errors import KeelError, StorageError
 from keel.rollout.rollout import Rollout
 from keel.rollout.trajectory import TrainingSample
@@ -27,7 +27,7 @@ from keel.rollout.trajectory import TrainingSample
 FORMAT = 1
 """Of the tables; a change that an older version could not read raises it."""
 
-TABLES = """
+TABLES_SQL = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE steps (
     step INTEGER PRIMARY KEY, version INTEGER NOT NULL, stepped INTEGER NOT NULL, time REAL NOT NULL,
@@ -50,13 +50,13 @@ CREATE TABLE evaluations (
 ) STRICT;
 """
 
-SEALS = "CREATE TABLE IF NOT EXISTS seals (step INTEGER PRIMARY KEY, content TEXT NOT NULL, record TEXT) STRICT"
+CHECKSUMS_SQL = "CREATE TABLE IF NOT EXISTS seals (step INTEGER PRIMARY KEY, content TEXT NOT NULL, record TEXT) STRICT"
 """Hashes of what a step wrote here, and of its parquet file. A ledger of an older version gets it when it goes on."""
 
-Status = Literal["running", "stopped", "finished", "failed"]
+RunStatus = Literal["running", "stopped", "finished", "failed"]
 
 
-class Fate(NamedTuple):
+class RolloutOutcome(NamedTuple):
     """What became of one rollout."""
 
     group: str
@@ -64,7 +64,7 @@ class Fate(NamedTuple):
     attempt: int
     environment: str
     task_id: str
-    fate: Literal["trained", "refused"]
+    outcome: Literal["trained", "refused"]
     reason: str | None
     error: str | None
     reward: float | None
@@ -79,7 +79,7 @@ class StepRow(NamedTuple):
     """Of the policy after it."""
     stepped: bool
     time: float
-    numbers: dict[str, float]
+    metrics: dict[str, float]
 
 
 class Ledger:
@@ -94,28 +94,28 @@ class Ledger:
             # one connection for the event loop and the threads that it starts; the lock keeps them apart
             self._db = sqlite3.connect(path, isolation_level=None, timeout=30, check_same_thread=False)
         except sqlite3.Error as error:
-            raise self._broken(error) from error
+            raise self._storage_error(error) from error
         try:
-            self._prepare(create)
+            self._open_tables(create)
         except BaseException:
             self._db.close()
             raise
 
-    def _prepare(self, create: bool) -> None:
+    def _open_tables(self, create: bool) -> None:
         try:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             if create:
                 with self._transaction():
-                    for statement in TABLES.split(";"):
+                    for statement in TABLES_SQL.split(";"):
                         self._db.execute(statement)
-                    self._db.execute(SEALS)
-                    self._set("format", str(FORMAT))
+                    self._db.execute(CHECKSUMS_SQL)
+                    self._set_meta("format", str(FORMAT))
         except sqlite3.Error as error:
-            raise self._broken(error) from error
-        if self._rows("SELECT 1 FROM sqlite_master WHERE type IN ('view', 'trigger')"):
-            raise self._broken("it has a view or a trigger, and no ledger has one")
-        found = self.get("format")
+            raise self._storage_error(error) from error
+        if self._query("SELECT 1 FROM sqlite_master WHERE type IN ('view', 'trigger')"):
+            raise self._storage_error("it has a view or a trigger, and no ledger has one")
+        found = self.get_meta("format")
         if found != str(FORMAT):
             raise KeelError(f"{self.path} has format {found}, and this version of keel reads {FORMAT}")
 
@@ -124,52 +124,52 @@ class Ledger:
 
     def check(self) -> None:
         """Refuse a ledger that is not as it was written: one that a run goes on from is read whole first."""
-        wrong = [row[0] for row in self._rows("PRAGMA quick_check(3)")]
+        wrong = [row[0] for row in self._query("PRAGMA quick_check(3)")]
         if wrong != ["ok"]:
-            raise self._broken("; ".join(" ".join(str(line).split()) for line in wrong))
+            raise self._storage_error("; ".join(" ".join(str(line).split()) for line in wrong))
         with self._transaction():
-            self._db.execute(SEALS)
-        sealed = self._rows("SELECT step, content FROM seals ORDER BY step")
+            self._db.execute(CHECKSUMS_SQL)
+        sealed = self._query("SELECT step, content FROM seals ORDER BY step")
         for step, content in sealed:
-            if self._content(step) != content:
-                raise self._broken(f"what step {step} wrote in it was changed since")
+            if self._step_checksum(step) != content:
+                raise self._storage_error(f"what step {step} wrote in it was changed since")
         last = max((step for step, _ in sealed), default=0)
         if self.last_step > last > 0:
-            raise self._broken(f"step {self.last_step} is in it without its seal")
+            raise self._storage_error(f"step {self.last_step} is in it without its seal")
         self.state()
 
     # -- small facts --------------------------------------------------------------------------------------------------
 
-    def get(self, key: str) -> str | None:
-        found = self._rows("SELECT value FROM meta WHERE key = ?", (key,))
+    def get_meta(self, key: str) -> str | None:
+        found = self._query("SELECT value FROM meta WHERE key = ?", (key,))
         return str(found[0][0]) if found else None
 
-    def set(self, key: str, value: str) -> None:
+    def set_meta(self, key: str, value: str) -> None:
         with self._transaction():
-            self._set(key, value)
+            self._set_meta(key, value)
 
-    def set_status(self, status: Status, why: str = "") -> None:
+    def set_status(self, status: RunStatus, reason: str = "") -> None:
         """For whoever looks at the folder: is it running, and if not, why."""
         with self._transaction():
-            self._set("status", status)
-            self._set("why", why)
+            self._set_meta("status", status)
+            self._set_meta("why", reason)
 
     def state(self) -> dict[str, Any] | None:
         """From where the run goes on; none before the first step."""
-        found = self.get("state")
+        found = self.get_meta("state")
         if found is None:
             return None
-        if self.get("state_hash") not in (None, _hash(found)):
-            raise self._broken("the state that the run goes on from was changed")
-        return self._json(found)
+        if self.get_meta("state_hash") not in (None, _hash(found)):
+            raise self._storage_error("the state that the run goes on from was changed")
+        return self._parse_object(found)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     @property
     def last_step(self) -> int:
-        found = self._rows("SELECT coalesce(max(step), 0) FROM steps")[0][0]
+        found = self._query("SELECT coalesce(max(step), 0) FROM steps")[0][0]
         if not isinstance(found, int):
-            raise self._broken(f"{str(found)[:40]!r} is the number of a step in it")
+            raise self._storage_error(f"{str(found)[:40]!r} is the number of a step in it")
         return found
 
     def write_step(
@@ -178,45 +178,45 @@ class Ledger:
         *,
         version: int,
         stepped: bool,
-        numbers: Mapping[str, float],
-        fates: Iterable[Fate],
+        metrics: Mapping[str, float],
+        outcomes: Iterable[RolloutOutcome],
         state: Mapping[str, Any],
-        record: str | None = None,
+        record_hash: str | None = None,
     ) -> None:
         """All of a step, or nothing of it; on the disk when this returns. `record`: the hash of its parquet file."""
-        fates = list(fates)
+        outcomes = list(outcomes)
         with self._transaction(durable=True):
             self._db.execute(
                 "INSERT INTO steps VALUES (?, ?, ?, ?, ?)",
-                (step, version, int(stepped), time.time(), json.dumps(dict(numbers), allow_nan=False)),
+                (step, version, int(stepped), time.time(), json.dumps(dict(metrics), allow_nan=False)),
             )
-            self._emit(step, fates)
+            self._insert_outcomes(step, outcomes)
             self._set_state(state)
-            self._seal(step, record)
+            self._write_checksum(step, record_hash)
 
-    def write_refused(self, step: int, fates: Iterable[Fate], state: Mapping[str, Any]) -> None:
+    def write_dropped(self, step: int, outcomes: Iterable[RolloutOutcome], state: Mapping[str, Any]) -> None:
         """Fates outside of a batch: what is left when a run ends."""
         with self._transaction(durable=True):
-            self._emit(step, list(fates))
+            self._insert_outcomes(step, list(outcomes))
             self._set_state(state)
-            self._seal(step, self.record_of(step))
+            self._write_checksum(step, self.record_hash(step))
 
-    def record_of(self, step: int) -> str | None:
+    def record_hash(self, step: int) -> str | None:
         """The hash of the parquet file of a step; none where it was not written down."""
-        found = self._rows("SELECT record FROM seals WHERE step = ?", (step,))
+        found = self._query("SELECT record FROM seals WHERE step = ?", (step,))
         return found[0][0] if found else None
 
     def steps(self, after: int = 0) -> list[StepRow]:
-        rows = self._rows("SELECT * FROM steps WHERE step > ? ORDER BY step", (after,))
-        return [StepRow(step, version, bool(done), at, self._json(text)) for step, version, done, at, text in rows]
+        rows = self._query("SELECT * FROM steps WHERE step > ? ORDER BY step", (after,))
+        return [StepRow(step, version, bool(done), at, self._parse_object(text)) for step, version, done, at, text in rows]
 
-    def fates(self) -> dict[str, int]:
+    def outcome_counts(self) -> dict[str, int]:
         """How many rollouts came to what: "trained", or the reason why not."""
-        return dict(self._rows("SELECT coalesce(reason, fate), count(*) FROM rollouts GROUP BY 1 ORDER BY 2 DESC"))
+        return dict(self._query("SELECT coalesce(reason, fate), count(*) FROM rollouts GROUP BY 1 ORDER BY 2 DESC"))
 
     # -- rollouts that wait -------------------------------------------------------------------------------------------
 
-    def keep(self, group: str, member: int, attempt: int, rollout: Rollout) -> None:
+    def store_finished(self, group: str, member: int, attempt: int, rollout: Rollout) -> None:
         """A rollout that has ended, until its fate is written; one that was given up before it ended has one."""
         data = zlib.compress(json.dumps(asdict(rollout)).encode(), 1)
         name = (group, member, attempt)
@@ -227,87 +227,87 @@ class Ledger:
                 (*name, data, *name),
             )
 
-    def recall(self, group: str, member: int, attempt: int) -> Rollout | None:
+    def load_finished(self, group: str, member: int, attempt: int) -> Rollout | None:
         """A rollout that had ended before the process did."""
         name = (group, member, attempt)
-        found = self._rows('SELECT data FROM finished WHERE "group" = ? AND member = ? AND attempt = ?', name)
-        return self._rollout(*name, found[0][0]) if found else None
+        found = self._query('SELECT data FROM finished WHERE "group" = ? AND member = ? AND attempt = ?', name)
+        return self._decode_rollout(*name, found[0][0]) if found else None
 
-    def left_over(self) -> list[tuple[str, int, int, Rollout]]:
+    def unresolved(self) -> list[tuple[str, int, int, Rollout]]:
         """Those whose fate was never written."""
-        rows = self._rows('SELECT * FROM finished ORDER BY "group", member, attempt')
+        rows = self._query('SELECT * FROM finished ORDER BY "group", member, attempt')
         return [
-            (group, member, attempt, self._rollout(group, member, attempt, data))
+            (group, member, attempt, self._decode_rollout(group, member, attempt, data))
             for group, member, attempt, data in rows
         ]
 
     # -- evaluations --------------------------------------------------------------------------------------------------
 
-    def write_evaluation(self, step: int, environment: str, numbers: Mapping[str, Any]) -> None:
-        values = (step, environment, time.time(), json.dumps(dict(numbers)))
+    def write_evaluation(self, step: int, environment: str, metrics: Mapping[str, Any]) -> None:
+        values = (step, environment, time.time(), json.dumps(dict(metrics)))
         with self._transaction():
             self._db.execute("INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?)", values)
 
     def evaluations(self) -> list[tuple[int, str, dict[str, Any]]]:
-        rows = self._rows("SELECT step, environment, numbers FROM evaluations ORDER BY step, environment")
-        return [(step, environment, self._json(text)) for step, environment, text in rows]
+        rows = self._query("SELECT step, environment, numbers FROM evaluations ORDER BY step, environment")
+        return [(step, environment, self._parse_object(text)) for step, environment, text in rows]
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _emit(self, step: int, fates: list[Fate]) -> None:
+    def _insert_outcomes(self, step: int, outcomes: list[RolloutOutcome]) -> None:
         try:
             self._db.executemany(
                 'INSERT INTO rollouts ("group", member, attempt, environment, task_id, fate, reason, error, reward,'
                 " tokens, step) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [(*fate, step) for fate in fates],
+                [(*fate, step) for fate in outcomes],
             )
         except sqlite3.IntegrityError as error:
             raise KeelError(f"step {step} would give a rollout a second fate: {error}") from error
         self._db.executemany(
-            'DELETE FROM finished WHERE "group" = ? AND member = ? AND attempt = ?', [fate[:3] for fate in fates]
+            'DELETE FROM finished WHERE "group" = ? AND member = ? AND attempt = ?', [fate[:3] for fate in outcomes]
         )
 
-    def _set(self, key: str, value: str) -> None:
+    def _set_meta(self, key: str, value: str) -> None:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
     def _set_state(self, state: Mapping[str, Any]) -> None:
         text = json.dumps(dict(state))
-        self._set("state", text)
-        self._set("state_hash", _hash(text))
+        self._set_meta("state", text)
+        self._set_meta("state_hash", _hash(text))
 
-    def _seal(self, step: int, record: str | None) -> None:
-        self._db.execute("INSERT OR REPLACE INTO seals VALUES (?, ?, ?)", (step, self._content(step), record))
+    def _write_checksum(self, step: int, record_hash: str | None) -> None:
+        self._db.execute("INSERT OR REPLACE INTO seals VALUES (?, ?, ?)", (step, self._step_checksum(step), record_hash))
 
-    def _content(self, step: int) -> str:
+    def _step_checksum(self, step: int) -> str:
         """A hash of all that a step wrote."""
-        rows = self._rows("SELECT * FROM steps WHERE step = ?", (step,))
-        rows += self._rows('SELECT * FROM rollouts WHERE step = ? ORDER BY "group", member, attempt', (step,))
+        rows = self._query("SELECT * FROM steps WHERE step = ?", (step,))
+        rows += self._query('SELECT * FROM rollouts WHERE step = ? ORDER BY "group", member, attempt', (step,))
         return _hash(json.dumps(rows, default=repr))
 
-    def _json(self, text: str) -> dict[str, Any]:
+    def _parse_object(self, text: str) -> dict[str, Any]:
         try:
             found: dict[str, Any] = parse_json(text)
         except (ValueError, TypeError) as error:
-            raise self._broken(error) from error
+            raise self._storage_error(error) from error
         if not isinstance(found, dict):
-            raise self._broken(f"{text[:40]!r} is no object")
+            raise self._storage_error(f"{text[:40]!r} is no object")
         return found
 
-    def _rollout(self, group: str, member: int, attempt: int, data: bytes) -> Rollout:
+    def _decode_rollout(self, group: str, member: int, attempt: int, data: bytes) -> Rollout:
         try:
-            found: dict[str, Any] = parse_json(_unpacked(data))
+            found: dict[str, Any] = parse_json(_decompress(data))
             listed: list[dict[str, Any]] = found.pop("samples")
-            samples = tuple(TrainingSample(**{name: _tuple(value) for name, value in one.items()}) for one in listed)
+            samples = tuple(TrainingSample(**{name: _as_tuple(value) for name, value in one.items()}) for one in listed)
             return Rollout(**found, samples=samples)
         except (zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise self._broken(f"rollout {group}/{member}/{attempt}, which waits in it: {error}") from error
+            raise self._storage_error(f"rollout {group}/{member}/{attempt}, which waits in it: {error}") from error
 
-    def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+    def _query(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
         try:
             with self._lock:
                 return self._db.execute(query, values).fetchall()
         except (sqlite3.Error, UnicodeDecodeError) as error:
-            raise self._broken(error) from error
+            raise self._storage_error(error) from error
 
     @contextmanager
     def _transaction(self, *, durable: bool = False) -> Iterator[None]:
@@ -325,9 +325,9 @@ class Ledger:
                         self._db.execute("ROLLBACK")
                     raise
             except sqlite3.Error as error:
-                raise self._broken(error) from error
+                raise self._storage_error(error) from error
 
-    def _broken(self, error: object) -> StorageError:
+    def _storage_error(self, error: object) -> StorageError:
         """What the disk refused or lost, and what to do."""
         code = getattr(error, "sqlite_errorcode", None)
         if code is not None and code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
@@ -345,18 +345,18 @@ class Ledger:
         )
 
 
-def _unpacked(data: bytes) -> bytes:
+def _decompress(data: bytes) -> bytes:
     """A few kilobytes can stand for gigabytes of zeros; no rollout has them."""
     stream = zlib.decompressobj()
-    text = stream.decompress(data, LARGEST)
+    text = stream.decompress(data, MAX_FILE_BYTES)
     if stream.unconsumed_tail:
-        raise ValueError(f"it has more than {LARGEST:,} bytes")
+        raise ValueError(f"it has more than {MAX_FILE_BYTES:,} bytes")
     if not stream.eof:
         raise ValueError("it is cut off")  # with its checksum
     return text
 
 
-def _tuple(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -13,36 +13,36 @@ from keel.inference.local.local_engine import LocalEngine
 from keel.inference.pool.pool import Pool
 from keel.inference.protocol import Engine
 
-EVERY = 1.0
+WRITE_INTERVAL = 1.0
 
 
-class Live:
+class LiveStatus:
     """Says what is being done, and how the engines are."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "live.json"
-        self._last = 0.0
-        self.engines = ""
+        self._last_write = 0.0
+        self.engine_status = ""
         """How they were when last looked at."""
 
-    async def say(self, doing: str, engine: Engine | None) -> None:
+    async def write(self, activity: str, engine: Engine | None) -> None:
         """Write it down, unless that was done a moment ago."""
-        if time.monotonic() - self._last < EVERY:
+        if time.monotonic() - self._last_write < WRITE_INTERVAL:
             return
-        self._last = time.monotonic()
-        self.engines = "" if engine is None else await _state(engine)
-        told = {"time": time.time(), "doing": doing, "engines": self.engines}
+        self._last_write = time.monotonic()
+        self.engine_status = "" if engine is None else await _describe_engine(engine)
+        told = {"time": time.time(), "doing": activity, "engines": self.engine_status}
         temporary = self._path.with_suffix(".json.new")
         # a disk that is full stops the run where it matters, not here
         with contextlib.suppress(OSError):
             temporary.write_text(json.dumps(told))
             temporary.replace(self._path)
 
-    def end(self) -> None:
+    def remove(self) -> None:
         self._path.unlink(missing_ok=True)
 
 
-async def _state(engine: Engine) -> str:
+async def _describe_engine(engine: Engine) -> str:
     """In a line for people."""
     if isinstance(engine, Pool):
         rows = [

@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from keel.common.atomic_files import hash_file, replace_file
-from keel.common.safe_read import check_values
+from keel.common.atomic_files import hash_file, atomic_file
+from keel.common.safe_read import check_parquet_size
 from keel.errors import StorageError
 from keel.rollout.trajectory import TrainingSample
 from keel.training import Sample, StepReport
 
-_TOKENS = pa.list_(pa.float64())
+_FLOAT_LIST = pa.list_(pa.float64())
 
 SCHEMA = pa.schema(
     [
@@ -46,11 +46,11 @@ SCHEMA = pa.schema(
         ("pieces", pa.list_(pa.string())),  # the text of each token
         ("trainable", pa.list_(pa.bool_())),
         ("versions", pa.list_(pa.int32())),  # that sampled the token; -1 where not trainable
-        ("sampler_logprobs", _TOKENS),
-        ("logprobs", _TOKENS),  # under the policy before the update; null where not trainable or not trained on
-        ("reference_logprobs", _TOKENS),
-        ("entropy", _TOKENS),
-        ("gradient", _TOKENS),  # d loss / d logprob
+        ("sampler_logprobs", _FLOAT_LIST),
+        ("logprobs", _FLOAT_LIST),  # under the policy before the update; null where not trainable or not trained on
+        ("reference_logprobs", _FLOAT_LIST),
+        ("entropy", _FLOAT_LIST),
+        ("gradient", _FLOAT_LIST),  # d loss / d logprob
         ("kept", pa.list_(pa.string())),  # trained, or which gate refused the token; null where not trainable
     ]
 )
@@ -58,7 +58,7 @@ SCHEMA = pa.schema(
 
 
 @dataclass(slots=True)
-class Row:
+class SampleRecord:
     """One training sample of a batch, or a rollout without one."""
 
     group: str
@@ -68,49 +68,49 @@ class Row:
     attempt: int
     sample: int = -1
     data: TrainingSample | None = None
-    fate: str = "refused"
+    outcome: str = "refused"
     reason: str | None = None
     error: str | None = None
     reward: float | None = None
     advantage: float | None = None
     turns: int = 0
     seconds: float | None = None
-    ended: float | None = None
-    account: Mapping[str, Any] = field(default_factory=dict)
+    ended_at: float | None = None
+    token_columns: Mapping[str, Any] = field(default_factory=dict)
     """Columns of the trainer's account, over all tokens of the sample."""
 
 
-class Pieces:
+class TokenTexts:
     """The texts of token ids, each decoded once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
+        self._texts: dict[int, str] = {}
 
-    def of(self, rows: Iterable[Row]) -> Mapping[int, str]:
+    def lookup(self, rows: Iterable[SampleRecord]) -> Mapping[int, str]:
         """Of every token id in the rows, and of those before."""
         for row in rows:
             for token in row.data.token_ids if row.data is not None else ():
-                if token not in self._known:
-                    self._known[token] = self._tokenizer.decode([token])
-        return self._known
+                if token not in self._texts:
+                    self._texts[token] = self._tokenizer.decode([token])
+        return self._texts
 
 
-def path_of(folder: Path, step: int) -> Path:
+def step_path(folder: Path, step: int) -> Path:
     """Where the rollouts of a step are."""
     return folder / f"step_{step:06d}.parquet"
 
 
-def trained(rows: Sequence[Row]) -> list[Row]:
+def trained_rows(rows: Sequence[SampleRecord]) -> list[SampleRecord]:
     """The rows that a step trains on, in the order of its samples."""
-    return [row for row in rows if row.fate == "trained"]
+    return [row for row in rows if row.outcome == "trained"]
 
 
-def samples_of(rows: Sequence[Row]) -> list[Sample]:
+def to_samples(rows: Sequence[SampleRecord]) -> list[Sample]:
     """What the trainer is given."""
     groups: dict[str, int] = {}
     samples = []
-    for row in trained(rows):
+    for row in trained_rows(rows):
         assert row.data is not None and row.advantage is not None
         samples.append(
             Sample(
@@ -127,30 +127,30 @@ def samples_of(rows: Sequence[Row]) -> list[Sample]:
     return samples
 
 
-def account_for(rows: Sequence[Row], report: StepReport) -> None:
+def attach_token_report(rows: Sequence[SampleRecord], report: StepReport) -> None:
     """Add to the rows that trained what became of each of their tokens."""
     tokens, names = report.tokens, report.reasons
     bounds = np.searchsorted(tokens.sample.numpy(), np.arange(report.samples + 1))
-    for number, row in enumerate(trained(rows)):
+    for number, row in enumerate(trained_rows(rows)):
         assert row.data is not None
         here = slice(int(bounds[number]), int(bounds[number + 1]))
         places = tokens.position[here].tolist()
         for name in ("logprobs", "reference_logprobs", "entropy", "gradient"):
             column = getattr(tokens, name)
             if column is not None:
-                row.account = {**row.account, name: _spread(column[here].tolist(), places, len(row.data))}
+                row.token_columns = {**row.token_columns, name: _scatter(column[here].tolist(), places, len(row.data))}
         kept = [names[code] for code in tokens.reasons[here].tolist()]
-        row.account = {**row.account, "kept": _spread(kept, places, len(row.data))}
+        row.token_columns = {**row.token_columns, "kept": _scatter(kept, places, len(row.data))}
 
 
-def _spread(values: list[Any], places: list[int], size: int) -> list[Any]:
+def _scatter(values: list[Any], positions: list[int], size: int) -> list[Any]:
     found: list[Any] = [None] * size
-    for place, value in zip(places, values, strict=True):
+    for place, value in zip(positions, values, strict=True):
         found[place] = value
     return found
 
 
-def write(folder: Path, step: int, version: int, rows: Iterable[Row], pieces: Mapping[int, str]) -> Path:
+def write_step(folder: Path, step: int, version: int, rows: Iterable[SampleRecord], token_texts: Mapping[int, str]) -> Path:
     """Write the rows of a step. `pieces` has the text of every token id that occurs."""
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     for row in rows:
@@ -164,37 +164,37 @@ def write(folder: Path, step: int, version: int, rows: Iterable[Row], pieces: Ma
         }
         if data is not None:
             values |= {
-                "split": data.reason,
+                "split": data.split_reason,
                 "temperature": data.temperature,
                 "token_ids": data.token_ids,
-                "pieces": [pieces[token] for token in data.token_ids],
+                "pieces": [token_texts[token] for token in data.token_ids],
                 "trainable": data.trainable,
                 "versions": data.versions,
                 "sampler_logprobs": data.logprobs,
-                **row.account,
+                **row.token_columns,
             }
         for name, column in columns.items():
             column.append(values.get(name))
-    target = path_of(folder, step)
+    target = step_path(folder, step)
     table = pa.table(columns, schema=SCHEMA)
-    with replace_file(target) as temporary:
+    with atomic_file(target) as temporary:
         pq.write_table(table, temporary, compression="zstd")
     return target
 
 
-def read(path: Path, expected: str | None = None) -> list[Row]:
+def read_step(path: Path, expected_hash: str | None = None) -> list[SampleRecord]:
     """The rows of a step, without the trainer's account. `expected`: the hash that the file was written down with."""
     left_out = ("seconds", "ended", "pieces", "logprobs", "gradient", "entropy", "kept")
     wanted = [name for name in SCHEMA.names if name not in left_out]
     try:
-        if expected is not None and hash_file(path) != expected:
+        if expected_hash is not None and hash_file(path) != expected_hash:
             raise ValueError("it does not have the hash in the ledger: it was changed or cut off")
         with pq.ParquetFile(path) as file:
-            check_values(path, file.metadata)
+            check_parquet_size(path, file.metadata)
             missing = [name for name in wanted if name not in file.schema_arrow.names]
             if missing:
                 raise ValueError(f"it has no column {missing[0]}")
-            rows = _rows(file.read(columns=wanted).cast(pa.schema([SCHEMA.field(name) for name in wanted])))
+            rows = _to_records(file.read(columns=wanted).cast(pa.schema([SCHEMA.field(name) for name in wanted])))
     except (TypeError, OverflowError, OSError, pa.ArrowException, ValueError) as error:
         raise StorageError(
             f"{path} cannot be read: {error}; the step that it records cannot be trained again: restore it from a copy,"
@@ -203,7 +203,7 @@ def read(path: Path, expected: str | None = None) -> list[Row]:
     return rows
 
 
-def _rows(table: pa.Table) -> list[Row]:
+def _to_records(table: pa.Table) -> list[SampleRecord]:
     rows = []
     for found in table.to_pylist():
         data = None
@@ -217,10 +217,10 @@ def _rows(table: pa.Table) -> list[Row]:
                 logprobs=tuple(found["sampler_logprobs"]),
                 versions=tuple(found["versions"]),
                 temperature=found["temperature"],
-                reason=found["split"],
+                split_reason=found["split"],
             )
         names = ("group", "environment", "task_id", "member", "attempt", "sample", "fate", "reason", "error", "reward")
-        rows.append(Row(**{name: found[name] for name in (*names, "advantage", "turns")}, data=data))
+        rows.append(SampleRecord(**{name: found[name] for name in (*names, "advantage", "turns")}, data=data))
     return rows
 
 
@@ -228,5 +228,5 @@ def write_metrics(path: Path, steps: Sequence[Mapping[str, float]]) -> None:
     """The numbers of all steps as one table; a number that a step does not have is null."""
     names = dict.fromkeys(name for row in steps for name in row)
     if names:
-        with replace_file(path) as temporary:
+        with atomic_file(path) as temporary:
             pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in names} for row in steps]), temporary)

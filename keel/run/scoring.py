@@ -14,64 +14,64 @@ import torch
 from keel.config import AdvantageSettings
 from keel.errors import KeelError
 from keel.rollout.rollout import Rollout
-from keel.rollout.scheduler.accounts import Batch
-from keel.rollout.scheduler.groups import Group, Refusal
-from keel.run.ledger import Fate, Ledger
-from keel.run.records import Row
+from keel.rollout.scheduler.accounts import RolloutBatch
+from keel.rollout.scheduler.groups import Group, DroppedRollout
+from keel.run.ledger import RolloutOutcome, Ledger
+from keel.run.records import SampleRecord
 from keel.signal import MovingBaseline, advantages
 
-NO_SIGNAL = "no_signal"
-APART = 0.02
+ZERO_VARIANCE = "no_signal"
+MISMATCH_LIMIT = 0.02
 """Nats a token. bfloat16 against float32 is 40 times below it (0.026 apart in the mean), and a constant error of 0.2 in
 each log-prob reaches it."""
-SELDOM = 10
+WARN_EVERY = 10
 """Steps with the same complaint for each time that it is made."""
-_BY_GROUP = ("group_mean", "group_mean_std", "leave_one_out", "mean_normalised")
+_GROUP_ESTIMATORS = ("group_mean", "group_mean_std", "leave_one_out", "mean_normalised")
 
 
-def score(batch: Batch, settings: AdvantageSettings, moving: MovingBaseline | None) -> list[Row]:
+def score_batch(batch: RolloutBatch, settings: AdvantageSettings, moving_baseline: MovingBaseline | None) -> list[SampleRecord]:
     """One row for each sample of the batch, trained ones in order of their groups, then what was refused."""
-    rows: list[Row] = []
-    for group, values in zip(batch.groups, _advantages(batch.groups, settings, moving), strict=True):
+    rows: list[SampleRecord] = []
+    for group, values in zip(batch.groups, _advantages(batch.groups, settings, moving_baseline), strict=True):
         rewards = [rollout.reward for rollout in group.rollouts]
-        flat = len(set(rewards)) < 2 if settings.name in _BY_GROUP else not any(values)
+        flat = len(set(rewards)) < 2 if settings.name in _GROUP_ESTIMATORS else not any(values)
         dropped = flat and settings.zero_variance_groups == "drop"
         chances = iter(values)
         for member in group.members:
             place = (group.id, group.environment, group.task_id, member.member, member.attempt)
             if not member.valid:
-                rows += _rows(place, member.rollout, reason=member.reason, error=member.error)
+                rows += _rollout_rows(place, member.rollout, reason=member.reason, error=member.error)
             elif dropped:
-                rows += _rows(place, member.rollout, reason=NO_SIGNAL, advantage=next(chances))
+                rows += _rollout_rows(place, member.rollout, reason=ZERO_VARIANCE, advantage=next(chances))
             else:
-                rows += _rows(place, member.rollout, advantage=next(chances), fate="trained")
-    return rows + refused(batch.refused)
+                rows += _rollout_rows(place, member.rollout, advantage=next(chances), fate="trained")
+    return rows + dropped_rows(batch.dropped)
 
 
-def refused(refusals: Iterable[Refusal]) -> list[Row]:
+def dropped_rows(dropped: Iterable[DroppedRollout]) -> list[SampleRecord]:
     """Rows of what left the schedule without a batch."""
     rows = []
-    for one in refusals:
+    for one in dropped:
         place = (one.group, one.environment, one.task_id, one.member, one.attempt)
-        rows += _rows(place, one.rollout, reason=one.reason, error=one.error)
+        rows += _rollout_rows(place, one.rollout, reason=one.reason, error=one.error)
     return rows
 
 
-def fates(rows: Sequence[Row]) -> list[Fate]:
+def outcomes(rows: Sequence[SampleRecord]) -> list[RolloutOutcome]:
     """One fate for each rollout: its rows share it."""
-    found: dict[tuple[str, int, int], Fate] = {}
+    found: dict[tuple[str, int, int], RolloutOutcome] = {}
     for row in rows:
         name = (row.group, row.member, row.attempt)
         tokens = sum(row.data.trainable) if row.data is not None else 0
         before = found[name].tokens if name in found else 0
-        fate: Any = row.fate
-        found[name] = Fate(
+        fate: Any = row.outcome
+        found[name] = RolloutOutcome(
             *name, row.environment, row.task_id, fate, row.reason, row.error, row.reward, before + tokens
         )
     return list(found.values())
 
 
-def numbers(batch: Batch, rows: Sequence[Row], version: int) -> dict[str, float]:
+def batch_metrics(batch: RolloutBatch, rows: Sequence[SampleRecord], version: int) -> dict[str, float]:
     """What a batch was like."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     told: dict[str, float] = {"groups": len(batch.groups), "rollouts": len(rollouts)}
@@ -82,65 +82,65 @@ def numbers(batch: Batch, rows: Sequence[Row], version: int) -> dict[str, float]
     ages = [
         version - sampled
         for row in rows
-        if row.fate == "trained" and row.data is not None
+        if row.outcome == "trained" and row.data is not None
         for sampled, trains in zip(row.data.versions, row.data.trainable, strict=True)
         if trains
     ]
     if ages:
         told |= {"tokens": len(ages), "staleness": sum(ages) / len(ages), "staleness_max": max(ages)}
-    reasons = Counter(fate.reason for fate in fates(rows) if fate.reason)
+    reasons = Counter(fate.reason for fate in outcomes(rows) if fate.reason)
     told |= {"refused": sum(reasons.values())} | {f"refused/{reason}": count for reason, count in reasons.items()}
-    told["no_signal"] = len({row.group for row in rows if row.reason == NO_SIGNAL})
+    told["no_signal"] = len({row.group for row in rows if row.reason == ZERO_VARIANCE})
     return {name: float(value) for name, value in told.items()}
 
 
-def mismatch(numbers: Mapping[str, float]) -> str | None:
+def mismatch_warning(metrics: Mapping[str, float]) -> str | None:
     """What to say of a sampler whose log-probs are not those of the policy whose version it names; none: they are.
 
     Only of tokens that no update lies between: what older ones are off by is no fault, and the gates' business.
     """
-    apart = numbers.get("mismatch_kl/staleness=0", 0.0)
-    if apart < APART:
+    apart = metrics.get("mismatch_kl/staleness=0", 0.0)
+    if apart < MISMATCH_LIMIT:
         return None
     return (
         f"the sampler's log-probs are not those of the policy: mismatch_kl = {apart:.2g} on tokens of the very version"
-        f" that trains (below {APART:g} is rounding); the gates dropped {100 * numbers.get('is_masked', 0.0):.0f} % of"
+        f" that trains (below {MISMATCH_LIMIT:g} is rounding); the gates dropped {100 * metrics.get('is_masked', 0.0):.0f} % of"
         " the tokens; look at the engine's temperature, its dtype and the weights that it holds"
     )
 
 
-def halt_if_barren(ledger: Ledger, step: int, limit: int | None) -> None:
+def stop_if_nothing_trains(ledger: Ledger, step: int, max_empty_steps: int | None) -> None:
     """Raise when the last so many steps trained nothing: more of the same would not either."""
-    last = ledger.steps(after=step - limit) if limit is not None else []
-    if limit is None or len(last) < limit or any(row.stepped for row in last):
+    last = ledger.steps(after=step - max_empty_steps) if max_empty_steps is not None else []
+    if max_empty_steps is None or len(last) < max_empty_steps or any(row.stepped for row in last):
         return
-    told = last[-1].numbers.items()
+    told = last[-1].metrics.items()
     reasons = [f"{name.removeprefix('refused/')} {count:.0f}" for name, count in told if name.startswith("refused/")]
     raise KeelError(
-        f"{limit} steps in a row trained nothing (scheduler.halt_after = {limit}); refused in the last one:"
+        f"{max_empty_steps} steps in a row trained nothing (scheduler.halt_after = {max_empty_steps}); refused in the last one:"
         f' {", ".join(reasons) or "nothing"}; look at the rewards, or set advantages.zero_variance_groups = "train"'
     )
 
 
 def _advantages(
-    groups: Sequence[Group], settings: AdvantageSettings, moving: MovingBaseline | None
+    groups: Sequence[Group], settings: AdvantageSettings, moving_baseline: MovingBaseline | None
 ) -> list[list[float]]:
     """Of the valid rollouts of each group."""
     ids = [number for number, group in enumerate(groups) for _ in group.rollouts]
     if settings.name == "moving_baseline":
         ids = [0] * len(ids)  # one agent: the policy
     rewards = torch.tensor([rollout.reward for group in groups for rollout in group.rollouts], dtype=torch.float64)
-    found = iter(advantages(settings, rewards, torch.tensor(ids, dtype=torch.int64), moving=moving).tolist())
+    found = iter(advantages(settings, rewards, torch.tensor(ids, dtype=torch.int64), moving=moving_baseline).tolist())
     return [[next(found) for _ in group.rollouts] for group in groups]
 
 
-def _rows(place: tuple[str, str, str, int, int], rollout: Rollout | None, **told: Any) -> list[Row]:
+def _rollout_rows(rollout_key: tuple[str, str, str, int, int], rollout: Rollout | None, **fields: Any) -> list[SampleRecord]:
     if rollout is None:
-        return [Row(*place, **told)]
-    told = {"error": rollout.error, **told, "reward": rollout.reward, "turns": rollout.turns}
-    told |= {"seconds": rollout.seconds, "ended": rollout.ended}
-    samples = [Row(*place, number, sample, **told) for number, sample in enumerate(rollout.samples)]
-    return samples or [Row(*place, **told)]
+        return [SampleRecord(*rollout_key, **fields)]
+    fields = {"error": rollout.error, **fields, "reward": rollout.reward, "turns": rollout.turns}
+    fields |= {"seconds": rollout.seconds, "ended": rollout.ended_at}
+    samples = [SampleRecord(*rollout_key, number, sample, **fields) for number, sample in enumerate(rollout.samples)]
+    return samples or [SampleRecord(*rollout_key, **fields)]
 
 
 def _mean(values: Sequence[float | None]) -> float:

@@ -6,22 +6,22 @@ from typing import Any
 from keel.run.folder import RunFolder
 
 
-def summary(folder: RunFolder) -> str:
+def summarize_run(folder: RunFolder) -> str:
     """From the ledger alone, so that it says the same after a resume."""
     ledger, path = folder.ledger, folder.path
     steps = ledger.steps()
-    lines = [*_learned(ledger.evaluations())]
-    rewards = [row.numbers["reward"] for row in steps if "reward" in row.numbers]
+    lines = [*_evaluation_lines(ledger.evaluations())]
+    rewards = [row.metrics["reward"] for row in steps if "reward" in row.metrics]
     if rewards:
         few = max(len(rewards) // 5, 1)
         first, last = sum(rewards[:few]) / few, sum(rewards[-few:]) / few
-        seconds = sum(row.numbers.get("seconds", 0.0) for row in steps)
+        seconds = sum(row.metrics.get("seconds", 0.0) for row in steps)
         lines.append(
             f"training   reward {first:.2f} in the first {few} of {len(rewards)} steps, {last:.2f} in the last"
             f" ({seconds / len(rewards):.1f} s a step)"
         )
-    lines += _tokens([row.numbers for row in steps])
-    fates = ledger.fates()
+    lines += _token_lines([row.metrics for row in steps])
+    fates = ledger.outcome_counts()
     trained = fates.pop("trained", 0)
     refused = ", ".join(f"{reason} {count}" for reason, count in fates.items())
     lines.append(f"rollouts   {trained} trained; refused: {refused or 'none'}")
@@ -29,26 +29,26 @@ def summary(folder: RunFolder) -> str:
     return "\n".join(lines)
 
 
-def _learned(evaluations: list[tuple[int, str, dict[str, Any]]]) -> list[str]:
+def _evaluation_lines(evaluations: list[tuple[int, str, dict[str, Any]]]) -> list[str]:
     lines = []
     for name in dict.fromkeys(name for _, name, _ in evaluations):
         found = [(step, numbers) for step, environment, numbers in evaluations if environment == name]
-        shown = " -> ".join(f"{_interval(numbers)} after step {step}" for step, numbers in _ends(found))
+        shown = " -> ".join(f"{_format_interval(numbers)} after step {step}" for step, numbers in _first_and_last(found))
         lines.append(f"evaluation {name} on {found[0][1]['tasks']:.0f} unseen tasks: {shown}")
     return lines
 
 
-def _ends(found: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
-    return found if len(found) < 2 else [found[0], found[-1]]
+def _first_and_last(evaluations: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
+    return evaluations if len(evaluations) < 2 else [evaluations[0], evaluations[-1]]
 
 
-def _interval(numbers: Mapping[str, Any]) -> str:
-    low, high = numbers.get("low"), numbers.get("high")
+def _format_interval(metrics: Mapping[str, Any]) -> str:
+    low, high = metrics.get("low"), metrics.get("high")
     known = f" ({low:.2f} to {high:.2f})" if low is not None and high is not None else ""
-    return f"{numbers['reward']:.2f}{known}"
+    return f"{metrics['reward']:.2f}{known}"
 
 
-def _tokens(steps: list[dict[str, float]]) -> list[str]:
+def _token_lines(steps: list[dict[str, float]]) -> list[str]:
     """How many tokens the gates dropped, and in which direction."""
     tokens = sum(one.get("tokens", 0.0) for one in steps)
     if not tokens:

@@ -19,15 +19,15 @@ from typing import Self
 
 from keel.errors import KeelError
 
-STALL = 3600.0
+DEFAULT_STALL_TIMEOUT = 3600.0
 """The limit where settings give none, in seconds; three times the longest episode's, where that is more."""
-ASLEEP = 20
+SUSPENDED_AFTER_POLLS = 20
 """Looks that have to be missed in a row before the process counts as stopped."""
-GRACE = 60.0
+SHUTDOWN_GRACE = 60.0
 """Seconds for a run that was told to end, since closing engines and episodes takes some; the limit, if less."""
 
 
-class Stalled(KeelError):
+class RunStalled(KeelError):
     """A run that waited for something for too long."""
 
 
@@ -36,75 +36,75 @@ class Watchdog:
 
     def __init__(
         self,
-        limit: float,
-        notice: Callable[[str], None],
-        abandon: Callable[[str], None] | None = None,
+        timeout: float,
+        on_warning: Callable[[str], None],
+        on_hang: Callable[[str], None] | None = None,
     ) -> None:
         """`notice` is called in the event loop, `abandon` in the watchdog's own thread."""
-        self.limit, self.verdict = limit, ""
-        self._notice, self._abandon, self._grace = notice, abandon, min(GRACE, limit)
-        self._what, self._mark = "starting", object()
-        self._since = time.monotonic()
+        self.timeout, self.stall_reason = timeout, ""
+        self._on_warning, self._on_hang, self._grace = on_warning, on_hang, min(SHUTDOWN_GRACE, timeout)
+        self._activity, self._progress_mark = "starting", object()
+        self._last_progress = time.monotonic()
         self._ended = threading.Event()
 
-    def say(self, what: str) -> None:
+    def set_activity(self, activity: str) -> None:
         """What is being waited for; that alone is no progress."""
-        self._what = what
+        self._activity = activity
 
     def progress(self, mark: object = None) -> None:
         """Something came of it; with a `mark`, only if it is another than the last."""
-        if mark is None or mark != self._mark:
-            self._mark = mark
-            self._since = time.monotonic()
+        if mark is None or mark != self._progress_mark:
+            self._progress_mark = mark
+            self._last_progress = time.monotonic()
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
-        self._thread_of_loop = threading.get_ident()
+        self._loop_thread = threading.get_ident()
         self.progress()
         threading.Thread(target=self._watch, name="keel watchdog", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self.verdict and isinstance(error, asyncio.CancelledError):
+        if self.stall_reason and isinstance(error, asyncio.CancelledError):
             # still watched: what hangs may be a thread, for which the process would wait at its end
-            raise Stalled(self.verdict) from None
+            raise RunStalled(self.stall_reason) from None
         self._ended.set()
 
     def _watch(self) -> None:
-        warned, tick, last = False, min(1.0, self.limit / 20), time.monotonic()
+        warned, tick, last = False, min(1.0, self.timeout / 20), time.monotonic()
         while not self._ended.wait(tick):
             now = time.monotonic()
-            if now - last > ASLEEP * tick:  # this thread was not run either, so neither was what it watches
-                self._since += now - last
-            last, quiet = now, now - self._since
-            if quiet >= self.limit:
-                self._end(quiet)
+            if now - last > SUSPENDED_AFTER_POLLS * tick:  # this thread was not run either, so neither was what it watches
+                self._last_progress += now - last
+            last, quiet = now, now - self._last_progress
+            if quiet >= self.timeout:
+                self._stop_run(quiet)
                 return
-            late = quiet >= self.limit / 2
+            late = quiet >= self.timeout / 2
             if late and not warned:
-                self._tell(self._notice, f"nothing has come for {quiet:.0f} s of: {self._what}")
+                self._call_in_loop(self._on_warning, f"nothing has come for {quiet:.0f} s of: {self._activity}")
             warned = late
 
-    def _end(self, quiet: float) -> None:
-        self.verdict = (
-            f"nothing has come for {quiet:.0f} s (stall_after = {self.limit:g}) of: {self._what}; mend what it waits"
+    def _stop_run(self, idle_seconds: float) -> None:
+        self.stall_reason = (
+            f"nothing has come for {idle_seconds:.0f} s (stall_after = {self.timeout:g}) of: {self._activity}; mend what it waits"
             " for and go on with --resume, or raise stall_after if it is only slow"
         )
         if self._task is not None:
-            self._tell(self._task.cancel)
-        if not self._ended.wait(self._grace) and self._abandon is not None:
-            self._abandon(f"{self.verdict}; the process is held by {self._place()}")
+            self._call_in_loop(self._task.cancel)
+        if not self._ended.wait(self._grace) and self._on_hang is not None:
+            self._on_hang(f"{self.stall_reason}; the process is held by {self._describe_loop_position()}")
 
-    def _tell(self, call: Callable[..., object], *values: object) -> None:
+    def _call_in_loop(self, call: Callable[..., object], *args: object) -> None:
         try:
-            self._loop.call_soon_threadsafe(call, *values)
+            self._loop.call_soon_threadsafe(call, *args)
         except RuntimeError:  # the loop is closed: the run has ended by itself
             return
 
-    def _place(self) -> str:
+    def _describe_loop_position(self) -> str:
         """Where the event loop is, for a loop that does not turn any more."""
-        frame = sys._current_frames().get(self._thread_of_loop)
+        frame = sys._current_frames().get(self._loop_thread)
         if frame is None:
             return "a thread that does not end"
         last = traceback.extract_stack(frame)[-1]

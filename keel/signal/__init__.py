@@ -2,8 +2,8 @@
 
 from keel.signal.advantages import MovingBaseline, advantages
 from keel.signal.metrics import Histogram, Metric, Metrics
-from keel.signal.objective import Objective, Result, objective
-from keel.signal.step_totals import Totals
+from keel.signal.objective import Objective, ObjectiveResult, objective
+from keel.signal.step_totals import StepTotals
 from keel.signal.token_batch import TokenBatch
 
 __all__ = [
@@ -12,9 +12,9 @@ __all__ = [
     "Metrics",
     "MovingBaseline",
     "Objective",
-    "Result",
+    "ObjectiveResult",
     "TokenBatch",
-    "Totals",
+    "StepTotals",
     "advantages",
     "objective",
 ]

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from keel.errors import BatchError
 from keel.objectives import Composition
-from keel.signal.cpu_ops import count
+from keel.signal.cpu_ops import count_true
 from keel.signal.segments import Segments
 from keel.signal.token_batch import FLOAT_FIELDS, TokenBatch
 
 if TYPE_CHECKING:
-    from keel.signal.gates import Decision
+    from keel.signal.gates import GateResult
 
 MAX_LOG_RATIO = 40.0
 """Ratios saturate at e^40, whose square still fits float32, so that a kept ratio is always finite and 0 * r is 0."""
 
-NAMES = {
+LOGPROB_FIELDS = {
     "policy": "logprobs",
     "sampler": "sampler_logprobs",
     "proximal": "proximal_logprobs",
@@ -32,18 +32,18 @@ NAMES = {
 }
 
 
-def staying_bits(leaving: Bool[Tensor, "n"], dtype: torch.dtype) -> Int[Tensor, "n"]:
+def keep_bitmask(dropped: Bool[Tensor, "n"], dtype: torch.dtype) -> Int[Tensor, "n"]:
     """No bit where the mask is true and every bit elsewhere; as wide as `dtype`, for `apply_bits_`."""
     # less one as bytes, then widened with the sign: a pass over a quarter of the memory
-    return leaving.view(torch.int8).sub(1).to(torch.int64 if dtype == torch.float64 else torch.int32)
+    return dropped.view(torch.int8).sub(1).to(torch.int64 if dtype == torch.float64 else torch.int32)
 
 
-def apply_bits_(values: Float[Tensor, "n"], bits: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
+def apply_bitmask_(values: Float[Tensor, "n"], bitmask: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
     """Zero, in place, where there are no bits, whatever stood there: a NaN is cleared, which a product would not do.
 
     The same as masked_fill_, which takes a branch for each token and is eight times slower.
     """
-    values.view(bits.dtype).bitwise_and_(bits)
+    values.view(bitmask.dtype).bitwise_and_(bitmask)
     return values
 
 
@@ -55,7 +55,7 @@ def ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp_()
 
 
-class View:
+class ActiveTokens:
     """What one batch contributes to a step."""
 
     def __init__(self, batch: TokenBatch, composition: Composition) -> None:
@@ -71,17 +71,17 @@ class View:
                 raise BatchError(f"objective.roles = {composition.roles} needs batch.role")
             roles = torch.tensor(composition.roles, device=batch.role.device)
             members = members & torch.isin(batch.role, roles)
-        self.members = count(members)
-        everyone = self.members == len(batch)
-        self.member_index: Int[Tensor, "members"] | None = None if everyone else members.nonzero().squeeze(1)
-        self.index: Int[Tensor, "n"] | None = self.member_index
-        self.newest = int(self.take(batch.version).max()) if batch.version is not None and self.members else None
-        self.decided: tuple[Float[Tensor, "n"], Decision] | None = None
+        self.num_trainable = count_true(members)
+        everyone = self.num_trainable == len(batch)
+        self.trainable_index: Int[Tensor, "members"] | None = None if everyone else members.nonzero().squeeze(1)
+        self.index: Int[Tensor, "n"] | None = self.trainable_index
+        self.newest_version = int(self.take(batch.version).max()) if batch.version is not None and self.num_trainable else None
+        self.cached_decision: tuple[Float[Tensor, "n"], GateResult] | None = None
         """Advantage and decision, once the step's totals are known."""
         self._logprobs: dict[str, Float[Tensor, "n"]] = {}
         self._log_ratios: dict[str, Float[Tensor, "n"]] = {}
         if composition.reads("sampler"):
-            self._drop_unusable()
+            self._drop_invalid_logprobs()
         else:
             self._check_finite("logprobs", self.logprob("policy"))
         self.advantages: Float[Tensor, "n"] = self._select(batch.advantages)
@@ -89,14 +89,14 @@ class View:
             self._check_finite("advantages", self.advantages)
 
     def __len__(self) -> int:
-        return self.members - self.unusable
+        return self.num_trainable - self.num_invalid_logprobs
 
     @property
-    def unusable(self) -> int:
+    def num_invalid_logprobs(self) -> int:
         """Trainable tokens without a usable sampler log-prob."""
-        return self.members - (len(self.batch) if self.index is None else len(self.index))
+        return self.num_trainable - (len(self.batch) if self.index is None else len(self.index))
 
-    def _drop_unusable(self) -> None:
+    def _drop_invalid_logprobs(self) -> None:
         """Leave out the tokens without a usable sampler log-prob; the others must have one of the policy."""
         if self.batch.sampler_logprobs is None:
             raise BatchError("batch.sampler_logprobs is missing, and this objective reads it")
@@ -123,21 +123,21 @@ class View:
         raise BatchError(f"batch.{name}[{place}] = {values[bad].item()}: a trainable token needs a finite value")
 
     @property
-    def known(self) -> set[str]:
+    def loaded_sources(self) -> set[str]:
         """Whose log-probs have been read."""
         return set(self._logprobs)
 
-    def logprob(self, who: str) -> Float[Tensor, "n"]:
+    def logprob(self, source: str) -> Float[Tensor, "n"]:
         """Log-probs of the policy, sampler, proximal, reference or teacher."""
-        if who not in self._logprobs:
-            field = NAMES[who]
+        if source not in self._logprobs:
+            field = LOGPROB_FIELDS[source]
             value = getattr(self.batch, field)
             if value is None:
                 raise BatchError(f"batch.{field} is missing, and this objective reads it")
-            self._logprobs[who] = self._select(value)
-            if who not in ("policy", "sampler"):
-                self._check_finite(field, self._logprobs[who])
-        return self._logprobs[who]
+            self._logprobs[source] = self._select(value)
+            if source not in ("policy", "sampler"):
+                self._check_finite(field, self._logprobs[source])
+        return self._logprobs[source]
 
     def interpolate_proximal(self, trainer_version: int | None) -> None:
         """o as a point between b and l, the nearer to l the staler the token (2512.06547)."""
@@ -159,11 +159,11 @@ class View:
         """Trainer version minus the version that sampled the token."""
         return trainer_version - self.take(cast(Tensor, self.batch.version))
 
-    def take(self, field: Tensor, places: Int[Tensor, "m"] | None = None) -> Tensor:
+    def take(self, field: Tensor, positions: Int[Tensor, "m"] | None = None) -> Tensor:
         """A field of the batch at the view's tokens, or at some of them."""
         if self.index is not None:
-            places = self.index if places is None else self.index.index_select(0, places)
-        return field if places is None else field.index_select(0, places)
+            positions = self.index if positions is None else self.index.index_select(0, positions)
+        return field if positions is None else field.index_select(0, positions)
 
     @cached_property
     def segments(self) -> Segments:
@@ -171,12 +171,12 @@ class View:
         return Segments(self.take(self.batch.sequence))
 
     @cached_property
-    def member_segments(self) -> Segments:
+    def trainable_segments(self) -> Segments:
         """All trainable tokens by sequence, unusable ones included."""
-        if self.unusable == 0:
+        if self.num_invalid_logprobs == 0:
             return self.segments
         sequence = self.batch.sequence
-        return Segments(sequence if self.member_index is None else sequence[self.member_index])
+        return Segments(sequence if self.trainable_index is None else sequence[self.trainable_index])
 
 
 def _all_finite(values: Tensor) -> bool:

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import ValidationError
 from torch import Tensor
 
-from keel.common.settings import explain
+from keel.common.settings import to_config_error
 from keel.config.run import AdvantageSettings
 from keel.errors import BatchError, ConfigError
 from keel.signal.segments import Segments
@@ -61,8 +61,8 @@ def advantages(
         try:
             settings = AdvantageSettings.model_validate({"name": name, **parameters})
         except ValidationError as error:
-            raise explain(error, ("advantages",)) from None
-    reward, ids, votes = _inputs(rewards, group, valid)
+            raise to_config_error(error, ("advantages",)) from None
+    reward, ids, votes = _check_inputs(rewards, group, valid)
     if moving is not None and settings.name != "moving_baseline":
         raise BatchError(f'moving cannot act: it belongs to "moving_baseline", not to "{settings.name}"')
     result = torch.zeros_like(reward)
@@ -80,22 +80,22 @@ def advantages(
     segments = Segments(ids[votes])
     count = segments.count().to(reward.dtype)
     mean = segments.sum(chosen) / count
-    centred = chosen - segments.spread(mean)
+    centred = chosen - segments.expand(mean)
     if settings.name == "group_mean_std":
         deviation = (segments.sum(centred.square()) / (count - 1).clamp(min=1)).sqrt()
         # rewards that are equal up to rounding carry no signal; dividing by their spread would invent one
         flat = deviation <= 1e-6 * mean.abs().clamp(min=1e-6)
-        centred = centred * segments.spread(torch.where(flat, 0.0, 1 / deviation.masked_fill(flat, 1.0)))
+        centred = centred * segments.expand(torch.where(flat, 0.0, 1 / deviation.masked_fill(flat, 1.0)))
     elif settings.name == "leave_one_out":
-        centred = centred * segments.spread(count / (count - 1).clamp(min=1))
+        centred = centred * segments.expand(count / (count - 1).clamp(min=1))
     elif settings.name == "mean_normalised":
         zero = mean == 0
-        centred = centred * segments.spread(torch.where(zero, 0.0, 1 / mean.masked_fill(zero, 1.0)))
-    result[votes] = centred.masked_fill(segments.spread(count) < 2, 0.0)
+        centred = centred * segments.expand(torch.where(zero, 0.0, 1 / mean.masked_fill(zero, 1.0)))
+    result[votes] = centred.masked_fill(segments.expand(count) < 2, 0.0)
     return result
 
 
-def _inputs(rewards: Any, group: Any, valid: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _check_inputs(rewards: Any, group: Any, valid: Any) -> tuple[Tensor, Tensor, Tensor]:
     reward = torch.as_tensor(rewards)
     if not reward.is_floating_point() or reward.dtype in (torch.bfloat16, torch.float16):
         reward = reward.float()

@@ -9,44 +9,44 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-BLOCK = 131072
+BLOCK_ENTRIES = 131072
 """Entries that several passes look at together."""
 
 
-def below(values: Float[Tensor, "n"], bound: float | Float[Tensor, "n"]) -> Bool[Tensor, "n"]:
+def less_than(values: Float[Tensor, "n"], bound: float | Float[Tensor, "n"]) -> Bool[Tensor, "n"]:
     """values < bound"""
     if values.device.type != "cpu":
         return values < bound
     return torch.from_numpy(np.less(values.numpy(), bound.numpy() if isinstance(bound, Tensor) else bound))
 
 
-def above(values: Float[Tensor, "n"], bound: float) -> Bool[Tensor, "n"]:
+def greater_than(values: Float[Tensor, "n"], bound: float) -> Bool[Tensor, "n"]:
     """values > bound"""
     return torch.from_numpy(np.greater(values.numpy(), bound)) if values.device.type == "cpu" else values > bound
 
 
-def count(mask: Bool[Tensor, "n"], within: Bool[Tensor, "n"] | None = None) -> int:
+def count_true(mask: Bool[Tensor, "n"], other_mask: Bool[Tensor, "n"] | None = None) -> int:
     """How many entries are true: in the mask, or in both."""
     if mask.device.type != "cpu":
-        return int(torch.count_nonzero(mask if within is None else mask & within))
-    return int(np.count_nonzero(mask.numpy() if within is None else np.logical_and(mask.numpy(), within.numpy())))
+        return int(torch.count_nonzero(mask if other_mask is None else mask & other_mask))
+    return int(np.count_nonzero(mask.numpy() if other_mask is None else np.logical_and(mask.numpy(), other_mask.numpy())))
 
 
-def count_signs(values: Float[Tensor, "n"], within: Bool[Tensor, "n"] | None) -> tuple[int, int, int]:
+def count_signs(values: Float[Tensor, "n"], selected: Bool[Tensor, "n"] | None) -> tuple[int, int, int]:
     """How many values are positive, how many negative, and how many of those within a mask positive."""
     if values.device.type != "cpu":
         up = values > 0
-        return count(up), count(values < 0), 0 if within is None else count(up, within)
+        return count_true(up), count_true(values < 0), 0 if selected is None else count_true(up, selected)
     ups = downs = inside = 0
-    array, mask = values.numpy(), None if within is None else within.numpy()
-    sign = np.empty(min(BLOCK, len(array)), dtype=bool)
-    for first in range(0, len(array), BLOCK):  # what is read twice stays in the cache
-        some = array[first : first + BLOCK]
+    array, mask = values.numpy(), None if selected is None else selected.numpy()
+    sign = np.empty(min(BLOCK_ENTRIES, len(array)), dtype=bool)
+    for first in range(0, len(array), BLOCK_ENTRIES):  # what is read twice stays in the cache
+        some = array[first : first + BLOCK_ENTRIES]
         here = sign[: len(some)]
         downs += int(np.count_nonzero(np.less(some, 0.0, out=here)))
         ups += int(np.count_nonzero(np.greater(some, 0.0, out=here)))
         if mask is not None:
-            inside += int(np.count_nonzero(np.logical_and(here, mask[first : first + BLOCK], out=here)))
+            inside += int(np.count_nonzero(np.logical_and(here, mask[first : first + BLOCK_ENTRIES], out=here)))
     return ups, downs, inside
 
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from keel.objectives import Gate
 from keel.objectives.statistics import GateStatistic, log_ratio_of_token
-from keel.signal.active_tokens import View, apply_bits_, staying_bits
-from keel.signal.cpu_ops import above, below, count
-from keel.signal.segments import Table
+from keel.signal.active_tokens import ActiveTokens, apply_bitmask_, keep_bitmask
+from keel.signal.cpu_ops import greater_than, less_than, count_true
+from keel.signal.segments import SequenceTable
 
-TRAINED, NOT_TRAINABLE, OTHER_ROLE, UNUSABLE, FIRST_GATE = range(5)
+TRAINED, NOT_TRAINABLE, OTHER_ROLE, INVALID_LOGPROB, FIRST_GATE = range(5)
 """The first reason codes. Gate i has two: FIRST_GATE + 2*i where the policy went too low, then too high."""
 
-Sides = tuple[Tensor | None, Tensor | None]
+LowHigh = tuple[Tensor | None, Tensor | None]
 """Refused because the policy is too far below the other one, or too far above it."""
 
 
@@ -35,13 +35,13 @@ def reason_names(gates: Sequence[Gate]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def token_values(gate: Gate, view: View) -> Float[Tensor, "n"]:
+def token_values(gate: Gate, view: ActiveTokens) -> Float[Tensor, "n"]:
     """Return the gate's statistic for each token, or what a statistic of sequences sums. Not to be modified."""
     over, under = (view.logprob(who) for who in gate.of.split("/"))
     return gate.statistic.tensor(view.log_ratio(gate.of), over, under)
 
 
-def token_sides(gate: Gate, view: View, threshold: float | None = None) -> Sides:
+def token_violations(gate: Gate, view: ActiveTokens, threshold: float | None = None) -> LowHigh:
     """Return which tokens are outside the band of a gate on a token statistic, whatever their advantage.
 
     `threshold` replaces the high bound of a gate over the step.
@@ -61,7 +61,7 @@ def sequence_columns(gate: Gate) -> set[str]:
     return columns
 
 
-def sum_sequences(gate: Gate, view: View) -> dict[str, Tensor]:
+def sum_sequences(gate: Gate, view: ActiveTokens) -> dict[str, Tensor]:
     """Sum the gate's token values over each sequence; nothing where they are log-ratios, which others sum too."""
     if gate.statistic.tensor is log_ratio_of_token:
         return {}
@@ -73,42 +73,42 @@ def _sum_column(gate: Gate) -> str:
     return f"sum {gate.of}" if statistic.tensor is log_ratio_of_token else f"sum {statistic.label} {gate.of}"
 
 
-def row_sides(gate: Gate, position: int, table: Table) -> Sides:
+def sequence_violations(gate: Gate, position: int, table: SequenceTable) -> LowHigh:
     """Return which sequences a gate at sequence scope drops."""
     statistic = gate.statistic
     if statistic.sequence is None:
         low, high = table[f"low {position}"] > 0, table[f"high {position}"] > 0
-        return _when(gate, table["sum advantage"], low, high)
+        return _restrict_to_advantage_sign(gate, table["sum advantage"], low, high)
     values = statistic.sequence(table[_sum_column(gate)], table["usable"].clamp(min=1))
     log_ratio = table[f"sum {gate.of}"] if statistic.direction == "distance" else values
-    return _when(gate, table["sum advantage"], *_sides(statistic, values, log_ratio, gate.low, gate.high))
+    return _restrict_to_advantage_sign(gate, table["sum advantage"], *_sides(statistic, values, log_ratio, gate.low, gate.high))
 
 
 def _sides(
     statistic: GateStatistic, values: Tensor, log_ratio: Tensor, lowest: float | None, highest: float | None
-) -> Sides:
+) -> LowHigh:
     """Compare values with their bounds. `log_ratio` is read only for a distance, whose values have no direction."""
     lowest, highest = statistic.comparable_bounds(lowest, highest)
-    under = None if lowest is None else below(values, lowest)
-    over = None if highest is None else above(values, highest)
+    under = None if lowest is None else less_than(values, lowest)
+    over = None if highest is None else greater_than(values, highest)
     if statistic.direction == "rising":
         return under, over
     if statistic.direction == "falling":
         return over, under
     assert over is not None
-    negative = below(log_ratio, 0.0)
+    negative = less_than(log_ratio, 0.0)
     return over & negative, over & ~negative
 
 
-def _when(gate: Gate, advantage: Tensor, low: Tensor | None, high: Tensor | None) -> Sides:
+def _restrict_to_advantage_sign(gate: Gate, advantage: Tensor, low: Tensor | None, high: Tensor | None) -> LowHigh:
     """Restrict a decision to one sign of the advantage."""
     if gate.when == "always":
         return low, high
-    applies = above(advantage, 0.0) if gate.when == "positive_advantage" else below(advantage, 0.0)
+    applies = greater_than(advantage, 0.0) if gate.when == "positive_advantage" else less_than(advantage, 0.0)
     return None if low is None else low & applies, None if high is None else high & applies
 
 
-class Decision:
+class GateResult:
     """What the gates decided about the tokens of a view."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -117,62 +117,62 @@ class Decision:
         """How many tokens each gate refused, by reason code; a token is counted for the first gate that refused it."""
         self.dropped: Bool[Tensor, "n"] | None = None
         """The refused tokens, or None when there are none."""
-        self.rejected: Bool[Tensor, "rows"] | None = None
+        self.dropped_sequences: Bool[Tensor, "rows"] | None = None
         """The sequences that gates at sequence scope refused."""
-        self._bits: Tensor | None = None
+        self._keep_bitmask: Tensor | None = None
 
     @property
-    def refused(self) -> int:
+    def num_dropped(self) -> int:
         """How many tokens some gate refused."""
         return sum(self.counts.values())
 
-    def refuse(self, side: Bool[Tensor, "n"], code: int) -> None:
+    def drop(self, violating: Bool[Tensor, "n"], code: int) -> None:
         """Refuse these tokens, except those that an earlier gate refused. Takes `side` over."""
         if self.dropped is not None:
-            side.logical_and_(~self.dropped)
-        number = count(side)
+            violating.logical_and_(~self.dropped)
+        number = count_true(violating)
         if number:
             self.counts[code] = number
-            self.reasons.add_(side.view(torch.uint8), alpha=code)
-            self.dropped = side if self.dropped is None else self.dropped.logical_or_(side)
-            self._bits = None
+            self.reasons.add_(violating.view(torch.uint8), alpha=code)
+            self.dropped = violating if self.dropped is None else self.dropped.logical_or_(violating)
+            self._keep_bitmask = None
 
-    def clear_(self, values: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+    def zero_dropped_(self, values: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
         """Zero, in place, at the refused tokens, whatever stood there."""
         if self.dropped is None:
             return values
-        if self._bits is None:
-            self._bits = staying_bits(self.dropped, values.dtype)
-        return apply_bits_(values, self._bits)
+        if self._keep_bitmask is None:
+            self._keep_bitmask = keep_bitmask(self.dropped, values.dtype)
+        return apply_bitmask_(values, self._keep_bitmask)
 
 
-def decide(
+def apply_gates(
     gates: Sequence[Gate],
-    view: View,
+    view: ActiveTokens,
     advantage: Float[Tensor, "n"],
-    table: Table | None,
+    table: SequenceTable | None,
     thresholds: dict[int, float],
-) -> Decision:
+) -> GateResult:
     """Ask the gates in order. `table` has the rows of the view's sequences, `thresholds` the step gates' bounds."""
-    decision = Decision(len(view), advantage.device)
+    decision = GateResult(len(view), advantage.device)
     for position, gate in enumerate(gates):
         if gate.scope == "sequence":
             assert table is not None
-            sides = row_sides(gate, position, table)
+            sides = sequence_violations(gate, position, table)
             for side in sides:
                 if side is not None:
-                    decision.rejected = side if decision.rejected is None else decision.rejected | side
-            sides = _spread(view, sides[0]), _spread(view, sides[1])
+                    decision.dropped_sequences = side if decision.dropped_sequences is None else decision.dropped_sequences | side
+            sides = _expand_rows(view, sides[0]), _expand_rows(view, sides[1])
         else:
-            sides = _when(gate, advantage, *token_sides(gate, view, thresholds.get(position)))
+            sides = _restrict_to_advantage_sign(gate, advantage, *token_violations(gate, view, thresholds.get(position)))
         for code, side in enumerate(sides, start=FIRST_GATE + 2 * position):
             if side is not None:
-                decision.refuse(side, code)
+                decision.drop(side, code)
     return decision
 
 
-def _spread(view: View, rows: Tensor | None) -> Tensor | None:
-    return None if rows is None or not bool(rows.any()) else view.segments.spread(rows)
+def _expand_rows(view: ActiveTokens, rows: Tensor | None) -> Tensor | None:
+    return None if rows is None or not bool(rows.any()) else view.segments.expand(rows)
 
 
 def step_threshold(values: Float[Tensor, "n"], highest_mean: float) -> float:

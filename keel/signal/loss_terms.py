@@ -10,76 +10,76 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keel.objectives import Penalty, Policy
-from keel.signal.active_tokens import View, apply_bits_, ratio, staying_bits
-from keel.signal.cpu_ops import below
+from keel.objectives import Penalty, PolicyTerm
+from keel.signal.active_tokens import ActiveTokens, apply_bitmask_, ratio, keep_bitmask
+from keel.signal.cpu_ops import less_than
 
 
 @dataclass(frozen=True)
-class Term:
+class LossTerm:
     """Value and slope, which may share storage; `clipped` marks where a clip has stopped the gradient."""
 
     value: Tensor
-    slope: Tensor
+    grad: Tensor
     clipped: Tensor | None = None
     sign: float = 1.0
     """Both are still to be multiplied by it: for whoever scales them anyway, which saves two passes."""
 
-    def times(self, factor: Tensor) -> "Term":
+    def scaled(self, factor: Tensor) -> "LossTerm":
         """Both times a factor without gradient."""
-        slope = self.slope * factor
-        return Term(slope if self.value is self.slope else self.value * factor, slope, self.clipped, self.sign)
+        slope = self.grad * factor
+        return LossTerm(slope if self.value is self.grad else self.value * factor, slope, self.clipped, self.sign)
 
 
-def by_sign(advantage: Tensor, positive: float, otherwise: float) -> Tensor:
+def where_positive(advantage: Tensor, value: float, otherwise: float) -> Tensor:
     """One constant where A > 0 and another elsewhere, in the dtype of A."""
-    return torch.where(advantage > 0, advantage.new_tensor(positive), advantage.new_tensor(otherwise))
+    return torch.where(advantage > 0, advantage.new_tensor(value), advantage.new_tensor(otherwise))
 
 
-def policy_term(policy: Policy, log_ratio: Tensor | None, logprob: Tensor, advantage: Tensor) -> Term:
+def policy_term(policy: PolicyTerm, log_ratio: Tensor | None, logprob: Tensor, advantage: Tensor) -> LossTerm:
     """The term that carries the advantage. `log_ratio` is against its anchor."""
     if policy.surrogate == "cross_entropy":
-        return Term(-logprob, torch.full_like(logprob, -1.0))
+        return LossTerm(-logprob, torch.full_like(logprob, -1.0))
     if policy.surrogate == "log_prob":
         slope = -advantage
-        return Term(slope * logprob, slope)
+        return LossTerm(slope * logprob, slope)
     assert log_ratio is not None
     r = ratio(log_ratio)
     if policy.surrogate == "soft":
-        return _soft(policy, r, advantage)
+        return _sigmoid_surrogate(policy, r, advantage)
     if policy.surrogate == "clip":
-        return _clip(policy, r, advantage)
+        return _clipped_surrogate(policy, r, advantage)
     linear = r.mul_(advantage).neg_()
-    return Term(linear, linear)
+    return LossTerm(linear, linear)
 
 
-def _clip(policy: Policy, r: Tensor, advantage: Tensor) -> Term:
+def _clipped_surrogate(policy: PolicyTerm, r: Tensor, advantage: Tensor) -> LossTerm:
     """-min(r*A, clip(r)*A), in place of r. Inside the band both are the same number, and nothing is clipped."""
     eps = policy.eps or 0.0
     bound = r.clamp(1 - eps, 1 + (eps if policy.eps_high is None else policy.eps_high)).mul_(advantage)
     linear = r.mul_(advantage)
-    clipped = below(bound, linear)
+    clipped = less_than(bound, linear)
     value = torch.minimum(linear, bound, out=bound)
     if policy.dual_clip is not None:
         floor = (advantage * policy.dual_clip).masked_fill_(advantage >= 0, -torch.inf)
         clipped |= value < floor
         value = torch.maximum(value, floor, out=value)
-    return Term(value, apply_bits_(linear, staying_bits(clipped, linear.dtype)), clipped, sign=-1.0)
+    return LossTerm(value, apply_bitmask_(linear, keep_bitmask(clipped, linear.dtype)), clipped, sign=-1.0)
 
 
-def _soft(policy: Policy, r: Tensor, advantage: Tensor) -> Term:
+def _sigmoid_surrogate(policy: PolicyTerm, r: Tensor, advantage: Tensor) -> LossTerm:
     """-A * (4 / tau) * sigmoid(tau * (r - 1)), with a slope of -A on policy."""
     assert policy.tau_positive is not None and policy.tau_negative is not None
-    tau = by_sign(advantage, policy.tau_positive, policy.tau_negative)
+    tau = where_positive(advantage, policy.tau_positive, policy.tau_negative)
     gate = torch.sigmoid(tau * (r - 1))
-    return Term(-advantage * gate * (4 / tau), -advantage * 4 * gate * (1 - gate) * r)
+    return LossTerm(-advantage * gate * (4 / tau), -advantage * 4 * gate * (1 - gate) * r)
 
 
-def penalty_term(penalty: Penalty, view: View) -> Term:
+def penalty_term(penalty: Penalty, view: ActiveTokens) -> LossTerm:
     """coef times a measure of drift, over all tokens of the view."""
     x = view.log_ratio(penalty.of)
     if penalty.on == "log_ratio_squared":
-        return Term(x.square().mul_(penalty.coef), x * (2 * penalty.coef))
+        return LossTerm(x.square().mul_(penalty.coef), x * (2 * penalty.coef))
     if penalty.on == "k1":
         value, slope = x, torch.ones_like(x)
     elif penalty.on == "k2":
@@ -90,4 +90,4 @@ def penalty_term(penalty: Penalty, view: View) -> Term:
     if penalty.ratio_correction:
         r = ratio(view.log_ratio("policy/sampler"))
         value, slope = r * value, r * (value + slope)
-    return Term(value * penalty.coef, slope * penalty.coef)
+    return LossTerm(value * penalty.coef, slope * penalty.coef)

@@ -31,7 +31,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Derived:
+class DerivedMetric:
     """A number computed from the means of several pairs; adding adds the pairs."""
 
     parts: tuple[Metric, ...]
@@ -49,9 +49,9 @@ class Derived:
         return type(self)(tuple(a + b for a, b in zip(self.parts, other.parts, strict=True)), self.formula)
 
 
-BITS = 20
+IGNORED_BITS = 20
 """Bits of a float32 that a histogram bin ignores: eight bins for each factor of two."""
-BINS = 1 << (32 - BITS)
+NUM_BINS = 1 << (32 - IGNORED_BITS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +60,13 @@ class Histogram:
 
     counts: Tensor
     """[BINS], indexed by the sign and leading bits of the value."""
-    log: bool = False
+    values_are_logs: bool = False
     """The values counted are logarithms, and quantiles are of what they are logarithms of."""
 
     @staticmethod
-    def codes(values: Tensor) -> Tensor:
+    def bin_indices(values: Tensor) -> Tensor:
         """The bin of each value."""
-        return (values.float().view(torch.int32) >> BITS) + BINS // 2
+        return (values.float().view(torch.int32) >> IGNORED_BITS) + NUM_BINS // 2
 
     @property
     def count(self) -> float:
@@ -77,56 +77,56 @@ class Histogram:
         """The value that half of the entries lie below, to within a bin. There is no mean: no sum is kept."""
         return self.quantile(0.5)
 
-    def quantile(self, share: float) -> float:
+    def quantile(self, fraction: float) -> float:
         """The value below which this share of the entries lies, to within a bin (9 % of its size)."""
-        return self.quantiles(share)[0]
+        return self.quantiles(fraction)[0]
 
-    def quantiles(self, *shares: float) -> list[float]:
+    def quantiles(self, *fractions: float) -> list[float]:
         """The quantile of each share."""
         edges, counts = (part.numpy() for part in self.bins())
         used = counts.nonzero()[0]
         if len(used) == 0:
-            return [math.nan] * len(shares)
+            return [math.nan] * len(fractions)
         reached = counts[used].cumsum()
-        places = used[np.searchsorted(reached, np.multiply(shares, reached[-1])).clip(max=len(used) - 1)]
+        places = used[np.searchsorted(reached, np.multiply(fractions, reached[-1])).clip(max=len(used) - 1)]
         low, high = edges[places], edges[places + 1]
         # the bins at zero end below the smallest number that float32 keeps precise
         middles = np.where((low == 0) | (high == 0), 0.0, (low + high) / 2).tolist()
-        return [math.exp(min(middle, 700.0)) for middle in middles] if self.log else middles
+        return [math.exp(min(middle, 700.0)) for middle in middles] if self.values_are_logs else middles
 
     def bins(self) -> tuple[Tensor, Tensor]:
         """Increasing edges [n + 1] and the counts [n] between them."""
-        edges, order = _bins()
+        edges, order = _bin_edges_and_order()
         return edges, self.counts.index_select(0, order)
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(self.counts + other.counts, self.log)
+        return type(self)(self.counts + other.counts, self.values_are_logs)
 
 
-Measure = Metric | Derived | Histogram
+MetricValue = Metric | DerivedMetric | Histogram
 """A metric: the first two have a `mean`, a histogram has a `median` and quantiles."""
 
 
 @cache
-def _bins() -> tuple[Tensor, Tensor]:
+def _bin_edges_and_order() -> tuple[Tensor, Tensor]:
     """The edges of all bins up to infinity, and the bin between each two, in increasing order of value."""
-    half = BINS // 2
-    magnitudes = (torch.arange(half + 1, dtype=torch.int64) << BITS).to(torch.int32).view(torch.float32)
-    magnitudes = magnitudes[: (0x7F800000 >> BITS) + 1]  # the bins from infinity on stay empty
+    half = NUM_BINS // 2
+    magnitudes = (torch.arange(half + 1, dtype=torch.int64) << IGNORED_BITS).to(torch.int32).view(torch.float32)
+    magnitudes = magnitudes[: (0x7F800000 >> IGNORED_BITS) + 1]  # the bins from infinity on stay empty
     place = torch.arange(len(magnitudes) - 1)
     # the integer of a negative float grows with its size, so its bins run away from zero
     return torch.cat([-magnitudes.flip(0), magnitudes[1:]]), torch.cat([place.flip(0), half + place])
 
 
 @dataclass(frozen=True)
-class Metrics(Mapping[str, Measure]):
+class Metrics(Mapping[str, MetricValue]):
     """A step's metrics by name. A name ending in `/staleness=s` is about the tokens that are s versions old."""
 
-    values_by_name: dict[str, Measure] = field(default_factory=dict)
+    values_by_name: dict[str, MetricValue] = field(default_factory=dict)
     dropped_tokens: Counter[int] = field(default_factory=Counter)
     """How often each token id was refused by a gate."""
 
-    def __getitem__(self, name: str) -> Measure:
+    def __getitem__(self, name: str) -> MetricValue:
         return self.values_by_name[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from keel.errors import BatchError
-from keel.objectives import Composition, ObjectiveSettings, Weight, resolve_objective
-from keel.signal.active_tokens import View, apply_bits_, ratio, staying_bits
-from keel.signal.cpu_ops import above
-from keel.signal.gates import NOT_TRAINABLE, OTHER_ROLE, UNUSABLE, Decision, reason_names
-from keel.signal.loss_terms import Term, by_sign, penalty_term, policy_term
+from keel.objectives import Composition, ObjectiveSettings, ImportanceWeight, resolve_objective
+from keel.signal.active_tokens import ActiveTokens, apply_bitmask_, ratio, keep_bitmask
+from keel.signal.cpu_ops import greater_than
+from keel.signal.gates import NOT_TRAINABLE, OTHER_ROLE, INVALID_LOGPROB, GateResult, reason_names
+from keel.signal.loss_terms import LossTerm, where_positive, penalty_term, policy_term
 from keel.signal.metrics import Metrics
-from keel.signal.segments import Table
-from keel.signal.step_metrics import Outcome, measure
-from keel.signal.step_totals import Gather, Totals, kept_here, totals_of
+from keel.signal.segments import SequenceTable
+from keel.signal.step_metrics import Evaluated, compute_metrics
+from keel.signal.step_totals import Gather, StepTotals, kept_tokens_by_sequence, compute_totals
 from keel.signal.token_batch import TokenBatch
 
 
@@ -65,32 +65,32 @@ class Objective:
         """Whether each token's gradient, up to one step-wide factor, follows from that token alone."""
         return self.composition.token_local
 
-    def totals(self, batches: Sequence[TokenBatch], gather: Gather | None = None) -> Totals:
+    def totals(self, batches: Sequence[TokenBatch], gather: Gather | None = None) -> StepTotals:
         """The step-wide centre, thresholds and denominators of these micro-batches.
 
         On several ranks, `gather` takes this rank's part of a sum and returns the parts of all ranks (for example by
         `torch.distributed.all_gather_object`); it is called the same number of times on each.
         """
         with torch.no_grad():
-            views = [View(batch, self.composition) for batch in batches]
-            return totals_of(self.composition, views, gather)
+            views = [ActiveTokens(batch, self.composition) for batch in batches]
+            return compute_totals(self.composition, views, gather)
 
-    def __call__(self, batch: TokenBatch, totals: Totals | None = None) -> "Result":
+    def __call__(self, batch: TokenBatch, totals: StepTotals | None = None) -> "ObjectiveResult":
         """The loss of a batch: as a whole step, or as the part that it is of the step with these totals."""
         with torch.no_grad():
-            view = View(batch, self.composition)
+            view = ActiveTokens(batch, self.composition)
             if totals is None:
-                totals = totals_of(self.composition, [view])
+                totals = compute_totals(self.composition, [view])
             elif totals.composition != self.composition:
                 raise BatchError(f"the totals are of another objective than {self!r}: make them with its own totals()")
             elif self.composition.proximal == "interpolated":
                 view.interpolate_proximal(totals.trainer_version)
             outcome = _evaluate(view, totals)
-        loss: Tensor = _Loss.apply(batch.logprobs, outcome.loss, outcome.gradient, view.index)  # type: ignore[no-untyped-call]
-        return Result(loss, self, view, totals, outcome)
+        loss: Tensor = _PrecomputedGradientLoss.apply(batch.logprobs, outcome.loss, outcome.gradient, view.index)  # type: ignore[no-untyped-call]
+        return ObjectiveResult(loss, self, view, totals, outcome)
 
 
-class _Loss(torch.autograd.Function):
+class _PrecomputedGradientLoss(torch.autograd.Function):
     """A loss whose gradient with respect to the log-probs is already known."""
 
     @staticmethod
@@ -101,39 +101,39 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         gradient, index = ctx.saved_tensors
-        return _place((gradient * outer).to(ctx.dtype), index, ctx.size), None, None, None
+        return _scatter_to_batch((gradient * grad_output).to(ctx.dtype), index, ctx.size), None, None, None
 
 
-def _place(values: Tensor, index: Tensor | None, size: int, rest: int = 0) -> Tensor:
+def _scatter_to_batch(values: Tensor, index: Tensor | None, size: int, fill_value: int = 0) -> Tensor:
     """Values of selected tokens back at their positions, and `rest` elsewhere."""
     if index is None:
         return values
-    return torch.full((size,), rest, dtype=values.dtype, device=values.device).index_copy_(0, index, values)
+    return torch.full((size,), fill_value, dtype=values.dtype, device=values.device).index_copy_(0, index, values)
 
 
 @dataclass(frozen=True, eq=False)
-class Result:
+class ObjectiveResult:
     """What an objective made of a batch."""
 
     loss: Float[Tensor, ""]
     """This batch's part of the step's loss; differentiable through `batch.logprobs`."""
     objective: Objective
-    _view: View
-    totals: Totals
-    _outcome: Outcome
+    _view: ActiveTokens
+    totals: StepTotals
+    _evaluated: Evaluated
 
     @cached_property
     def reasons(self) -> UInt8[Tensor, "T"]:
         """Why each token trains or not; `objective.reasons` names the numbers."""
         view, size = self._view, len(self._view.batch)
-        reasons = _place(self._outcome.decision.reasons, view.index, size, UNUSABLE)
+        reasons = _scatter_to_batch(self._evaluated.decision.reasons, view.index, size, INVALID_LOGPROB)
         if view.index is not None:
             others = torch.ones(size, dtype=torch.bool, device=reasons.device)
-            if view.member_index is None:
+            if view.trainable_index is None:
                 return reasons
-            others[view.member_index] = False
+            others[view.trainable_index] = False
             reasons.masked_fill_(others, OTHER_ROLE)
             reasons.masked_fill_(~view.batch.trainable, NOT_TRAINABLE)
         return reasons
@@ -146,55 +146,55 @@ class Result:
     @cached_property
     def gradient(self) -> Float[Tensor, "T"]:
         """d loss / d logprobs, without a backward pass."""
-        return _place(self._outcome.gradient, self._view.index, len(self._view.batch))
+        return _scatter_to_batch(self._evaluated.gradient, self._view.index, len(self._view.batch))
 
     @property
     def terms(self) -> dict[str, Tensor]:
         """The loss by term, without gradient: "policy", and each penalty by what it is on."""
-        return dict(self._outcome.sizes)
+        return dict(self._evaluated.term_losses)
 
     @property
     def kept_tokens(self) -> int:
         """How many tokens of this batch train. When it is 0 over a step, the optimizer must not step."""
-        return len(self._view) - self._outcome.decision.refused
+        return len(self._view) - self._evaluated.decision.num_dropped
 
     @cached_property
     def metrics(self) -> Metrics:
         """The accounts of this batch, each a (sum, count) pair; computed when asked for."""
         with torch.no_grad():
-            return measure(self._view, self.totals, self._outcome)
+            return compute_metrics(self._view, self.totals, self._evaluated)
 
 
-def _evaluate(view: View, totals: Totals) -> Outcome:
+def _evaluate(view: ActiveTokens, totals: StepTotals) -> Evaluated:
     """Advantage, gates, policy term, penalties, reduction: one batch of a step."""
     composition = totals.composition
-    if view.decided is None:
+    if view.cached_decision is None:
         advantage = totals.advantage(view)
-        view.decided = advantage, totals.decide(view, advantage)
-    advantage, decision = view.decided
-    rows = totals.rows(view)
-    scale = _scale(totals, rows, view.dtype)
+        view.cached_decision = advantage, totals.apply_gates(view, advantage)
+    advantage, decision = view.cached_decision
+    rows = totals.rows_of_view(view)
+    scale = _token_scale(totals, rows, view.dtype)
     by_sequence = composition.policy.level == "sequence"
     if by_sequence:
-        term, loss = _sequence_policy(view, totals, advantage, decision, rows, scale)
+        term, loss = _sequence_policy_term(view, totals, advantage, decision, rows, scale)
     if isinstance(scale, Tensor) and (composition.penalties or not by_sequence):
-        scale = view.segments.spread(scale)
+        scale = view.segments.expand(scale)
     if not by_sequence:
-        term, loss = _token_policy(view, totals, advantage, decision, rows, scale)
-    gradient, sizes = term.slope, {"policy": loss}
+        term, loss = _token_policy_term(view, totals, advantage, decision, rows, scale)
+    gradient, sizes = term.grad, {"policy": loss}
     for penalty in composition.penalties:
         drift = penalty_term(penalty, view)
         if penalty.scope == "kept":
-            drift = Term(decision.clear_(drift.value), decision.clear_(drift.slope))
-        size, name = _sum(drift.value, scale), f"{penalty.on} {penalty.of}"
+            drift = LossTerm(decision.zero_dropped_(drift.value), decision.zero_dropped_(drift.grad))
+        size, name = _scaled_sum(drift.value, scale), f"{penalty.on} {penalty.of}"
         sizes[name] = sizes[name] + size if name in sizes else size
         loss = loss + size
-        gradient.add_(drift.slope.mul_(scale))
+        gradient.add_(drift.grad.mul_(scale))
     clipped_sequences = by_sequence and composition.policy.token_clip is None
-    return Outcome(loss, gradient, decision, advantage, term.clipped, clipped_sequences, sizes)
+    return Evaluated(loss, gradient, decision, advantage, term.clipped, clipped_sequences, sizes)
 
 
-def _scale(totals: Totals, rows: Table | None, dtype: torch.dtype) -> Tensor | float:
+def _token_scale(totals: StepTotals, rows: SequenceTable | None, dtype: torch.dtype) -> Tensor | float:
     """What multiplies each token's terms: one number, or one per sequence when each divides by its own length."""
     reduction = totals.composition.reduction
     if reduction.over != "sequences":
@@ -204,13 +204,13 @@ def _scale(totals: Totals, rows: Table | None, dtype: torch.dtype) -> Tensor | f
     return (1.0 / totals.denominator()) / lengths.to(dtype)
 
 
-def _sum(values: Tensor, scale: Tensor | float) -> Tensor:
+def _scaled_sum(values: Tensor, scale: Tensor | float) -> Tensor:
     return torch.dot(values, scale) if isinstance(scale, Tensor) else values.sum() * scale
 
 
-def _token_policy(
-    view: View, totals: Totals, advantage: Tensor, decision: Decision, rows: Table | None, scale: Tensor | float
-) -> tuple[Term, Tensor]:
+def _token_policy_term(
+    view: ActiveTokens, totals: StepTotals, advantage: Tensor, decision: GateResult, rows: SequenceTable | None, scale: Tensor | float
+) -> tuple[LossTerm, Tensor]:
     """The policy term of each token, its slope scaled, and its part of the loss."""
     policy = totals.composition.policy
     log_ratio = None
@@ -218,18 +218,18 @@ def _token_policy(
         log_ratio = view.log_ratio(f"policy/{policy.anchor}")
     term = policy_term(policy, log_ratio, view.logprob("policy"), advantage)
     for weight in totals.composition.weights:
-        term = term.times(_factor(weight, view, advantage, rows))
-    decision.clear_(term.slope)
-    if term.value is not term.slope:
-        decision.clear_(term.value)
-    loss = _sum(term.value, scale) * term.sign
-    term.slope.mul_(scale if term.sign == 1 else scale * term.sign)
+        term = term.scaled(_token_weight(weight, view, advantage, rows))
+    decision.zero_dropped_(term.grad)
+    if term.value is not term.grad:
+        decision.zero_dropped_(term.value)
+    loss = _scaled_sum(term.value, scale) * term.sign
+    term.grad.mul_(scale if term.sign == 1 else scale * term.sign)
     return term, loss
 
 
-def _sequence_policy(
-    view: View, totals: Totals, advantage: Tensor, decision: Decision, rows: Table | None, scale: Tensor | float
-) -> tuple[Term, Tensor]:
+def _sequence_policy_term(
+    view: ActiveTokens, totals: StepTotals, advantage: Tensor, decision: GateResult, rows: SequenceTable | None, scale: Tensor | float
+) -> tuple[LossTerm, Tensor]:
     """The policy term of each sequence: the same for all of its kept tokens, so only the slope is ever spread."""
     assert rows is not None
     policy = totals.composition.policy
@@ -237,43 +237,43 @@ def _sequence_policy(
     log_ratio = rows["kept log-ratio"] / kept
     term = policy_term(policy, log_ratio, view.logprob("policy"), rows["kept advantage"] / kept)
     for weight in totals.composition.weights:
-        term = term.times(_row_factor(weight, rows))
+        term = term.scaled(_sequence_weight(weight, rows))
     scale = scale * term.sign
-    loss = (term.value * scale * kept_here(view, decision)).sum()
-    slope = decision.clear_(view.segments.spread(term.slope * scale))
+    loss = (term.value * scale * kept_tokens_by_sequence(view, decision)).sum()
+    slope = decision.zero_dropped_(view.segments.expand(term.grad * scale))
     clipped = term.clipped
     if policy.token_clip is not None:
-        pushed = by_sign(advantage, 1.0, -1.0).mul_(view.log_ratio(f"policy/{policy.anchor}"))
-        stopped = above(pushed, policy.token_clip)
-        apply_bits_(slope, staying_bits(stopped, slope.dtype))
-        clipped = stopped if clipped is None else stopped | view.segments.spread(clipped)
-    return Term(term.value, slope, clipped), loss
+        pushed = where_positive(advantage, 1.0, -1.0).mul_(view.log_ratio(f"policy/{policy.anchor}"))
+        stopped = greater_than(pushed, policy.token_clip)
+        apply_bitmask_(slope, keep_bitmask(stopped, slope.dtype))
+        clipped = stopped if clipped is None else stopped | view.segments.expand(clipped)
+    return LossTerm(term.value, slope, clipped), loss
 
 
-def _factor(weight: Weight, view: View, advantage: Tensor, rows: Table | None) -> Tensor:
+def _token_weight(weight: ImportanceWeight, view: ActiveTokens, advantage: Tensor, rows: SequenceTable | None) -> Tensor:
     """A weight for each token. It carries no gradient."""
     if weight.level == "token":
-        return _shape(weight, view.log_ratio(weight.of), advantage)
+        return _weight_from_log_ratio(weight, view.log_ratio(weight.of), advantage)
     assert rows is not None
-    return view.segments.spread(_row_factor(weight, rows))
+    return view.segments.expand(_sequence_weight(weight, rows))
 
 
-def _row_factor(weight: Weight, rows: Table) -> Tensor:
+def _sequence_weight(weight: ImportanceWeight, rows: SequenceTable) -> Tensor:
     """A weight for each sequence."""
     log_ratio = rows[f"sum {weight.of}"]
     if weight.level == "geometric":
         log_ratio = log_ratio / rows["usable"].clamp(min=1)
-    return _shape(weight, log_ratio, rows["sum advantage"])
+    return _weight_from_log_ratio(weight, log_ratio, rows["sum advantage"])
 
 
-def _shape(weight: Weight, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+def _weight_from_log_ratio(weight: ImportanceWeight, log_ratio: Tensor, advantage: Tensor) -> Tensor:
     """From a log-ratio to the weight that it gives."""
     factor = ratio(log_ratio)
     if weight.kernel == "gamma":
         assert weight.k_positive and weight.k_negative
         assert weight.rate_positive is not None and weight.rate_negative is not None
-        power = by_sign(advantage, weight.k_positive, weight.k_negative)
-        decay = by_sign(advantage, weight.rate_positive, weight.rate_negative)
+        power = where_positive(advantage, weight.k_positive, weight.k_negative)
+        decay = where_positive(advantage, weight.rate_positive, weight.rate_negative)
         factor = ratio(power * log_ratio + decay * (1 - factor))
     if weight.low is not None or weight.high is not None:
         factor = factor.clamp(weight.low, weight.high)

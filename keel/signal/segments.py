@@ -26,10 +26,10 @@ class Segments:
         if 4 * len(runs) <= self._size:
             ids, self._lengths, self._starts = runs, lengths, lengths.cumsum(0) - lengths
         self.ids: Int[Tensor, "rows"] = ids.long()
-        self._row: Int[Tensor, "runs or n"] | None = None
+        self._row_index: Int[Tensor, "runs or n"] | None = None
         """The row of each run, or of each entry; None when the runs are the rows."""
         if self._lengths is None or (len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all())):
-            self.ids, self._row = torch.unique(self.ids, return_inverse=True)
+            self.ids, self._row_index = torch.unique(self.ids, return_inverse=True)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -40,20 +40,20 @@ class Segments:
             values = values.float()
         if self._lengths is not None:
             values = sum_runs(values, self._starts, self._lengths)
-        return values if self._row is None else values.new_zeros(len(self)).index_add_(0, self._row, values)
+        return values if self._row_index is None else values.new_zeros(len(self)).index_add_(0, self._row_index, values)
 
     def count(self) -> Int[Tensor, "rows"]:
         """The number of entries in each row."""
         if self._lengths is None:
-            return torch.bincount(cast(Tensor, self._row), minlength=len(self))
-        if self._row is None:
+            return torch.bincount(cast(Tensor, self._row_index), minlength=len(self))
+        if self._row_index is None:
             return self._lengths
-        return self._lengths.new_zeros(len(self)).index_add_(0, self._row, self._lengths)
+        return self._lengths.new_zeros(len(self)).index_add_(0, self._row_index, self._lengths)
 
-    def spread(self, rows: Tensor) -> Tensor:
+    def expand(self, rows: Tensor) -> Tensor:
         """Each entry's row value."""
-        if self._row is not None:
-            rows = rows[self._row]
+        if self._row_index is not None:
+            rows = rows[self._row_index]
         return rows if self._lengths is None else repeat_runs(rows, self._lengths, self._size)
 
     def max(self, values: Tensor) -> Tensor:
@@ -61,25 +61,25 @@ class Segments:
         if self._lengths is not None:
             largest = torch.segment_reduce(values.double(), "max", lengths=self._lengths, unsafe=True)
             values = largest.to(values.dtype)
-        if self._row is None:
+        if self._row_index is None:
             return values
-        return values.new_zeros(len(self)).scatter_reduce_(0, self._row, values, "amax", include_self=False)
+        return values.new_zeros(len(self)).scatter_reduce_(0, self._row_index, values, "amax", include_self=False)
 
-    def in_order(self) -> Int[Tensor, "n"] | None:
+    def positions_by_row(self) -> Int[Tensor, "n"] | None:
         """The positions of all entries, row after row; None when that is how they stand."""
-        return None if self._row is None else self._entries(self._row.argsort(stable=True))
+        return None if self._row_index is None else self._run_entries(self._row_index.argsort(stable=True))
 
-    def _entries(self, places: Int[Tensor, "m"]) -> Int[Tensor, "m"]:
+    def _run_entries(self, run_indices: Int[Tensor, "m"]) -> Int[Tensor, "m"]:
         """The positions of the entries of these runs, run after run."""
         if self._lengths is None:
-            return places
-        lengths = self._lengths[places]
+            return run_indices
+        lengths = self._lengths[run_indices]
         size = int(lengths.sum())
-        shift = self._starts[places] - (lengths.cumsum(0) - lengths)
+        shift = self._starts[run_indices] - (lengths.cumsum(0) - lengths)
         return repeat_runs(shift, lengths, size) + torch.arange(size, device=shift.device)
 
 
-class Table:
+class SequenceTable:
     """Columns of per-id sums, in increasing order of id, that can be added across batches and ranks."""
 
     def __init__(self, ids: Int[Tensor, "rows"], columns: dict[str, Tensor]) -> None:
@@ -90,12 +90,12 @@ class Table:
         return self.columns[name]
 
     @staticmethod
-    def merge(tables: list["Table"]) -> "Table":
+    def merge(tables: list["SequenceTable"]) -> "SequenceTable":
         """One table over the union of ids; a column that a table lacks counts as zero there."""
         if len(tables) == 1:
             return tables[0]
         if not tables:
-            return Table(torch.zeros(0, dtype=torch.int64), {})
+            return SequenceTable(torch.zeros(0, dtype=torch.int64), {})
         ids, row = torch.unique(torch.cat([table.ids for table in tables]), return_inverse=True)
         rows = row.split([len(table.ids) for table in tables])
         columns: dict[str, Tensor] = {}
@@ -104,9 +104,9 @@ class Table:
                 if name not in columns:
                     columns[name] = values.new_zeros(len(ids))
                 columns[name].index_add_(0, place, values)
-        return Table(ids, columns)
+        return SequenceTable(ids, columns)
 
-    def rows_of(self, ids: Int[Tensor, "rows"]) -> "Table":
+    def select_rows(self, ids: Int[Tensor, "rows"]) -> "SequenceTable":
         """The rows with these ids, in their order. All of them must be present."""
         if ids is self.ids:
             return self
@@ -116,4 +116,4 @@ class Table:
         if not bool(found.all()):
             stranger = int(ids[~found][0])
             raise BatchError(f"batch.sequence holds {stranger}, which is not in the totals: they are of other batches")
-        return Table(ids, {name: values[place] for name, values in self.columns.items()})
+        return SequenceTable(ids, {name: values[place] for name, values in self.columns.items()})

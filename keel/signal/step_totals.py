@@ -15,90 +15,90 @@ from torch import Tensor
 
 from keel.errors import BatchError, SignalRefused
 from keel.objectives import Composition
-from keel.signal.active_tokens import View
+from keel.signal.active_tokens import ActiveTokens
 from keel.signal.gates import (
-    Decision,
-    decide,
+    GateResult,
+    apply_gates,
     sequence_columns,
     step_threshold,
     sum_sequences,
-    token_sides,
+    token_violations,
     token_values,
 )
-from keel.signal.segments import Table
+from keel.signal.segments import SequenceTable
 
 Gather = Callable[[Any], list[Any]]
 """Takes this rank's part and returns the parts of all ranks."""
 
 
 @dataclass
-class Totals:
+class StepTotals:
     """The step as a whole."""
 
     composition: Composition
-    members: int = 0
+    num_trainable: int = 0
     """N: trainable tokens of the objective's roles, dropped and unusable ones included."""
-    unusable: int = 0
+    num_invalid_logprobs: int = 0
     trainer_version: int | None = None
-    centre: float = 0.0
+    kl_mean: float = 0.0
     """Mean of k over the step."""
-    table: Table | None = None
+    sequence_table: SequenceTable | None = None
     """Sums by sequence, when any part needs them."""
     thresholds: dict[int, float] = field(default_factory=dict)
-    kept: int | None = None
+    num_kept: int | None = None
     """Tokens that survived every gate, when that divides."""
 
-    def advantage(self, view: View) -> Float[Tensor, "n"]:
+    def advantage(self, view: ActiveTokens) -> Float[Tensor, "n"]:
         """The advantage that every part uses: adv_tau * (A + kl_penalty) + teacher_tau * (h - l)."""
         composition = self.composition
         advantage = view.advantages
         if composition.kl_penalty_coef:
-            advantage = advantage + (self.centre - drift(view)) * composition.kl_penalty_coef
+            advantage = advantage + (self.kl_mean - reference_log_ratio(view)) * composition.kl_penalty_coef
         if composition.adv_tau != 1:
             advantage = advantage * composition.adv_tau
         if composition.teacher_tau:
             advantage = advantage + (view.logprob("teacher") - view.logprob("policy")) * composition.teacher_tau
         return advantage
 
-    def rows(self, view: View) -> Table | None:
+    def rows_of_view(self, view: ActiveTokens) -> SequenceTable | None:
         """The table's rows of the view's sequences."""
-        return None if self.table is None else self.table.rows_of(view.segments.ids)
+        return None if self.sequence_table is None else self.sequence_table.select_rows(view.segments.ids)
 
-    def decide(self, view: View, advantage: Float[Tensor, "n"]) -> Decision:
-        table = self.rows(view) if any(gate.scope == "sequence" for gate in self.composition.gates) else None
-        return decide(self.composition.gates, view, advantage, table, self.thresholds)
+    def apply_gates(self, view: ActiveTokens, advantage: Float[Tensor, "n"]) -> GateResult:
+        table = self.rows_of_view(view) if any(gate.scope == "sequence" for gate in self.composition.gates) else None
+        return apply_gates(self.composition.gates, view, advantage, table, self.thresholds)
 
     def denominator(self) -> float:
         """What divides every token, apart from its sequence's length under reduction over sequences."""
         reduction = self.composition.reduction
         if reduction.over == "tokens":
-            divisor = float(self.members if self.kept is None else self.kept)
+            divisor = float(self.num_trainable if self.num_kept is None else self.num_kept)
         else:
-            assert self.table is not None
-            counts = self.table.columns.get("members" if reduction.divide_by == "members" else "kept")
+            assert self.sequence_table is not None
+            counts = self.sequence_table.columns.get("members" if reduction.divide_by == "members" else "kept")
             sequences = 0.0 if counts is None else float((counts > 0).sum())  # no column: a step without any batch
             divisor = sequences * (reduction.length or 1.0)
         return max(divisor, 1.0)
 
 
-def drift(view: View) -> Float[Tensor, "n"]:
+def reference_log_ratio(view: ActiveTokens) -> Float[Tensor, "n"]:
     """k, the token's log-prob above the reference: of the policy, or of the sampler."""
     source = "sampler" if view.composition.kl_penalty_source == "sampled" else "policy"
     return view.logprob(source) - view.logprob("reference")
 
 
-def totals_of(composition: Composition, views: Sequence[View], gather: Gather | None = None) -> Totals:
+def compute_totals(composition: Composition, views: Sequence[ActiveTokens], gather: Gather | None = None) -> StepTotals:
     """The totals of a step whose batches on this rank are `views`."""
     gather = gather or (lambda part: [part])
-    totals = Totals(composition)
-    _count(totals, views, gather)
+    totals = StepTotals(composition)
+    _count_tokens(totals, views, gather)
     if composition.proximal == "interpolated":
         for view in views:
             view.interpolate_proximal(totals.trainer_version)
-    columns = _gate_columns(composition)
+    columns = _required_columns(composition)
     if columns:
-        tables = [_sums(totals, view, columns) for view in views]
-        totals.table = Table.merge(gather(Table.merge(tables)))
+        tables = [_sequence_sums(totals, view, columns) for view in views]
+        totals.sequence_table = SequenceTable.merge(gather(SequenceTable.merge(tables)))
     for position, gate in enumerate(composition.gates):
         if gate.scope == "step":
             assert gate.high is not None
@@ -108,29 +108,29 @@ def totals_of(composition: Composition, views: Sequence[View], gather: Gather | 
     return totals
 
 
-def _count(totals: Totals, views: Sequence[View], gather: Gather) -> None:
+def _count_tokens(totals: StepTotals, views: Sequence[ActiveTokens], gather: Gather) -> None:
     kl_sum = 0.0
     if totals.composition.kl_penalty_coef:
-        kl_sum = sum(float(drift(view).sum(dtype=torch.float64)) for view in views)
-    newest = [view.newest for view in views if view.newest is not None]
+        kl_sum = sum(float(reference_log_ratio(view).sum(dtype=torch.float64)) for view in views)
+    newest = [view.newest_version for view in views if view.newest_version is not None]
     declared = {view.batch.trainer_version for view in views if view.batch.trainer_version is not None}
-    parts = gather((sum(v.members for v in views), sum(v.unusable for v in views), kl_sum, newest, declared))
-    totals.members = sum(part[0] for part in parts)
-    totals.unusable = sum(part[1] for part in parts)
-    totals.centre = sum(part[2] for part in parts) / max(totals.members - totals.unusable, 1)
+    parts = gather((sum(v.num_trainable for v in views), sum(v.num_invalid_logprobs for v in views), kl_sum, newest, declared))
+    totals.num_trainable = sum(part[0] for part in parts)
+    totals.num_invalid_logprobs = sum(part[1] for part in parts)
+    totals.kl_mean = sum(part[2] for part in parts) / max(totals.num_trainable - totals.num_invalid_logprobs, 1)
     declared = set().union(*(part[4] for part in parts))
     if len(declared) > 1:
         raise BatchError(f"batch.trainer_version differs within the step: {sorted(declared)}")
     totals.trainer_version = max(declared or {version for part in parts for version in part[3]}, default=None)
-    share = totals.unusable / max(totals.members, 1)
+    share = totals.num_invalid_logprobs / max(totals.num_trainable, 1)
     if share > totals.composition.max_unusable_share:
         raise SignalRefused(
-            f"batch.sampler_logprobs is NaN or infinite on {totals.unusable} of {totals.members} trainable tokens;"
+            f"batch.sampler_logprobs is NaN or infinite on {totals.num_invalid_logprobs} of {totals.num_trainable} trainable tokens;"
             f" that is more than objective.max_unusable_share = {totals.composition.max_unusable_share}"
         )
 
 
-def _gate_columns(composition: Composition) -> set[str]:
+def _required_columns(composition: Composition) -> set[str]:
     """The per-sequence sums that the gates, weights and reduction need before anything is decided."""
     columns = set()
     for position, gate in enumerate(composition.gates):
@@ -149,7 +149,7 @@ def _gate_columns(composition: Composition) -> set[str]:
     return columns
 
 
-def _sums(totals: Totals, view: View, columns: set[str]) -> Table:
+def _sequence_sums(totals: StepTotals, view: ActiveTokens, columns: set[str]) -> SequenceTable:
     """One view's part of the table."""
     segments = view.segments
     sums: dict[str, Tensor] = {}
@@ -164,19 +164,19 @@ def _sums(totals: Totals, view: View, columns: set[str]) -> Table:
         if gate.statistic.sequence is not None:
             sums |= sum_sequences(gate, view)
         if f"low {position}" in columns:
-            for name, side in zip(("low", "high"), token_sides(gate, view), strict=True):
+            for name, side in zip(("low", "high"), token_violations(gate, view), strict=True):
                 zeros = torch.zeros(len(segments), device=segments.ids.device)
                 sums[f"{name} {position}"] = zeros if side is None else segments.sum(side)
-    table = Table(segments.ids, sums)
+    table = SequenceTable(segments.ids, sums)
     if "members" not in columns:
         return table
-    members = Table(view.member_segments.ids, {"members": view.member_segments.count()})
-    if view.unusable:
-        return Table.merge([members, table])
-    return Table(table.ids, table.columns | members.columns)
+    members = SequenceTable(view.trainable_segments.ids, {"members": view.trainable_segments.count()})
+    if view.num_invalid_logprobs:
+        return SequenceTable.merge([members, table])
+    return SequenceTable(table.ids, table.columns | members.columns)
 
 
-def _count_kept(totals: Totals, views: Sequence[View], gather: Gather) -> None:
+def _count_kept(totals: StepTotals, views: Sequence[ActiveTokens], gather: Gather) -> None:
     """After the gates: survivors that divide, and the ratios of sequence-level policy terms."""
     composition = totals.composition
     by_sequence = composition.policy.level == "sequence" or composition.reduction.over != "tokens"
@@ -185,42 +185,42 @@ def _count_kept(totals: Totals, views: Sequence[View], gather: Gather) -> None:
     tables, kept = [], 0
     for view in views:
         advantage = totals.advantage(view)
-        decision = totals.decide(view, advantage)
-        view.decided = (advantage, decision)
-        kept += len(view) - decision.refused
+        decision = totals.apply_gates(view, advantage)
+        view.cached_decision = (advantage, decision)
+        kept += len(view) - decision.num_dropped
         if by_sequence:
-            tables.append(_kept_sums(totals, view, advantage, decision))
+            tables.append(_kept_sequence_sums(totals, view, advantage, decision))
     if composition.reduction.divide_by == "kept":
-        totals.kept = sum(gather(kept))
+        totals.num_kept = sum(gather(kept))
     if by_sequence:
-        survivors = Table.merge(gather(Table.merge(tables)))
-        totals.table = survivors if totals.table is None else _join(totals.table, survivors)
+        survivors = SequenceTable.merge(gather(SequenceTable.merge(tables)))
+        totals.sequence_table = survivors if totals.sequence_table is None else _join_columns(totals.sequence_table, survivors)
 
 
-def _kept_sums(totals: Totals, view: View, advantage: Tensor, decision: Decision) -> Table:
+def _kept_sequence_sums(totals: StepTotals, view: ActiveTokens, advantage: Tensor, decision: GateResult) -> SequenceTable:
     segments, policy = view.segments, totals.composition.policy
-    columns = {"kept": kept_here(view, decision)}
+    columns = {"kept": kept_tokens_by_sequence(view, decision)}
     if policy.level == "sequence":
         log_ratio = view.log_ratio(f"policy/{policy.anchor}")
         if policy.token_clip is not None:
-            log_ratio = clip_tokens(log_ratio, advantage, policy.token_clip)
+            log_ratio = clip_log_ratios(log_ratio, advantage, policy.token_clip)
         if decision.counts:
-            log_ratio, advantage = decision.clear_(log_ratio.clone()), decision.clear_(advantage.clone())
+            log_ratio, advantage = decision.zero_dropped_(log_ratio.clone()), decision.zero_dropped_(advantage.clone())
         columns |= {"kept log-ratio": segments.sum(log_ratio), "kept advantage": segments.sum(advantage)}
-    return Table(segments.ids, columns)
+    return SequenceTable(segments.ids, columns)
 
 
-def kept_here(view: View, decision: Decision) -> Int[Tensor, "rows"]:
+def kept_tokens_by_sequence(view: ActiveTokens, decision: GateResult) -> Int[Tensor, "rows"]:
     """How many tokens of each of the view's sequences survived the gates."""
     dropped = decision.dropped
     return view.segments.count() if dropped is None else view.segments.sum(~dropped).long()
 
 
-def clip_tokens(log_ratio: Tensor, advantage: Tensor, bound: float) -> Tensor:
+def clip_log_ratios(log_ratio: Tensor, advantage: Tensor, bound: float) -> Tensor:
     """Token log-ratios, clipped on the side that the advantage pushes to."""
     up = advantage > 0
     return torch.where(up, log_ratio.clamp(max=bound), log_ratio.clamp(min=-bound))
 
 
-def _join(first: Table, second: Table) -> Table:
-    return Table(first.ids, first.columns | second.columns) if first.ids is second.ids else Table.merge([first, second])
+def _join_columns(first: SequenceTable, second: SequenceTable) -> SequenceTable:
+    return SequenceTable(first.ids, first.columns | second.columns) if first.ids is second.ids else SequenceTable.merge([first, second])

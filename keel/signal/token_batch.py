@@ -64,13 +64,13 @@ class TokenBatch:
             if getattr(self, name) is None:
                 raise BatchError(f"batch.{name} is missing")
         for name, value in self.tensors().items():
-            self._check(name, value)
+            self._check_tensor(name, value)
         if self.trainable.dtype != torch.bool:
             object.__setattr__(self, "trainable", _as_mask(self.trainable))
         if self.trainer_version is not None and self.version is None:
             raise BatchError(f"batch.trainer_version = {self.trainer_version} needs batch.version")
 
-    def _check(self, name: str, value: Any) -> None:
+    def _check_tensor(self, name: str, value: Any) -> None:
         if not isinstance(value, Tensor):
             raise BatchError(f"batch.{name} is a {type(value).__name__}; it must be a torch tensor")
         if value.shape != self.logprobs.shape or value.dim() != 1:

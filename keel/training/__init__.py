@@ -6,25 +6,25 @@ and reads references. It knows nothing of environments, engines or the loop that
 
 from keel.training.model.checkpoint import Checkpoints
 from keel.training.model.model import Model, load_model
-from keel.training.model.references import References, prepare
+from keel.training.model.references import References, load_references
 from keel.training.step.forward import Forward
-from keel.training.step.lm_head import Head, logprobs
-from keel.training.step.sample import Sample, Tokens
-from keel.training.step.step_report import StepReport, TokenAccount
+from keel.training.step.lm_head import LMHead, logprobs
+from keel.training.step.sample import Sample, TrainableTokens
+from keel.training.step.step_report import StepReport, TokenReport
 from keel.training.step.trainer import Trainer
 
 __all__ = [
     "Checkpoints",
     "Forward",
-    "Head",
+    "LMHead",
     "Model",
     "References",
     "Sample",
     "StepReport",
-    "TokenAccount",
-    "Tokens",
+    "TokenReport",
+    "TrainableTokens",
     "Trainer",
     "load_model",
     "logprobs",
-    "prepare",
+    "load_references",
 ]

@@ -349,7 +349,7 @@ def test_references_leave_nothing_behind_in_the_trained_network(tmp_path: Path) 
         async with keel.LocalBackend(path=tmp_path) as backend:
             model = agent(lora=LORA)
             await backend.register(model)
-            policy = backend._of(model).learner.model
+            policy = backend._session_for(model).trainer.model
             trained = {name: weight.requires_grad for name, weight in policy.network.named_parameters()}
             groups = await attempts(model)
             for step in range(3):

@@ -21,8 +21,8 @@ def test_tool_calls_are_read_with_ids_of_their_own_and_the_next_turn_extends_the
     engine.answer = lambda _prompt, sampling: Generation(
         ids, (-0.5,) * len(ids), (3,) * len(ids), "stop", sampling.temperature
     )
-    talk = Conversations(Renderer(TOKENIZER)).open
-    app = build_app(engine, TOKENIZER, model="agent-1", exact=True, talk=talk)
+    talk = Conversations(Renderer(TOKENIZER)).open_session
+    app = build_app(engine, TOKENIZER, model="agent-1", training_fields=True, open_session=talk)
 
     async def both() -> list[Any]:
         transport = httpx.ASGITransport(app)
@@ -49,14 +49,14 @@ def test_tool_calls_are_read_with_ids_of_their_own_and_the_next_turn_extends_the
 
 
 def test_what_a_server_forgot_is_rendered_anew() -> None:
-    conversations = Conversations(Renderer(TOKENIZER), memory=1)
+    conversations = Conversations(Renderer(TOKENIZER), max_turns=1)
     for text in ("one", "two"):
-        conversations.open([{"role": "user", "content": text}], []).answered([5, 6, END], [])
+        conversations.open_session([{"role": "user", "content": text}], []).record_completion([5, 6, END], [])
     one, two = (
-        conversations.open([{"role": "user", "content": text}, {"role": "assistant", "content": "\x05\x06"}, HI], [])
+        conversations.open_session([{"role": "user", "content": text}, {"role": "assistant", "content": "\x05\x06"}, HI], [])
         for text in ("one", "two")
     )
-    assert two.reason is None
+    assert two.split_reason is None
     assert list(one.prompt) == TOKENIZER.apply_chat_template(
         [{"role": "user", "content": "one"}, {"role": "assistant", "content": "\x05\x06"}, HI],
         add_generation_prompt=True,
@@ -66,8 +66,8 @@ def test_what_a_server_forgot_is_rendered_anew() -> None:
 
 def test_a_stop_text_is_not_in_the_message_and_the_conversation_still_goes_on() -> None:
     talk = Conversations(Renderer(TOKENIZER))
-    first = talk.open([HI], [])
+    first = talk.open_session([HI], [])
     ids = TOKENIZER("yes. and")["input_ids"]
-    assert first.answered(ids, ["."])["content"] == "yes"
-    second = talk.open([HI, {"role": "assistant", "content": "yes"}, HI], [])
+    assert first.record_completion(ids, ["."])["content"] == "yes"
+    second = talk.open_session([HI, {"role": "assistant", "content": "yes"}, HI], [])
     assert list(second.prompt)[: len(first.prompt) + len(ids)] == [*first.prompt, *ids]

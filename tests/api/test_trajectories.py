@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import keel
-from keel.api.samples import batch_of
-from keel.api.train_request import Wish
+from keel.api.samples import build_batch
+from keel.api.train_request import TrainRequest
 from keel.api.trajectories import TooManyExceptions
 from keel.config.run import AdvantageSettings
 from keel.errors import BatchError, ConfigError, KeelError
@@ -43,12 +43,12 @@ def said(*choices: Any, reward: float | None = 1.0, **more: Any) -> keel.Traject
 
 def batch(*groups: list[keel.Trajectory], **estimator: Any) -> Any:
     settings = AdvantageSettings.model_validate({"name": "group_mean", **estimator})
-    return batch_of(
+    return build_batch(
         [keel.TrajectoryGroup(group) for group in groups],
         model="agent-1",
         step=2,
         estimator=settings,
-        moving=MovingBaseline(),
+        moving_baseline=MovingBaseline(),
     )
 
 
@@ -151,12 +151,12 @@ def test_failures_are_data_beside_what_worked() -> None:
     groups = run(gather())
     assert [len(group.trajectories) for group in groups] == [1, 1]
     assert [str(error) for group in groups for error in group.exceptions] == ["first", "second"]
-    counted = batch_of(
+    counted = build_batch(
         groups,
         model="agent-1",
         step=2,
         estimator=AdvantageSettings(zero_variance_groups="train"),
-        moving=MovingBaseline(),
+        moving_baseline=MovingBaseline(),
     )
     assert counted.metrics["exceptions"] == 2 and counted.metrics["trajectories"] == 2
 
@@ -281,14 +281,14 @@ def test_what_cannot_act_is_refused(given: dict[str, Any], why: str) -> None:
     }
     whole = usual | given
     with pytest.raises(KeelError) as refused:
-        Wish.of(whole.pop("groups", []), **whole)
+        TrainRequest.from_arguments(whole.pop("groups", []), **whole)
     assert why in str(refused.value)
 
 
 def test_the_penalty_joins_any_form_of_objective() -> None:
     forms: list[Any] = ["icepop", {"name": "icepop"}, keel.objective("icepop"), keel.objective("icepop").composition]
     for form in forms:
-        wish = Wish.of(
+        wish = TrainRequest.from_arguments(
             [],
             objective=form,
             learning_rate=None,
@@ -298,7 +298,7 @@ def test_the_penalty_joins_any_form_of_objective() -> None:
             kl_ref_adapter_path=None,
         )
         assert wish.objective.composition == keel.objective("icepop", kl_penalty_coef=0.25).composition
-        assert wish.source == "step:3"
+        assert wish.reference_source == "step:3"
 
 
 @pytest.mark.parametrize("name", ["", "..", "../up", "/etc", "a/b", ".hidden", "a\n", "x" * 101])
@@ -322,7 +322,7 @@ def test_a_model_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             with pytest.raises(ConfigError, match="is registered"):
                 await backend.register(model)
             nothing = await backend.train(model, [keel.TrajectoryGroup([await attempt(model)])])
-            assert nothing.step == 0 and "nothing to train on" in nothing.why_not
+            assert nothing.step == 0 and "nothing to train on" in nothing.skip_reason
             assert nothing.checkpoint_path.name == "step_0"
             with pytest.raises(BatchError, match="not been gathered"):
                 await backend.train(model, [group := keel.TrajectoryGroup([works()])])

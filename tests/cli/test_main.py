@@ -13,14 +13,14 @@ import torch
 
 import keel
 from keel.cli import main
-from keel.cli.display.objectives_markdown import page
+from keel.cli.display.objectives_markdown import render_markdown
 from keel.cli.display.objectives_prose import ADVANTAGES, METRICS
-from keel.cli.display.plot import COLUMNS, ROWS, draw
-from keel.config import Loaded, load
-from keel.config.run import Estimator
-from keel.objectives import RECIPES, resolve_objective
-from keel.objectives.describe import describe_recipe
-from keel.objectives.scalar_gates import first_refusal
+from keel.cli.display.plot import COLUMNS, ROWS, draw_dropped_region
+from keel.config import LoadedSettings, load_settings
+from keel.config.run import AdvantageEstimator
+from keel.objectives import PRESETS, resolve_objective
+from keel.objectives.describe import describe_preset
+from keel.objectives.scalar_gates import first_dropped_side
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "objectives.md"
@@ -133,7 +133,7 @@ def test_the_table_shows_every_recipe_within_its_width(
         monkeypatch.setenv("COLUMNS", columns)
     out = run("objectives").out
     assert max(map(len, out.splitlines())) <= int(columns or 120)
-    assert re.findall(r"^(\w+) +(?:sampler|proximal|interpolated|none) ", out, re.MULTILINE) == list(RECIPES)
+    assert re.findall(r"^(\w+) +(?:sampler|proximal|interpolated|none) ", out, re.MULTILINE) == list(PRESETS)
     assert "\x1b" not in out
     assert "…" not in out
 
@@ -141,8 +141,8 @@ def test_the_table_shows_every_recipe_within_its_width(
 def test_the_table_cuts_nothing_off(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "700")
     out = cells(run("objectives").out)
-    for recipe in RECIPES.values():
-        words = describe_recipe(recipe)
+    for recipe in PRESETS.values():
+        words = describe_preset(recipe)
         assert cells("".join((recipe.name, words.anchor, words.dropped[0], words.divisor))) in out or words.optional
         assert cells(recipe.source) in out
 
@@ -156,7 +156,7 @@ def test_a_terminal_gets_colour(run: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_json_lists_every_recipe_with_its_declarations(run: Any) -> None:
     listed = json.loads(run("objectives", "--json").out)
-    assert [entry["name"] for entry in listed] == list(RECIPES)
+    assert [entry["name"] for entry in listed] == list(PRESETS)
     dppo = next(entry for entry in listed if entry["name"] == "dppo_kl")
     assert dppo["anchor"] == "sampler"
     assert dppo["dropped"] == ["token, when A > 0 and p - q > mask_high", "token, when A < 0 and p - q < -mask_low"]
@@ -176,10 +176,10 @@ def test_json_of_one_recipe_takes_its_parameters_in_any_order(run: Any) -> None:
     assert json.loads(first)["parameters"]["ratio_high"]["value"] == 8
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRESETS)
 def test_one_recipe_is_explained_in_full(run: Any, name: str) -> None:
     out = run("objectives", name).out
-    recipe, words = RECIPES[name], describe_recipe(RECIPES[name])
+    recipe, words = PRESETS[name], describe_preset(PRESETS[name])
     joined = cells(out)
     assert cells(f"{name}: {recipe.title} from {recipe.source}") in joined
     for text in (words.formula, *words.dropped, *words.optional, words.divisor, recipe.note):
@@ -199,7 +199,7 @@ def test_a_changed_parameter_is_shown_beside_its_default(run: Any) -> None:
 
 
 def drawn(name: str, **given: Any) -> str:
-    return draw(resolve_objective({"name": name, **given})[2]).plain
+    return draw_dropped_region(resolve_objective({"name": name, **given})[2]).plain
 
 
 def panels(text: str) -> list[list[str]]:
@@ -219,7 +219,7 @@ def test_the_plot_marks_what_the_rule_drops(name: str) -> None:
         for row, line in enumerate(reversed(panel)):
             for column, mark in enumerate(line):
                 p, q = (row + 0.5) / ROWS, (column + 0.5) / COLUMNS
-                assert mark == {None: ".", "low": "-", "high": "+"}[first_refusal(gates, p, q, sign)]
+                assert mark == {None: ".", "low": "-", "high": "+"}[first_dropped_side(gates, p, q, sign)]
     assert {"+", "-", "."} & set("".join(map("".join, shown))) > {"."}
 
 
@@ -287,10 +287,10 @@ name = "moving_baseline"
 decay = 0.9
 """,
     "empty": "",
-} | {f"all defaults of {name}": f'[objective]\nname = "{name}"\n' for name in RECIPES}
+} | {f"all defaults of {name}": f'[objective]\nname = "{name}"\n' for name in PRESETS}
 
 
-def meaning(loaded: Loaded) -> tuple[Any, ...]:
+def meaning(loaded: LoadedSettings) -> tuple[Any, ...]:
     settings = loaded.settings
     return settings.objective.name, settings.objective.composition, settings.advantages, settings.objective.parameters
 
@@ -303,7 +303,7 @@ def test_printed_settings_are_a_file_with_the_same_settings(run: Any, tmp_path: 
     assert ran.code == 0
     again.write_text(ran.out)
     overrides = [] if "entropy" in text else ["--objective.adv_tau", "0.5"]
-    assert meaning(load(again)) == meaning(load(file, overrides))
+    assert meaning(load_settings(again)) == meaning(load_settings(file, overrides))
     assert run("config", str(again)).code == 0
 
 
@@ -346,7 +346,7 @@ def test_the_page_is_current(run: Any) -> None:
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page(), re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", render_markdown(), re.MULTILINE | re.DOTALL)
 
 
 def test_every_toml_example_of_the_page_loads(tmp_path: Path) -> None:
@@ -354,12 +354,12 @@ def test_every_toml_example_of_the_page_loads(tmp_path: Path) -> None:
     names = []
     for text in blocks("toml"):
         file.write_text(text)
-        objective = load(file).settings.objective
+        objective = load_settings(file).settings.objective
         names.append(objective.name)
         if len(names) > 2:
             assert objective.name is not None
-            assert objective.parameters == RECIPES[objective.name].resolve({})[0]
-    assert names == ["ipo_kl", None, *RECIPES]
+            assert objective.parameters == PRESETS[objective.name].resolve({})[0]
+    assert names == ["ipo_kl", None, *PRESETS]
 
 
 def test_the_two_toml_examples_are_the_same_rule(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_the_two_toml_examples_are_the_same_rule(tmp_path: Path) -> None:
     compositions = []
     for text in blocks("toml")[:2]:
         file.write_text(text)
-        compositions.append(load(file).settings.objective.composition)
+        compositions.append(load_settings(file).settings.objective.composition)
     assert compositions[0] == compositions[1]
 
 
@@ -393,22 +393,22 @@ def test_the_page_names_every_metric_and_no_other() -> None:
 
 
 def test_the_page_names_every_estimator_and_no_other() -> None:
-    assert set(ADVANTAGES) == set(get_args(Estimator))
+    assert set(ADVANTAGES) == set(get_args(AdvantageEstimator))
 
 
 def test_the_page_has_a_section_and_a_row_for_each_recipe() -> None:
-    text = page()
-    assert re.findall(r"^### (\w+)$", text, re.MULTILINE) == list(RECIPES)
-    assert re.findall(r"^\| \[`(\w+)`\]\(#\1\)", text, re.MULTILINE) == list(RECIPES)
+    text = render_markdown()
+    assert re.findall(r"^### (\w+)$", text, re.MULTILINE) == list(PRESETS)
+    assert re.findall(r"^\| \[`(\w+)`\]\(#\1\)", text, re.MULTILINE) == list(PRESETS)
 
 
 def test_every_row_of_a_table_on_the_page_has_the_cells_of_its_head() -> None:
     width = 0
-    for line in page().splitlines():
+    for line in render_markdown().splitlines():
         cells_here = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("| ") else 0
         assert not (width and cells_here) or cells_here == width, line
         width = cells_here
-    assert "| symbol | is | meaning |" in page()
+    assert "| symbol | is | meaning |" in render_markdown()
 
 
 def test_the_page_is_the_same_every_time() -> None:

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from keel.cli import main
-from keel.cli.run.pool import duration
+from keel.cli.run.pool import format_age
 from keel.inference.protocol import EngineError
 from keel.inference.server.app import build_app
 from tests.inference.pool.test_vllm_engine import StandIn
@@ -92,7 +92,7 @@ def test_weights_and_adapters_are_loaded_into_all_members(run: Any, tmp_path: Pa
     folder = str(tmp_path.resolve())
     fakes = [engine(0), engine(2)]
     with ExitStack() as stack:
-        apps = [build_app(fake, TOKENIZER, model="tiny", roots=ANYWHERE) for fake in fakes]
+        apps = [build_app(fake, TOKENIZER, model="tiny", allowed_folders=ANYWHERE) for fake in fakes]
         urls = [stack.enter_context(serving(app)) for app in apps]
         code, out, _ = run(*urls, "--load", folder, "--version", "5")
         assert code == 0 and len(re.findall(r" ready +5 ", out)) == 2
@@ -253,4 +253,4 @@ def test_help_shows_examples(run: Any) -> None:
 
 
 def test_durations_are_for_people() -> None:
-    assert [duration(s) for s in (0, 59.4, 60, 3599, 7200, 1e6)] == ["0 s", "59 s", "1 min", "60 min", "2 h", "12 d"]
+    assert [format_age(s) for s in (0, 59.4, 60, 3599, 7200, 1e6)] == ["0 s", "59 s", "1 min", "60 min", "2 h", "12 d"]

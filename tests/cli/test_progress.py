@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from keel.cli.display.progress import COLUMNS, QUIET, JsonLines, Lines, Pace, Screen, display, duration, plain
-from keel.run.evaluate import Evaluation
-from keel.run.monitor.callbacks import Several, Silent
+from keel.cli.display.progress import COLUMNS, QUIET_SECONDS, RunJsonLog, RunLog, StepPace, RunScreen, make_run_display, format_duration, escape_unprintable
+from keel.run.evaluate import EvaluationResult
+from keel.run.monitor.callbacks import CallbackList, NullCallback
 
 NUMBERS = {
     "reward": 0.3125,
@@ -46,13 +46,13 @@ def evaluation(**changes):
         "failed": 0,
         "seconds": 3.0,
     }
-    return Evaluation(**given | changes)
+    return EvaluationResult(**given | changes)
 
 
 def lines(clock=None, width=200):
     out = io.StringIO()
     console = Console(file=out, width=width, markup=False, highlight=False, emoji=False)
-    return Lines(console, clock or Clock()), out
+    return RunLog(console, clock or Clock()), out
 
 
 def screen(clock=None, width=100, height=30):
@@ -60,7 +60,7 @@ def screen(clock=None, width=100, height=30):
     console = Console(
         file=out, force_terminal=True, width=width, height=height, markup=False, highlight=False, emoji=False
     )
-    return Screen(console, clock or Clock()), out
+    return RunScreen(console, clock or Clock()), out
 
 
 def drawn(shown, width=100, height=30):
@@ -87,9 +87,9 @@ def play(observer):
 
 
 def test_every_number_is_shown_in_its_column_and_a_missing_one_as_a_dash():
-    assert [column.show(NUMBERS) for column in COLUMNS] == SHOWN
-    assert [column.show({}) for column in COLUMNS] == ["-"] * len(COLUMNS)
-    assert [column.show(dict.fromkeys(NUMBERS, float("nan"))) for column in COLUMNS] == ["-"] * len(COLUMNS)
+    assert [column.format_cell(NUMBERS) for column in COLUMNS] == SHOWN
+    assert [column.format_cell({}) for column in COLUMNS] == ["-"] * len(COLUMNS)
+    assert [column.format_cell(dict.fromkeys(NUMBERS, float("nan"))) for column in COLUMNS] == ["-"] * len(COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -97,25 +97,25 @@ def test_every_number_is_shown_in_its_column_and_a_missing_one_as_a_dash():
     [(0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (200, "3m20s"), (3600, "1h00m"), (7512, "2h05m")],
 )
 def test_durations_are_short(seconds, shown):
-    assert duration(seconds) == shown
+    assert format_duration(seconds) == shown
 
 
 def test_time_left_is_that_of_the_last_steps_and_runs_down():
     clock = Clock()
-    pace = Pace(clock)
-    pace.begin()
-    assert pace.left(10) is None
+    pace = StepPace(clock)
+    pace.restart()
+    assert pace.seconds_left(10) is None
     for _ in range(20):
         clock.now += 100
-        pace.step()
+        pace.record_step()
     for _ in range(10):
         clock.now += 2
-        pace.step()
-    assert pace.left(5) == 10.0
+        pace.record_step()
+    assert pace.seconds_left(5) == 10.0
     clock.now += 3
-    assert pace.left(5) == 7.0
+    assert pace.seconds_left(5) == 7.0
     clock.now += 100
-    assert pace.left(5) == 0.0
+    assert pace.seconds_left(5) == 0.0
 
 
 def test_an_evaluation_before_the_first_step_is_not_taken_for_its_length():
@@ -169,7 +169,7 @@ def test_a_run_that_goes_on_says_from_where():
 def test_waiting_is_told_to_a_log_only_after_a_silence():
     clock = Clock()
     log, out = lines(clock)
-    for second in range(int(3 * QUIET)):
+    for second in range(int(3 * QUIET_SECONDS)):
         clock.now = float(second)
         log.waiting(f"training for {second} s")
     assert out.getvalue().splitlines() == ["training for 30 s", "training for 60 s"]
@@ -188,7 +188,7 @@ def test_failed_episodes_are_in_the_line_of_an_evaluation():
 
 def test_json_is_one_object_a_line_with_every_number():
     said = []
-    play(JsonLines(said.append, Clock()))
+    play(RunJsonLog(said.append, Clock()))
     events = [json.loads(line) for line in said]
     assert all(line.count("\n") == 1 and line.endswith("\n") for line in said)
     assert [event["event"] for event in events] == [
@@ -207,7 +207,7 @@ def test_json_is_one_object_a_line_with_every_number():
 
 def test_json_writes_null_for_what_is_not_finite():
     said = []
-    JsonLines(said.append, Clock()).step(1, {"loss": float("nan"), "reward": float("inf"), "lr": 1e-5})
+    RunJsonLog(said.append, Clock()).step(1, {"loss": float("nan"), "reward": float("inf"), "lr": 1e-5})
     # NaN is no JSON: a strict reader must get through
     assert json.loads(said[0], parse_constant=pytest.fail)["numbers"] == {"loss": None, "reward": None, "lr": 1e-5}
 
@@ -279,8 +279,8 @@ def test_a_run_that_failed_leaves_the_terminal_without_a_summary():
 
 
 def test_characters_that_act_are_written_out():
-    assert plain(HOSTILE) == r"\x1b[2J[bold red]x[/]\r\x07\u202eevil\nsecond"
-    assert plain("größer als 数 \U0001f600") == "größer als 数 \U0001f600"
+    assert escape_unprintable(HOSTILE) == r"\x1b[2J[bold red]x[/]\r\x07\u202eevil\nsecond"
+    assert escape_unprintable("größer als 数 \U0001f600") == "größer als 数 \U0001f600"
 
 
 @pytest.mark.parametrize("make", [lines, screen])
@@ -306,15 +306,15 @@ def test_no_text_of_a_model_acts_on_a_terminal(make):
 
 
 def test_away_from_a_terminal_there_are_lines(capsys):
-    assert isinstance(display(), Lines)
-    with display(json=True) as observer:
+    assert isinstance(make_run_display(), RunLog)
+    with make_run_display(json=True) as observer:
         play(observer)
     assert len(capsys.readouterr().out.splitlines()) == 7
 
 
 def test_several_tell_each_and_silent_says_nothing(capsys):
     said, (log, out) = [], lines()
-    play(Several(Silent(), JsonLines(said.append, Clock()), log))
+    play(CallbackList(NullCallback(), RunJsonLog(said.append, Clock()), log))
     assert len(said) == 7
     assert "learned a lot" in out.getvalue()
     assert capsys.readouterr().out == ""

@@ -10,7 +10,7 @@ import pytest
 from keel.cli import main
 from keel.errors import KeelError
 from keel.run.ledger import Ledger
-from keel.tools.simulate.calibrate import read
+from keel.tools.simulate.calibrate import measure_run
 from tests.docs.test_pages import ROOT, blocks, sessions
 
 
@@ -19,10 +19,10 @@ def test_a_run_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "run.db", create=True)
     ledger.close()
     with pytest.raises(KeelError, match="it has 0 steps, and measuring takes 3 at least"):
-        read(tmp_path)
+        measure_run(tmp_path)
     (tmp_path / "run.db").write_bytes(b"not a database, but long enough to be taken for one" * 40)
     with pytest.raises(KeelError, match=r"run\.db cannot be read: file is not a database"):
-        read(tmp_path)
+        measure_run(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from keel.cli import main
 from keel.config import EngineSettings, ModelSettings
 from keel.inference.local.local_engine import LocalEngine
-from keel.inference.server.allowed_paths import Roots
+from keel.inference.server.allowed_paths import AllowedFolders
 from keel.inference.server.app import build_app
 from keel.training import load_model
 from tests.support.engine_fakes import serving
@@ -115,7 +115,7 @@ def test_the_same_loop_with_a_pool_of_servers(tmp_path: Path) -> None:
     for _ in range(2):
         other = load_model(ModelSettings(name="tiny", warm_up_steps=300))
         engine = LocalEngine(other.network, other.tokenizer, EngineSettings())
-        apps.append(build_app(engine, own.tokenizer, model="m", roots=Roots([tmp_path])))
+        apps.append(build_app(engine, own.tokenizer, model="m", allowed_folders=AllowedFolders([tmp_path])))
     with serving(apps[0]) as first, serving(apps[1]) as second:
         watcher = train(
             tmp_path / "run", steps=3, engine__kind="pool", pool__urls=[first, second], evaluation__when="ends"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from keel import ModelSettings, load_model
-from keel.common.openmp import Workers, release
-from keel.training.step.core_sharing import dealt
+from keel.common.openmp import OpenMPReleasingExecutor, release_openmp_threads
+from keel.training.step.core_sharing import share_cores
 
 
 def count() -> int:
@@ -46,7 +46,7 @@ def test_helpers_are_there_after_a_product_and_gone_after_release() -> None:
         before = count()
         multiply()
         found.append(count() - before)
-        release()
+        release_openmp_threads()
         found.append(comes_down_to(before))
 
     in_a_thread(work)
@@ -57,14 +57,14 @@ def test_helpers_are_there_after_a_product_and_gone_after_release() -> None:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads where Linux lists them")
 def test_workers_keep_no_helpers_between_two_pieces_of_work() -> None:
     before = count()
-    with Workers(1) as workers:
+    with OpenMPReleasingExecutor(1) as workers:
         for _ in range(3):
             workers.submit(multiply).result()
         assert comes_down_to(before + 1)
 
 
 def test_workers_hand_on_answers_and_errors() -> None:
-    with Workers(1) as workers:
+    with OpenMPReleasingExecutor(1) as workers:
         assert workers.submit(divmod, 7, 2).result() == (3, 1)
         with pytest.raises(ZeroDivisionError):
             workers.submit(divmod, 7, 0).result()
@@ -86,7 +86,7 @@ def test_cores_are_asked_for_before_each_layer_forward_and_backward_and_change_n
         return 1 + len(asked) % 2
 
     try:
-        with dealt(model.network, some):
+        with share_cores(model.network, some):
             shared = gradients()
     finally:
         torch.set_num_threads(threads)

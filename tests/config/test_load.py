@@ -7,12 +7,12 @@ import pytest
 
 import keel
 from keel.common import renamed_settings as renamed
-from keel.config import RunSettings, load
+from keel.config import RunSettings, load_settings
 from keel.config.load import parse_overrides
 from keel.errors import ConfigError, KeelError
-from keel.objectives import RECIPES, Composition, resolve_objective
-from keel.objectives.preset import COMMON_NAMES, PARAMETERS
-from keel.rollout.episode_runner import arenas
+from keel.objectives import PRESETS, Composition, resolve_objective
+from keel.objectives.preset import COMMON_NAMES, PRESET_PARAMETERS
+from keel.rollout.episode_runner import build_environments
 
 ROOT = Path(keel.__file__).parent
 
@@ -25,7 +25,7 @@ def toml(tmp_path: Path) -> Path:
 def refused(path: Path | None = None, *overrides: str) -> str:
     """The message of the refusal."""
     with pytest.raises(ConfigError) as caught:
-        load(path, overrides)
+        load_settings(path, overrides)
     return str(caught.value)
 
 
@@ -40,23 +40,23 @@ def refused_table(**table: Any) -> str:
 
 def test_defaults_are_below_the_file_and_the_file_below_the_command_line(toml: Path) -> None:
     toml.write_text('[objective]\nname = "ipo_kl"\nkl_tau = 0.5\nratio_low = 0.3\n')
-    parameters = load(toml, ["--objective.kl_tau", "0.25"]).settings.objective.parameters
+    parameters = load_settings(toml, ["--objective.kl_tau", "0.25"]).settings.objective.parameters
     assert (parameters["ratio_high"], parameters["ratio_low"], parameters["kl_tau"]) == (5.0, 0.3, 0.25)
 
 
 def test_without_a_file_there_are_defaults_and_overrides() -> None:
-    assert load().settings.objective.name == "icepop"
-    assert load(overrides=["--advantages.name=leave_one_out"]).settings.advantages.name == "leave_one_out"
+    assert load_settings().settings.objective.name == "icepop"
+    assert load_settings(overrides=["--advantages.name=leave_one_out"]).settings.advantages.name == "leave_one_out"
 
 
 def test_the_last_of_two_overrides_counts() -> None:
-    loaded = load(overrides=["--objective.name", "opsm", "--objective.eps", "0.1", "--objective.eps=0.3"])
+    loaded = load_settings(overrides=["--objective.name", "opsm", "--objective.eps", "0.1", "--objective.eps=0.3"])
     assert loaded.settings.objective.composition.policy.eps == 0.3
 
 
 def test_rows_say_where_each_value_came_from(toml: Path) -> None:
     toml.write_text('[objective]\nname = "ipo_kl"\nratio_low = 0.3\n[advantages]\nname = "constant"\n')
-    rows = {path: (value, origin) for path, value, origin in load(toml, ["--objective.kl_tau", "0.1"]).rows()}
+    rows = {path: (value, origin) for path, value, origin in load_settings(toml, ["--objective.kl_tau", "0.1"]).rows()}
     assert rows["objective.name"] == ("ipo_kl", str(toml))
     assert rows["objective.ratio_low"] == (0.3, str(toml))
     assert rows["objective.ratio_high"] == (5.0, "default")
@@ -67,7 +67,7 @@ def test_rows_say_where_each_value_came_from(toml: Path) -> None:
 
 def test_rows_tell_given_and_default_fields_of_one_gate_apart(toml: Path) -> None:
     toml.write_text('[objective]\ngates = [{on = "ratio", low = 0.2, high = 5.0}]\n')
-    rows = {path: origin for path, _, origin in load(toml, ["--objective.gates.0.low", "0.1"]).rows()}
+    rows = {path: origin for path, _, origin in load_settings(toml, ["--objective.gates.0.low", "0.1"]).rows()}
     assert rows["objective.gates.0.low"] == "command line"
     assert rows["objective.gates.0.high"] == str(toml)
     assert rows["objective.gates.0.scope"] == "default"
@@ -75,7 +75,7 @@ def test_rows_tell_given_and_default_fields_of_one_gate_apart(toml: Path) -> Non
 
 def test_a_table_given_on_the_command_line_replaces_the_origins_of_the_file(toml: Path) -> None:
     toml.write_text('[objective]\ngates = [{on = "ratio", low = 0.2, high = 5.0}]\n')
-    loaded = load(toml, ["--objective.gates", '[{on = "binary_kl", high = 0.1}]'])
+    loaded = load_settings(toml, ["--objective.gates", '[{on = "binary_kl", high = 0.1}]'])
     rows = {path: (value, origin) for path, value, origin in loaded.rows()}
     assert rows["objective.gates.0.on"] == ("binary_kl", "command line")
     assert rows["objective.gates.0.when"] == ("always", "default")
@@ -84,7 +84,7 @@ def test_a_table_given_on_the_command_line_replaces_the_origins_of_the_file(toml
 
 def test_a_number_in_an_override_steps_into_a_list(toml: Path) -> None:
     toml.write_text('[objective]\ngates = [{on = "ratio", low = 0.2}, {on = "binary_kl", high = 0.1}]\n')
-    gates = load(toml, ["--objective.gates.1.high", "0.7"]).settings.objective.composition.gates
+    gates = load_settings(toml, ["--objective.gates.1.high", "0.7"]).settings.objective.composition.gates
     assert (gates[0].low, gates[1].high) == (0.2, 0.7)
 
 
@@ -229,11 +229,11 @@ def test_renamed_keys_and_values_name_the_old_and_the_new(override: str, message
 
 @pytest.mark.usefixtures("renames")
 def test_a_renamed_key_that_is_still_a_setting_loads() -> None:
-    assert load(overrides=["--publish.way=folder"]).settings.publish.way == "folder"
+    assert load_settings(overrides=["--publish.way=folder"]).settings.publish.way == "folder"
 
 
 def test_every_renamed_key_is_gone_and_its_new_name_exists() -> None:
-    known = {path for path, _, _ in load(overrides=["--environments.x.weight=1"]).rows()}
+    known = {path for path, _, _ in load_settings(overrides=["--environments.x.weight=1"]).rows()}
     for old, new in renamed.RENAMED_KEYS.items():
         assert old.replace("*", "x") not in known, old
         assert any(path == new.replace("*", "x") or path.startswith(new.replace("*", "x") + ".") for path in known), new
@@ -283,9 +283,9 @@ def test_settings_of_several_tables_are_refused_under_their_full_names(overrides
 
 def test_sampling_of_an_environment_is_refused_under_its_full_name() -> None:
     for name in ("sampling", "environments.arithmetic.sampling"):
-        settings = load(overrides=["--environments.arithmetic.weight=1", f"--{name}.top_p=0.5"]).settings
+        settings = load_settings(overrides=["--environments.arithmetic.weight=1", f"--{name}.top_p=0.5"]).settings
         with pytest.raises(ConfigError, match=rf"^{name.replace('.', '[.]')}\.top_p = 0\.5 "):
-            arenas(settings)
+            build_environments(settings)
 
 
 def test_an_unknown_key_inside_a_part_is_refused_too() -> None:
@@ -441,11 +441,11 @@ def test_settings_cannot_be_changed_after_the_check() -> None:
         Composition().adv_tau = 2.0
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_recipe_resolves_and_says_what_its_parameters_mean(name: str) -> None:
-    recipe = RECIPES[name]
+    recipe = PRESETS[name]
     parameters, composition = recipe.resolve({})
-    assert set(recipe.parameters) <= PARAMETERS.keys() | set(COMMON_NAMES)
+    assert set(recipe.parameters) <= PRESET_PARAMETERS.keys() | set(COMMON_NAMES)
     assert parameters.keys() == set(recipe.own_parameters) | set(COMMON_NAMES)
     assert Composition.model_validate(composition.model_dump()) == composition
     again, _ = recipe.resolve(parameters)
@@ -463,7 +463,7 @@ def test_every_setting_has_a_description() -> None:
 
 
 def _part_models() -> list[Any]:
-    return [keel.Gate, keel.Weight, keel.Policy, keel.Penalty, keel.Reduction]
+    return [keel.Gate, keel.ImportanceWeight, keel.PolicyTerm, keel.Penalty, keel.Reduction]
 
 
 # rooms

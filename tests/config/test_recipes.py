@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import keel
-from keel.config import RunSettings, load
+from keel.config import RunSettings, load_settings
 from keel.config.toml_writer import toml_lines
-from keel.objectives import RECIPES
+from keel.objectives import PRESETS
 from keel.rollout.environments.environment import load_environment
 from tests.support.paths import ROOT
 
@@ -22,7 +22,7 @@ NAMED = ("icepop", "ipo_kl", "dppo_tv", "dppo_kl", "opsm")
 
 
 def settings(name: str) -> RunSettings:
-    return load(ROOT / "recipes" / f"{name}.toml").settings
+    return load_settings(ROOT / "recipes" / f"{name}.toml").settings
 
 
 def named(files: list[Path]) -> list[str]:
@@ -31,11 +31,11 @@ def named(files: list[Path]) -> list[str]:
 
 @pytest.mark.parametrize("name", named(FILES))
 def test_a_recipe_is_valid_and_survives_being_written_down(name: str, tmp_path: Path) -> None:
-    loaded = load(ROOT / "recipes" / f"{name}.toml")
+    loaded = load_settings(ROOT / "recipes" / f"{name}.toml")
     assert loaded.settings.environments
     written = tmp_path / "config.toml"
     written.write_text("\n".join(line + comment for line, comment in toml_lines(loaded)) + "\n")
-    again = load(written).settings
+    again = load_settings(written).settings
     assert again.model_copy(update={"objective": None}) == loaded.settings.model_copy(update={"objective": None})
     assert again.objective.composition == loaded.settings.objective.composition
 
@@ -97,7 +97,7 @@ def test_every_named_objective_has_a_recipe_of_its_own_that_differs_in_nothing_e
         run = settings(f"objective_{name}")
         assert run.objective.name == name
         # what is spelled out is the default: a reader sees the rule, a change of it is seen here
-        assert run.objective.composition == RECIPES[name].resolve({})[1]
+        assert run.objective.composition == PRESETS[name].resolve({})[1]
         for table in set(RunSettings.model_fields) - {"objective"}:
             assert getattr(run, table) == getattr(first, table), f"{name} differs in {table}"
     main = settings("larger_number")

@@ -12,7 +12,7 @@ import pytest
 from keel.config import EpisodeLimits, RunSettings
 from keel.rollout.environments import builtin
 from keel.rollout.environments.environment import Task, load_environment
-from keel.rollout.environments.task_splits import Supply
+from keel.rollout.environments.task_splits import TaskSetOptions
 from tests.support.paths import ROOT
 from tests.support.scripted import END, ScriptedEngine, load, play
 
@@ -108,7 +108,7 @@ def test_the_page_names_every_built_in_environment_and_option():
     text = PAGE.read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| .*? \| (.*?) \|", text, re.MULTILINE))
     for name, kind in builtin.ENVIRONMENTS.items():
-        own = set(type(kind().options).model_fields) - set(Supply.model_fields)
+        own = set(type(kind().options).model_fields) - set(TaskSetOptions.model_fields)
         assert set(re.findall(r"`(\w+)` \(", rows[name])) == own
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from typing import Literal
 
-from keel.rollout.environments.environment import Outcome, Split, Task
+from keel.rollout.environments.environment import EpisodeResult, Split, Task
 from keel.rollout.policy_client import PolicyClient
 
 Way = Literal["raise", "nan", "exit", "wait", "deaf", "hold"]
@@ -30,22 +30,22 @@ class Tokens:
     def tasks(self, split: Split) -> Iterable[Task]:
         return [Task(f"{split}{number}", {}) for number in range(40 if split == "train" else 4)]
 
-    async def episode(self, task: Task, client: PolicyClient) -> Outcome:
+    async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         reply = await client.chat([{"role": "user", "content": f"{task.id}:"}])
         number = int.from_bytes(
             hashlib.sha256(repr((task.id, reply.generation.token_ids)).encode()).digest()[:4], "big"
         )
         if number % 1000 < 1000 * self.share:
             return await self._wrong(self.ways[number // 1000 % len(self.ways)])
-        return Outcome(number % 7 / 7)
+        return EpisodeResult(number % 7 / 7)
 
-    async def _wrong(self, way: Way) -> Outcome:
+    async def _wrong(self, way: Way) -> EpisodeResult:
         if way == "raise":
             raise LookupError("no such answer")
         if way == "exit":
             raise SystemExit(3)
         if way == "nan":
-            return Outcome(float("nan"))
+            return EpisodeResult(float("nan"))
         if way == "wait":
             await asyncio.sleep(1e6)
         while way == "deaf":  # goes on after it was told to stop, again and again
@@ -55,7 +55,7 @@ class Tokens:
                 continue
         while way == "hold":  # never lets the event loop go on
             time.sleep(0.1)
-        return Outcome(0.0)
+        return EpisodeResult(0.0)
 
 
 def _unsettle() -> None:

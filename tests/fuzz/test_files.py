@@ -27,18 +27,18 @@ from safetensors.torch import save_file
 from keel.common import safe_read
 from keel.common.atomic_files import read_json
 from keel.common.lora_config_check import check_adapter
-from keel.common.manifest import check, seal
-from keel.config import load
+from keel.common.manifest import verify_manifest, write_manifest
+from keel.config import load_settings
 from keel.errors import KeelError
 from keel.run import records
 from keel.run.ledger import Ledger
-from keel.run.monitor.sinks import Marks
+from keel.run.monitor.sinks import DeliveryLog
 from keel.tools.compare.readers import Recording
-from keel.tools.lens.queries import QUESTIONS, Lens
+from keel.tools.lens.queries import QUERIES, Lens
 from keel.tools.lens.server import respond
-from keel.tools.sweep.plan import Plan
+from keel.tools.sweep.plan import SweepPlan
 from keel.training.model.model_source import fingerprint, weight_files
-from keel.training.model.optimizer_state import read_tensors, set_random, write_random
+from keel.training.model.optimizer_state import read_tensors, restore_rng_state, write_rng_state
 from tests.support.compare_world import row, write_json
 from tests.support.lens_world import make_run
 
@@ -61,43 +61,43 @@ def ledger(folder: Path) -> None:
     with closing(Ledger(folder / "run.db")) as found:
         found.steps()
         found.state()
-        found.fates()
+        found.outcome_counts()
         found.evaluations()
-        found.left_over()
+        found.unresolved()
         found.check()
 
 
 def lens(folder: Path) -> None:
-    with closing(Lens(folder, patience=0.0)) as found:
+    with closing(Lens(folder, read_seconds=0.0)) as found:
         words = {"run": folder.name, "step": "1", "group": "sums/101", "member": "0", "attempt": "0", "names": "reward"}
-        for name, declared in QUESTIONS.items():
+        for name, declared in QUERIES.items():
             answer = respond(found, name, {word: words[word] for word in words if word in declared})
             assert answer.status_code in (200, 400, 404), answer.body
 
 
 def plan(folder: Path) -> None:
-    Plan.read(folder)
+    SweepPlan.read(folder)
 
 
 READERS = {
-    "settings": Reader("config.toml", lambda folder: load(folder / "config.toml").rows()),
+    "settings": Reader("config.toml", lambda folder: load_settings(folder / "config.toml").rows()),
     "ledger": Reader("run.db", ledger),
     "ledger in the lens": Reader("run.db", lens),
     "origin in the lens": Reader("run.json", lens),
     "settings in the lens": Reader("config.toml", lens),
-    "rollouts": Reader("rollouts/step_000001.parquet", lambda f: records.read(f / "rollouts/step_000001.parquet")),
+    "rollouts": Reader("rollouts/step_000001.parquet", lambda f: records.read_step(f / "rollouts/step_000001.parquet")),
     "rollouts in the lens": Reader("rollouts/step_000001.parquet", lens),
     "rollouts compared": Reader("rollouts/step_000001.parquet", lambda f: list(Recording(f).steps())),
     "another trainer's lines": Reader("tokens.jsonl", lambda f: list(Recording(f / "tokens.jsonl").steps())),
-    "manifest": Reader("sealed/manifest.json", lambda folder: check(folder / "sealed")),
+    "manifest": Reader("sealed/manifest.json", lambda folder: verify_manifest(folder / "sealed")),
     "tensors": Reader("sealed/random.safetensors", lambda f: read_tensors(f / "sealed/random.safetensors")),
-    "random states": Reader("sealed/random.safetensors", lambda f: set_random(f / "sealed/random.safetensors")),
+    "random states": Reader("sealed/random.safetensors", lambda f: restore_rng_state(f / "sealed/random.safetensors")),
     "adapter": Reader("adapter/adapter_config.json", lambda folder: check_adapter(folder / "adapter")),
     "adapter's tensors": Reader("adapter/adapter_model.safetensors", lambda folder: check_adapter(folder / "adapter")),
     "index of a model": Reader("model/model.safetensors.index.json", lambda folder: weight_files(folder / "model")),
     "configuration of a model": Reader("model/config.json", lambda folder: fingerprint(folder / "model")),
     "state": Reader("sealed/state.json", lambda folder: read_json(folder / "sealed/state.json")),
-    "sinks": Reader("sinks.json", lambda folder: Marks(folder / "sinks.json")),
+    "sinks": Reader("sinks.json", lambda folder: DeliveryLog(folder / "sinks.json")),
     "trials": Reader("trials.json", plan),
 }
 
@@ -110,9 +110,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with closing(sqlite3.connect(folder / "run.db")) as db, db:
         db.execute("DELETE FROM seals")  # whoever made this run has set its clock since
     (folder / "sealed").mkdir()
-    write_random(folder / "sealed/random.safetensors")
+    write_rng_state(folder / "sealed/random.safetensors")
     (folder / "sealed/state.json").write_text(json.dumps({"step": 3, "more": [1, {"a": None}]}))
-    seal(folder / "sealed")
+    write_manifest(folder / "sealed")
     (folder / "adapter").mkdir()
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "rank_pattern": {}}
     (folder / "adapter/adapter_config.json").write_text(json.dumps(config))
@@ -254,7 +254,7 @@ NAMES = ["steps", "pool", "urls", "environments", "x", "options", "objective", "
 )
 def test_settings_with_any_value_in_any_place_are_refused_in_a_sentence(names: list[str], value: Any) -> None:
     with suppress(KeelError):
-        load(overrides=[f"--{'.'.join(names)}", json.dumps(value)]).rows()
+        load_settings(overrides=[f"--{'.'.join(names)}", json.dumps(value)]).rows()
 
 
 VALUES = [
@@ -301,7 +301,7 @@ def test_a_ledger_whose_tables_are_endless_is_refused(whole: Path, tmp_path: Pat
         endless = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x, x, x, x, '{}' FROM n"
         db.executescript(f"DROP TABLE steps; CREATE VIEW steps (step, version, stepped, time, numbers) AS {endless};")
     with bounded(), pytest.raises(KeelError):
-        Lens(folder).answer("run", {"run": "run"})
+        Lens(folder).query("run", {"run": "run"})
     with bounded(), pytest.raises(KeelError, match="view"):
         ledger(folder)
 
@@ -373,7 +373,7 @@ def test_a_manifest_names_files_of_its_folder_and_no_others(tmp_path: Path, name
     files = {name: {"size": 1 if name == "link" else 0, "blake2b": hash_file(tmp_path / "outside")}}
     (folder / "manifest.json").write_text(json.dumps({"files": files, "blake2b": _hash_entries(files)}))
     with bounded(seconds=10), pytest.raises(KeelError, match="no file"):
-        check(folder)
+        verify_manifest(folder)
 
 
 def test_a_run_whose_files_are_links_elsewhere_shows_nothing_of_them(whole: Path, tmp_path: Path) -> None:
@@ -383,8 +383,8 @@ def test_a_run_whose_files_are_links_elsewhere_shows_nothing_of_them(whole: Path
         (folder / file).unlink()
         (folder / file).symlink_to(other / file)
     with closing(Lens(folder.parent)) as found:
-        (shown,) = found.answer("runs", {})["runs"]
+        (shown,) = found.query("runs", {})["runs"]
         assert shown["status"] == "unreadable"
         assert "leads out of the run's folder" in shown["why"]
         with pytest.raises(KeelError, match="leads out"):
-            found.answer("groups", {"run": "run", "step": "1"})
+            found.query("groups", {"run": "run", "step": "1"})

@@ -22,10 +22,10 @@ from starlette.routing import Route
 
 from keel.config import EngineSettings, ModelSettings
 from keel.inference.local.local_engine import LocalEngine
-from keel.inference.server.allowed_paths import Roots
+from keel.inference.server.allowed_paths import AllowedFolders
 from keel.inference.server.app import build_app
-from keel.inference.server.openai_requests import IGNORED, NEUTRAL, CompletionRequest, Limits
-from keel.tools.lens.queries import QUESTIONS
+from keel.inference.server.openai_requests import IGNORED_FIELDS, NO_OP_VALUES, CompletionRequest, Limits
+from keel.tools.lens.queries import QUERIES
 from keel.tools.lens.server import build_app as build_lens
 from keel.training import load_model
 from tests.support.engine_fakes import TOKENIZER, FakeEngine, serving
@@ -78,8 +78,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, outside: Path) -> Path:
 def engine_app(runs: Path) -> Any:
     model = load_model(ModelSettings(name="tiny"))
     engine = LocalEngine(model.network, model.tokenizer, EngineSettings(max_batch=8))
-    limits = Limits(max_tokens=4, n=3, prompts=3, body_bytes=100_000)
-    return build_app(engine, model.tokenizer, model="tiny", limits=limits, roots=Roots([runs]))
+    limits = Limits(max_tokens=4, n=3, prompts_per_request=3, body_bytes=100_000)
+    return build_app(engine, model.tokenizer, model="tiny", limits=limits, allowed_folders=AllowedFolders([runs]))
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_the_lens_withstands_whatever_its_description_allows_and_what_it_forbids
     with untouched(outside):
         seen = fire(lens_url)
     assert seen["GET /ask/runs"] == {200}
-    assert {name.removeprefix("GET /ask/") for name in seen} == set(QUESTIONS)
+    assert {name.removeprefix("GET /ask/") for name in seen} == set(QUERIES)
 
 
 HOSTILE = [
@@ -198,7 +198,7 @@ def test_no_word_of_a_question_leads_out_of_the_runs(lens_url: str, runs: Path, 
     with untouched(outside):
         for hostile in HOSTILE:
             given = hostile.format(outside=outside, runs=runs, name=outside.name)
-            for name, words in QUESTIONS.items():
+            for name, words in QUERIES.items():
                 asked = dict.fromkeys(words, given) | {"step": 1} if words else {}
                 answer = CLIENT.get(f"{lens_url}/ask/{name}", params={key: asked[key] for key in asked if key in words})
                 assert answer.status_code in (200, 400, 404), (name, hostile, answer.text)
@@ -262,7 +262,7 @@ def test_what_is_served_is_what_is_described(engine_app: Any, runs: Path) -> Non
 def test_every_field_that_is_read_is_described_and_no_other(engine_url: str) -> None:
     page = CLIENT.get(f"{engine_url}/openapi.json").json()
     body = page["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert body["properties"].keys() == CompletionRequest.model_fields.keys() | NEUTRAL.keys() | IGNORED
+    assert body["properties"].keys() == CompletionRequest.model_fields.keys() | NO_OP_VALUES.keys() | IGNORED_FIELDS
     assert body["required"] == ["prompt"]
     assert body["additionalProperties"] is False
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import keel
-from keel.objectives import RECIPES, Composition, Gate, resolve_objective
-from keel.objectives.describe import Words, describe, describe_recipe, number
-from keel.objectives.scalar_gates import first_refusal, refuses
+from keel.objectives import PRESETS, Composition, Gate, resolve_objective
+from keel.objectives.describe import Description, describe, describe_preset, format_number
+from keel.objectives.scalar_gates import first_dropped_side, dropped_side
 from keel.objectives.statistics import bernoulli_kl
 
-NAMES = list(RECIPES)
+NAMES = list(PRESETS)
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"adv_tau": 0.7, "teacher_tau": 0.3, "kl_penalty_coef": 0.2},
@@ -92,7 +92,7 @@ def python(text: str) -> str:
 class Evaluation:
     """Reads a formula as it is printed, with only the meanings of the legend."""
 
-    def __init__(self, batch: keel.TokenBatch, words: Words, parameters: dict[str, Any], keep: Tensor) -> None:
+    def __init__(self, batch: keel.TokenBatch, words: Description, parameters: dict[str, Any], keep: Tensor) -> None:
         at = batch.trainable
         self.sequence, self.kept = batch.sequence[at], keep[at]
         self.l = batch.logprobs.detach()[at].requires_grad_()
@@ -157,7 +157,7 @@ def _words_in(text: str) -> set[str]:
     return set(re.findall(r"[A-Za-z]\w*'?", text))
 
 
-def assert_formula_is_the_loss(words: Words, objective: keel.Objective) -> None:
+def assert_formula_is_the_loss(words: Description, objective: keel.Objective) -> None:
     batch = a_step()
     result = objective(batch)
     evaluation = Evaluation(batch, words, objective.parameters, result.keep)
@@ -173,7 +173,7 @@ def test_printed_formula_evaluates_to_the_loss_and_its_gradient(name: str, varia
     if name == "cross_entropy":
         variant = {key: value for key, value in variant.items() if key in ("reduction", "length")}
     variant = dict(variant)
-    assert_formula_is_the_loss(describe_recipe(RECIPES[name], variant), keel.objective(name, **variant))
+    assert_formula_is_the_loss(describe_preset(PRESETS[name], variant), keel.objective(name, **variant))
 
 
 @pytest.mark.parametrize("table", COMPOSITIONS)
@@ -193,10 +193,10 @@ def grid() -> list[tuple[float, float, float]]:
     return [(p, q, a) for p in steps for q in steps for a in (-1.0, 0.0, 1.0)]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].parts.get("gates") and name != "m2po"])
+@pytest.mark.parametrize("name", [name for name in NAMES if PRESETS[name].parts.get("gates") and name != "m2po"])
 def test_sentences_the_scalar_rule_and_the_tensors_drop_the_same_tokens(name: str) -> None:
     given = {"rollout_min_ratio": 0.3} if name == "icepop" else {}
-    objective, words = keel.objective(name, **given), describe_recipe(RECIPES[name], given)
+    objective, words = keel.objective(name, **given), describe_preset(PRESETS[name], given)
     points = grid()
     p, q, a = (torch.tensor(column, dtype=torch.float64) for column in zip(*points, strict=True))
     over_sampler = objective.composition.gates[0].of == "proximal/sampler"
@@ -216,7 +216,7 @@ def test_sentences_the_scalar_rule_and_the_tensors_drop_the_same_tokens(name: st
         known |= {"l": math.log(p_), "b": math.log(q_), "d": math.log(p_ / q_), "KLb": bernoulli_kl, "max": max}
         known |= {"sign": lambda x: math.copysign(1, x), "abs": abs}
         said = any(eval(scalar(sentence), {}, known) for sentence in words.dropped)
-        side = first_refusal(objective.composition.gates, p_, q_, a_)
+        side = first_dropped_side(objective.composition.gates, p_, q_, a_)
         assert (not keep) == said == (side is not None), (p_, q_, a_)
         if not keep:
             assert objective.reasons[code].endswith(f" {side}")
@@ -256,8 +256,8 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_named_objectives_read_as_they_are_defined(name: str) -> None:
-    words = describe_recipe(RECIPES[name])
-    assert (words.formula, words.dropped, words.leaves) == GOLDEN[name]
+    words = describe_preset(PRESETS[name])
+    assert (words.formula, words.dropped, words.dropped_from) == GOLDEN[name]
     assert (words.anchor, words.divisor) == ("sampler", "N, the step's trainable tokens")
     transformed = next(symbol for symbol in words.legend if symbol.name == "A'")
     expected = "adv_tau * (A + kl_penalty_coef * (mean_step(k) - k)) + teacher_tau * sg(h - l)"
@@ -266,8 +266,8 @@ def test_named_objectives_read_as_they_are_defined(name: str) -> None:
 
 def test_icepop_names_its_sequence_rule_as_off_until_it_is_given() -> None:
     sentence = "whole sequence when any r < rollout_min_ratio"
-    assert describe_recipe(RECIPES["icepop"]).optional == (f"{sentence} (off until rollout_min_ratio is given)",)
-    given = describe_recipe(RECIPES["icepop"], {"rollout_min_ratio": 1e-5})
+    assert describe_preset(PRESETS["icepop"]).optional == (f"{sentence} (off until rollout_min_ratio is given)",)
+    given = describe_preset(PRESETS["icepop"], {"rollout_min_ratio": 1e-5})
     assert given.optional == ()
     assert sentence in given.dropped
 
@@ -280,7 +280,7 @@ def test_icepop_names_its_sequence_rule_as_off_until_it_is_given() -> None:
     ],
 )
 def test_anchor_is_that_of_the_ratio_or_else_of_the_weight(name: str, anchor: str) -> None:
-    assert describe_recipe(RECIPES[name]).anchor == anchor
+    assert describe_preset(PRESETS[name]).anchor == anchor
 
 
 @pytest.mark.parametrize(
@@ -295,11 +295,11 @@ def test_anchor_is_that_of_the_ratio_or_else_of_the_weight(name: str, anchor: st
     ],
 )
 def test_divisor_follows_reduction_and_denominator(given: dict[str, Any], divisor: str) -> None:
-    assert describe_recipe(RECIPES["icepop"], given).divisor == divisor
+    assert describe_preset(PRESETS["icepop"], given).divisor == divisor
 
 
 def test_parameters_show_as_names_and_plain_numbers_as_numbers() -> None:
-    words = describe_recipe(RECIPES["icepop"], {"gates": [{"on": "probability_difference", "low": -0.1, "high": 0.1}]})
+    words = describe_preset(PRESETS["icepop"], {"gates": [{"on": "probability_difference", "low": -0.1, "high": 0.1}]})
     assert words.dropped == ("token when r < ratio_low or r > ratio_high", "token when |p - q| > 0.1")
     _, _, composition = resolve_objective({"gates": [{"on": "ratio", "high": 5.0}]})
     plain = describe(composition)
@@ -309,7 +309,7 @@ def test_parameters_show_as_names_and_plain_numbers_as_numbers() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_legend_explains_every_symbol_of_the_formula(name: str) -> None:
-    words = describe_recipe(RECIPES[name])
+    words = describe_preset(PRESETS[name])
     _, parameters, _ = resolve_objective({"name": name})
     plain = {"sum", "max", "min", "clip", "sigmoid", "exp"}
     used = _words_in(words.formula)
@@ -324,7 +324,7 @@ def test_nobody_is_dropped_without_gates() -> None:
     ("value", "text"), [(1e-5, "1e-5"), (0.2, "0.2"), (5.0, "5"), (2.5e10, "2.5e10"), (-3e-7, "-3e-7")]
 )
 def test_numbers_are_short_and_exact(value: float, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text
     assert float(text) == value
 
 
@@ -378,10 +378,10 @@ QUARTER_TO_HALF = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
 def test_scalar_rule_at_points_known_in_closed_form(
     rule: Gate, p: float, q: float, advantage: float, side: str | None
 ) -> None:
-    assert refuses(rule, p, q, advantage) == side
+    assert dropped_side(rule, p, q, advantage) == side
 
 
 @pytest.mark.parametrize(("p", "q"), [(0.0, 0.5), (0.5, 1.1), (math.nan, 0.5)])
 def test_scalar_rule_takes_probabilities_only(p: float, q: float) -> None:
     with pytest.raises(ValueError, match="is not a probability"):
-        refuses(BAND, p, q, 1.0)
+        dropped_side(BAND, p, q, 1.0)

@@ -18,13 +18,13 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 import keel
-from keel.cli.display.objectives_markdown import page
-from keel.cli.display.plot import draw
+from keel.cli.display.objectives_markdown import render_markdown
+from keel.cli.display.plot import draw_dropped_region
 from keel.errors import ConfigError
 from keel.objectives import Composition, Gate, resolve_objective
 from keel.objectives.describe import describe
-from keel.objectives.notation import PAIRS
-from keel.objectives.scalar_gates import refuses
+from keel.objectives.notation import RATIO_NOTATIONS
+from keel.objectives.scalar_gates import dropped_side
 from keel.objectives.statistics import (
     STATISTICS,
     GateStatistic,
@@ -106,7 +106,7 @@ def test_an_entry_is_complete(statistic: GateStatistic) -> None:
     assert gate_statistic(statistic.on, statistic.level) is statistic
     assert statistic.histogram.title
     assert statistic.histogram.scale > 0
-    for pair in PAIRS.values():
+    for pair in RATIO_NOTATIONS.values():
         for formula in (statistic.formula, statistic.magnitude_formula or "|x|"):
             assert "{" not in formula.format(**pair._asdict())
     default = Gate.model_validate({"on": statistic.on, "level": statistic.level, "high": 0.5})
@@ -169,7 +169,7 @@ def test_gates_drop_what_the_scalar_function_puts_outside_the_bounds(
         assert all(value > largest for value in dropped for largest in kept[-1:])
         return
     for (p, q), code in zip(points, result.reasons.tolist(), strict=True):
-        side = refuses(gate, p, q, 1.0)
+        side = dropped_side(gate, p, q, 1.0)
         assert rule.reasons[code] == "trained" if side is None else rule.reasons[code].endswith(f") {side}")
 
 
@@ -217,7 +217,7 @@ def test_an_unknown_name_is_an_error_everywhere_and_never_another_gate() -> None
     unchecked = Gate.model_construct(on="ratios", high=1.0)
     composition = Composition.model_construct(gates=[unchecked])
     for use in (
-        lambda: refuses(unchecked, 0.5, 0.5, 1.0),
+        lambda: dropped_side(unchecked, 0.5, 0.5, 1.0),
         lambda: describe(composition),
         lambda: statistics_of(composition),
         lambda: keel.objective(composition)(a_step([(0.5, 0.5)], [0])),
@@ -349,7 +349,7 @@ class TestAddedEntry:
 
     @pytest.mark.parametrize("entry", [RATIO_CHANGE, MEAN_BINARY_KL], ids=lambda entry: entry.on)
     def test_it_is_validated_by_its_entry(self, entry: GateStatistic) -> None:
-        assert f"`{entry.on}`" in page()
+        assert f"`{entry.on}`" in render_markdown()
         with pytest.raises(ConfigError, match="the statistic is a distance and has only a high bound"):
             resolve_objective({"gates": [{"on": entry.on, "low": 0.1, "high": 0.2}]})
         with pytest.raises(ConfigError, match='level = "geometric" cannot act: it belongs to on = "ratio"'):
@@ -395,8 +395,8 @@ class TestAddedEntry:
         """A change of the ratio of at most 0.9 is the ratio band from 0.1 to 1.9."""
         change = Composition.model_validate({"gates": [{"on": "ratio_change", "high": 0.9}]})
         band = Composition.model_validate({"gates": [{"on": "ratio", "low": 0.1, "high": 1.9}]})
-        assert draw(change).plain == draw(band).plain
-        assert {"+", "-"} <= set(draw(change).plain)
+        assert draw_dropped_region(change).plain == draw_dropped_region(band).plain
+        assert {"+", "-"} <= set(draw_dropped_region(change).plain)
 
     def test_the_audit_uses_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         rule = Composition.model_validate({"gates": [{"on": "ratio_change", "high": 0.5}]})
@@ -409,9 +409,9 @@ class TestAddedEntry:
     def test_the_lens_draws_its_band_and_counts_its_values(self, entry: GateStatistic, tmp_path: Path) -> None:
         gates = f'[{{on = "{entry.on}", high = 0.25}}]'
         make_run(tmp_path / "run", noise=0.4, objective="reinforce", overrides=("--objective.gates", gates))
-        lens = Lens(tmp_path, patience=60)
+        lens = Lens(tmp_path, read_seconds=60)
         try:
-            region = lens.answer("region", {"run": "run"})
+            region = lens.query("region", {"run": "run"})
         finally:
             lens.close()
         (drawn,) = (one for one in region["statistics"] if one["name"] == entry.histogram.name)

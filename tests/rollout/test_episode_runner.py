@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from keel.config import EpisodeLimits
 from keel.inference.protocol import EngineError
-from keel.rollout.environments.environment import Outcome, Task, run_episode
+from keel.rollout.environments.environment import EpisodeResult, Task, run_episode
 from tests.support.scripted import END, ScriptedEngine, client, play
 
 
@@ -35,7 +35,7 @@ def run(episode, *script, **options):
 
 async def one_answer(task, policy):
     await policy.chat([{"role": "user", "content": "hi"}])
-    return Outcome(1.0)
+    return EpisodeResult(1.0)
 
 
 def test_a_good_episode_is_a_rollout():
@@ -83,7 +83,7 @@ def test_an_environment_that_goes_on_after_its_time_has_timed_out():
         try:
             await asyncio.sleep(30)
         except asyncio.CancelledError:
-            return Outcome(1.0)
+            return EpisodeResult(1.0)
 
     assert run(stubborn, "x" + END, limits=EpisodeLimits(seconds=0.2)).error_kind == "timeout"
 
@@ -100,7 +100,7 @@ def test_an_engine_error_is_data_also_in_a_task_group():
     async def parallel(task, policy):
         async with asyncio.TaskGroup() as group:
             group.create_task(one_answer(task, policy))
-        return Outcome(1.0)
+        return EpisodeResult(1.0)
 
     for episode in (one_answer, parallel):
         rollout = run(episode, EngineError("no room"))
@@ -112,7 +112,7 @@ def test_an_engine_error_that_the_environment_swallowed_is_not_a_reward():
         try:
             await one_answer(task, policy)
         except ValueError:
-            return Outcome(0.0)
+            return EpisodeResult(0.0)
 
     rollout = run(swallows, EngineError("no room"))
     assert (rollout.error_kind, rollout.error) == ("engine", "no room")
@@ -123,7 +123,7 @@ def test_nothing_sampled_is_empty(script):
     async def maybe(task, policy):
         if script:
             await one_answer(task, policy)
-        return Outcome(1.0)
+        return EpisodeResult(1.0)
 
     rollout = run(maybe, *script)
     assert (rollout.error_kind, rollout.samples, rollout.oldest_version) == ("empty", (), None)
@@ -159,9 +159,9 @@ def test_asking_past_the_limit_is_over_length_when_the_environment_lets_it_out()
     ("outcome", "message"),
     [
         (None, "an episode returns an Outcome or a number, not NoneType"),
-        (Outcome(math.nan), "reward = nan is not finite"),
-        (Outcome(1.0, metrics={"speed": math.inf}), "speed = inf is not finite"),
-        (Outcome(1.0, rewards={"style": -math.inf}), "style = -inf is not finite"),
+        (EpisodeResult(math.nan), "reward = nan is not finite"),
+        (EpisodeResult(1.0, metrics={"speed": math.inf}), "speed = inf is not finite"),
+        (EpisodeResult(1.0, reward_components={"style": -math.inf}), "style = -inf is not finite"),
     ],
 )
 def test_an_outcome_that_is_none_is_an_exception(outcome, message):
@@ -207,7 +207,7 @@ def test_any_episode_becomes_exactly_one_rollout_with_at_most_one_error(steps):
                 await asyncio.sleep(30)
             else:
                 await policy.chat([{"role": "user", "content": "q"}])
-        return Outcome(0.5)
+        return EpisodeResult(0.5)
 
     script = [said[step] for step in steps if step in said]
     rollout = run(episode, *script, limits=EpisodeLimits(seconds=0.02, tokens=200))

@@ -7,7 +7,7 @@ import pytest
 from keel.config import EpisodeLimits, Sampling
 from keel.errors import ConfigError
 from keel.inference.protocol import EngineError, Generation
-from keel.rollout.policy_client import EpisodeOver, derive_seed
+from keel.rollout.policy_client import EpisodeLimitReached, derive_seed
 from tests.support.scripted import END, ScriptedEngine, client
 
 
@@ -27,7 +27,7 @@ def test_a_conversation_is_recorded_token_by_token():
         return policy
 
     policy = asyncio.run(talk())
-    made = policy.trajectory.samples(EpisodeLimits())
+    made = policy.trajectory.build_samples(EpisodeLimits())
     (sample,) = made.samples
     assert sample.token_ids == engine.requests[1][0] + tuple(engine.tokenizer.encode("two" + END))
     assert made.counts["sampled_tokens"] == made.counts["trained_tokens"] == 8
@@ -80,7 +80,7 @@ def test_the_turn_limit_is_kept_and_can_be_read():
         assert policy.turns_left == 1
         await policy.chat([user("a")])
         assert policy.turns_left == 0
-        with pytest.raises(EpisodeOver, match=r"limits.turns = 1"):
+        with pytest.raises(EpisodeLimitReached, match=r"limits.turns = 1"):
             await policy.chat([user("b")])
         assert len(policy.trajectory.turns) == 1
 
@@ -91,7 +91,7 @@ def test_a_prompt_without_room_for_an_answer_is_not_asked():
     async def talk():
         engine = ScriptedEngine("x" + END)
         policy = client(engine, limits=EpisodeLimits(tokens=40))
-        with pytest.raises(EpisodeOver, match=r"prompt of \d+ tokens .* limits.tokens = 40"):
+        with pytest.raises(EpisodeLimitReached, match=r"prompt of \d+ tokens .* limits.tokens = 40"):
             await policy.chat([user("a" * 40)])
         assert engine.requests == []
 
@@ -152,4 +152,4 @@ def test_what_an_environment_does_to_its_messages_later_changes_nothing():
         return policy
 
     policy = asyncio.run(talk())
-    assert len(policy.trajectory.samples(EpisodeLimits()).samples) == 1
+    assert len(policy.trajectory.build_samples(EpisodeLimits()).samples) == 1

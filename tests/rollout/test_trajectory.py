@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from keel.config import EpisodeLimits
 from keel.inference.protocol import Generation
-from keel.rollout.trajectory import Trajectory
+from keel.rollout.trajectory import EpisodeTrajectory
 
 ROOMY = EpisodeLimits(tokens=100_000)
 
@@ -17,7 +17,7 @@ def generation(ids, *, first=0, version=0, temperature=1.0):
         token_ids=tuple(ids),
         logprobs=tuple(-float(first + place + 1) for place in range(len(ids))),
         versions=tuple([version] * len(ids)),
-        finish="stop",
+        finish_reason="stop",
         temperature=temperature,
     )
 
@@ -45,9 +45,9 @@ def episodes(draw):
 
 
 def trajectory(turns):
-    made = Trajectory()
+    made = EpisodeTrajectory()
     for prompt, answer in turns:
-        made.add(prompt, answer)
+        made.add_turn(prompt, answer)
     return made
 
 
@@ -64,7 +64,7 @@ def trained(samples):
 @given(episodes())
 @settings(max_examples=300)
 def test_every_sampled_token_trains_exactly_once_after_exactly_what_the_engine_saw(turns):
-    made = trajectory(turns).samples(ROOMY)
+    made = trajectory(turns).build_samples(ROOMY)
     expected = {}
     for prompt, answer in turns:
         for offset in range(len(answer.token_ids)):
@@ -80,7 +80,7 @@ def test_every_sampled_token_trains_exactly_once_after_exactly_what_the_engine_s
 @given(episodes())
 @settings(max_examples=100)
 def test_what_does_not_train_has_no_version_and_no_logprob(turns):
-    for sample in trajectory(turns).samples(ROOMY).samples:
+    for sample in trajectory(turns).build_samples(ROOMY).samples:
         assert not sample.trainable[0]
         for place in range(len(sample)):
             assert (sample.versions[place] >= 0) == sample.trainable[place]
@@ -90,7 +90,7 @@ def test_what_does_not_train_has_no_version_and_no_logprob(turns):
 @given(episodes(), st.integers(1, 12), st.sampled_from(["refuse", "cut"]))
 @settings(max_examples=300)
 def test_no_sample_is_over_length_and_what_was_lost_is_counted(turns, limit, rule):
-    made = trajectory(turns).samples(EpisodeLimits(tokens=limit, over_length=rule))
+    made = trajectory(turns).build_samples(EpisodeLimits(tokens=limit, over_length=rule))
     found = [item[0] for item in trained(made.samples)]
     counts = made.counts
     assert all(len(sample) <= limit for sample in made.samples)
@@ -106,89 +106,89 @@ def test_no_sample_is_over_length_and_what_was_lost_is_counted(turns, limit, rul
 
 @given(st.lists(st.booleans(), max_size=12))
 def test_c_compactions_give_one_plus_c_samples(compactions):
-    made = Trajectory()
+    made = EpisodeTrajectory()
     before = [1, 2, 3]
-    made.add(before, generation([7]))
+    made.add_turn(before, generation([7]))
     before = [*before, 7]
     for number, compacts in enumerate(compactions):
         before = [1, 2, 100 + number] if compacts else [*before, 5]
-        made.add(before, generation([7, 8]), "compaction" if compacts else None)
+        made.add_turn(before, generation([7, 8]), "compaction" if compacts else None)
         before = [*before, 7, 8]
-    result = made.samples(ROOMY)
+    result = made.build_samples(ROOMY)
     assert len(result.samples) == 1 + sum(compactions)
-    assert [sample.reason for sample in result.samples] == ["start"] + ["compaction"] * sum(compactions)
+    assert [sample.split_reason for sample in result.samples] == ["start"] + ["compaction"] * sum(compactions)
     assert result.counts.get("split_compaction", 0) == sum(compactions)
 
 
 def test_tokens_shared_by_two_samples_train_in_the_first():
-    made = Trajectory()
-    made.add([1, 2], generation([3, 4, 5]))
-    made.add([1, 2, 3, 9], generation([6], first=3), "thinking")
-    first, second = made.samples(ROOMY).samples
+    made = EpisodeTrajectory()
+    made.add_turn([1, 2], generation([3, 4, 5]))
+    made.add_turn([1, 2, 3, 9], generation([6], first=3), "thinking")
+    first, second = made.build_samples(ROOMY).samples
     assert first.trainable == (False, False, True, True, True)
     assert second.token_ids == (1, 2, 3, 9, 6)
     assert second.trainable == (False, False, False, False, True)
 
 
 def test_shared_tokens_train_in_the_second_when_the_first_is_refused():
-    made = Trajectory()
-    made.add([1, 2], generation([3, 4, 5, 5, 5, 5]))
-    made.add([1, 2, 3, 9], generation([6], first=6), "thinking")
-    result = made.samples(EpisodeLimits(tokens=5))
+    made = EpisodeTrajectory()
+    made.add_turn([1, 2], generation([3, 4, 5, 5, 5, 5]))
+    made.add_turn([1, 2, 3, 9], generation([6], first=6), "thinking")
+    result = made.build_samples(EpisodeLimits(tokens=5))
     assert [sample.trainable for sample in result.samples] == [(False, False, True, False, True)]
     assert result.counts["refused_samples"] == 1
     assert result.counts["refused_tokens"] == 5
 
 
 def test_a_sample_cut_before_its_first_answer_is_left_out_and_counted():
-    made = Trajectory()
-    made.add([1, 2, 3], generation([4, 5]))
-    result = made.samples(EpisodeLimits(tokens=3, over_length="cut"))
+    made = EpisodeTrajectory()
+    made.add_turn([1, 2, 3], generation([4, 5]))
+    result = made.build_samples(EpisodeLimits(tokens=3, over_length="cut"))
     assert result.samples == ()
     assert (result.counts["cut_samples"], result.counts["cut_tokens"]) == (1, 2)
 
 
 def test_an_answer_without_tokens_is_counted_and_gives_no_sample():
-    made = Trajectory()
-    made.add([1, 2], generation([]))
-    result = made.samples(ROOMY)
+    made = EpisodeTrajectory()
+    made.add_turn([1, 2], generation([]))
+    result = made.build_samples(ROOMY)
     assert result.samples == ()
     assert result.counts["empty_samples"] == 1
 
 
 def test_two_conversations_in_turns_stay_two_samples():
-    made = Trajectory()
-    made.add([1], generation([2]))
-    made.add([5], generation([6], first=1), "compaction")
-    made.add([1, 2, 3], generation([4], first=2))
-    made.add([5, 6, 7], generation([8], first=3))
-    assert [sample.token_ids for sample in made.samples(ROOMY).samples] == [(1, 2, 3, 4), (5, 6, 7, 8)]
+    made = EpisodeTrajectory()
+    made.add_turn([1], generation([2]))
+    made.add_turn([5], generation([6], first=1), "compaction")
+    made.add_turn([1, 2, 3], generation([4], first=2))
+    made.add_turn([5, 6, 7], generation([8], first=3))
+    assert [sample.token_ids for sample in made.build_samples(ROOMY).samples] == [(1, 2, 3, 4), (5, 6, 7, 8)]
 
 
 def test_another_temperature_begins_another_sample_and_says_so():
-    made = Trajectory()
-    made.add([1], generation([2]))
-    made.add([1, 2, 3], generation([4], first=1, temperature=0.5))
-    first, second = made.samples(ROOMY).samples
-    assert (first.temperature, second.temperature, second.reason) == (1.0, 0.5, "temperature")
+    made = EpisodeTrajectory()
+    made.add_turn([1], generation([2]))
+    made.add_turn([1, 2, 3], generation([4], first=1, temperature=0.5))
+    first, second = made.build_samples(ROOMY).samples
+    assert (first.temperature, second.temperature, second.split_reason) == (1.0, 0.5, "temperature")
     assert second.trainable == (False, False, False, True)
 
 
 def test_a_prompt_that_does_not_extend_and_has_no_reason_is_called_rewritten():
-    made = Trajectory()
-    made.add([1], generation([2]))
-    made.add([1, 3], generation([4], first=1))
-    assert made.samples(ROOMY).samples[1].reason == "rewritten"
+    made = EpisodeTrajectory()
+    made.add_turn([1], generation([2]))
+    made.add_turn([1, 3], generation([4], first=1))
+    assert made.build_samples(ROOMY).samples[1].split_reason == "rewritten"
 
 
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="at least one token"):
-        Trajectory().add([], generation([1]))
+        EpisodeTrajectory().add_turn([], generation([1]))
 
 
 def test_the_oldest_version_is_of_the_tokens_that_train():
-    made = Trajectory()
-    made.add([1], generation([2], version=3))
-    made.add([1, 2, 5], generation([4], first=1, version=7))
-    (sample,) = made.samples(ROOMY).samples
+    made = EpisodeTrajectory()
+    made.add_turn([1], generation([2], version=3))
+    made.add_turn([1, 2, 5], generation([4], first=1, version=7))
+    (sample,) = made.build_samples(ROOMY).samples
     assert sample.oldest_version == 3

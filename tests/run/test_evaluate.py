@@ -8,11 +8,11 @@ import math
 import pytest
 
 from keel.cli import main
-from keel.config import CheckpointSettings, EpisodeLimits, LoraSettings, ModelSettings, Sampling, load
+from keel.config import CheckpointSettings, EpisodeLimits, LoraSettings, ModelSettings, Sampling, load_settings
 from keel.config.toml_writer import toml_lines
 from keel.errors import ConfigError, KeelError
 from keel.inference.protocol import EngineError
-from keel.rollout.environments.environment import Outcome, Task
+from keel.rollout.environments.environment import EpisodeResult, Task
 from keel.rollout.rendering.renderer import Renderer
 from keel.run import intervals
 from keel.run.evaluate import evaluate
@@ -37,7 +37,7 @@ from tests.support.scripted import load as load_environment
     ],
 )
 def test_wilson_interval_is_the_closed_form(passed, count, low, high):
-    found = intervals.wilson(passed, count)
+    found = intervals.wilson_interval(passed, count)
     assert found.mean == passed / count
     assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
 
@@ -47,18 +47,18 @@ def test_wilson_interval_is_the_closed_form(passed, count, low, high):
     [(1, 12.7062047), (2, 4.3026527), (3, 3.1824463), (10, 2.2281389), (63, 1.9983405), (1000, 1.9623391)],
 )
 def test_student_quantiles_are_those_of_the_tables(freedom, quantile):
-    assert intervals.student(freedom) == pytest.approx(quantile, abs=2e-7)
+    assert intervals.t_quantile(freedom) == pytest.approx(quantile, abs=2e-7)
 
 
 def test_mean_of_graded_rewards_has_students_interval():
-    found = intervals.mean_reward([[0.0], [0.5], [1.0], [2.5]])
+    found = intervals.mean_reward_interval([[0.0], [0.5], [1.0], [2.5]])
     # mean 1, variance (1 + 0.25 + 0 + 2.25) / 3, three degrees of freedom
     half = 3.1824463 * math.sqrt(3.5 / 3 / 4)
     assert found == pytest.approx((1.0, 1.0 - half, 1.0 + half), abs=1e-6)
 
 
 def test_one_graded_reward_has_no_interval():
-    found = intervals.mean_reward([[0.3]])
+    found = intervals.mean_reward_interval([[0.3]])
     assert found.mean == 0.3
     assert math.isnan(found.low)
     assert math.isnan(found.high)
@@ -66,18 +66,18 @@ def test_one_graded_reward_has_no_interval():
 
 def test_rewards_of_zero_and_one_have_wilsons_interval_over_tasks():
     rewards = [[1.0]] * 3 + [[0.0]] * 5
-    assert intervals.mean_reward(rewards) == pytest.approx(intervals.wilson(3, 8))
+    assert intervals.mean_reward_interval(rewards) == pytest.approx(intervals.wilson_interval(3, 8))
 
 
 def test_answers_that_repeat_each_other_do_not_narrow_the_interval():
-    once = intervals.mean_reward([[1.0]] * 3 + [[0.0]] * 5)
-    eight_times = intervals.mean_reward([[1.0] * 8] * 3 + [[0.0] * 8] * 5)
+    once = intervals.mean_reward_interval([[1.0]] * 3 + [[0.0]] * 5)
+    eight_times = intervals.mean_reward_interval([[1.0] * 8] * 3 + [[0.0] * 8] * 5)
     assert eight_times == pytest.approx(once)
 
 
 def test_answers_that_do_not_depend_on_their_task_narrow_it_as_more_tasks_would():
-    found = intervals.mean_reward([[1.0, 0.0, 0.0, 0.0]] * 8)
-    assert found == pytest.approx(intervals.wilson(8, 32))
+    found = intervals.mean_reward_interval([[1.0, 0.0, 0.0, 0.0]] * 8)
+    assert found == pytest.approx(intervals.wilson_interval(8, 32))
 
 
 @pytest.mark.parametrize("draws", [1, 2, 5, 8])
@@ -85,21 +85,21 @@ def test_pass_at_k_is_the_share_of_sets_of_k_that_hold_a_pass(draws):
     for passed, k in itertools.product(range(draws + 1), range(1, draws + 1)):
         sets = list(itertools.combinations(range(draws), k))
         share = sum(any(one < passed for one in chosen) for chosen in sets) / len(sets)
-        assert intervals.pass_at(k, [passed], draws).mean == pytest.approx(share, abs=1e-12)
+        assert intervals.pass_at_k_interval(k, [passed], draws).mean == pytest.approx(share, abs=1e-12)
 
 
 def test_pass_at_k_is_finite_for_thousands_of_draws():
-    found = intervals.pass_at(1000, [1, 0], 10_000)
+    found = intervals.pass_at_k_interval(1000, [1, 0], 10_000)
     assert found.mean == pytest.approx(0.05, abs=1e-12)
 
 
 def test_pass_at_more_than_was_drawn_is_refused():
     with pytest.raises(ValueError, match="pass@5 cannot be told from 4 answers"):
-        intervals.pass_at(5, [1], 4)
+        intervals.pass_at_k_interval(5, [1], 4)
 
 
 def test_the_ladder_ends_with_all_draws():
-    assert [intervals.ladder(draws) for draws in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
+    assert [intervals.pass_k_values(draws) for draws in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Coins:
         try:
             reply = await client.chat([{"role": "user", "content": f"task {task.data['number']}"}])
             await asyncio.sleep(0)
-            return Outcome(self.reward(task.data["number"], reply.text))
+            return EpisodeResult(self.reward(task.data["number"], reply.text))
         finally:
             self.under_way -= 1
 
@@ -144,7 +144,7 @@ class Digest:
 
     async def episode(self, task, client):
         reply = await client.chat([{"role": "user", "content": task.id}])
-        return Outcome(sum(reply.generation.token_ids) % 97 / 97)
+        return EpisodeResult(sum(reply.generation.token_ids) % 97 / 97)
 
 
 def run(environment, engine=None, **options):
@@ -159,10 +159,10 @@ def test_the_first_held_out_tasks_are_played_as_often_as_asked():
     found = run(Coins(lambda number, _: float(number % 2)), engine, tasks=4, samples=3)
     groups = [group for _, _, group in engine.requests]
     assert sorted(groups) == sorted(f"eval/eval/{number}" for number in range(4) for _ in range(3))
-    assert (found.tasks, found.samples, found.failed) == (4, 3, 0)
+    assert (found.num_tasks, found.samples_per_task, found.failed_episodes) == (4, 3, 0)
     assert found.reward == 0.5
-    assert found.passes == {1: 0.5, 2: 0.5, 3: 0.5}
-    assert (found.low, found.high) == pytest.approx(intervals.wilson(2, 4)[1:])
+    assert found.pass_at_k == {1: 0.5, 2: 0.5, 3: 0.5}
+    assert (found.low, found.high) == pytest.approx(intervals.wilson_interval(2, 4)[1:])
 
 
 def test_every_answer_has_a_seed_of_its_own_that_the_number_in_flight_does_not_change():
@@ -196,9 +196,9 @@ def test_a_failed_episode_is_worth_nothing_and_is_counted():
         return 1.0
 
     found = run(Finite(reward))
-    assert (found.reward, found.failed) == (0.75, 1)
-    assert found.error.startswith("eval/1: RuntimeError: the judge is away")
-    assert found.numbers()["failed"] == 1.0
+    assert (found.reward, found.failed_episodes) == (0.75, 1)
+    assert found.first_error.startswith("eval/1: RuntimeError: the judge is away")
+    assert found.scalars()["failed"] == 1.0
 
 
 def test_when_all_fail_the_error_says_how_the_first_did():
@@ -210,11 +210,11 @@ def test_when_all_fail_the_error_says_how_the_first_did():
 def test_partial_credit_is_in_the_reward_and_not_in_pass_at_k():
     found = run(Finite(lambda number, _: [0.0, 0.5, 0.9, 1.1][number]))
     assert found.reward == pytest.approx(0.625)
-    assert found.passes == {1: 0.25}
+    assert found.pass_at_k == {1: 0.25}
 
 
 def test_fewer_tasks_than_asked_are_all_played_and_none_is_an_error():
-    assert run(Finite(lambda *_: 1.0, count=2), tasks=64).tasks == 2
+    assert run(Finite(lambda *_: 1.0, count=2), tasks=64).num_tasks == 2
     with pytest.raises(ConfigError, match='"mine" has no tasks for evaluation'):
         run(Finite(lambda *_: 1.0, count=0), name="mine")
 
@@ -227,7 +227,7 @@ def test_greedy_answers_to_one_task_are_asked_for_once():
 
 
 def test_numbers_leave_out_what_is_not_known():
-    numbers = run(Finite(lambda *_: 0.3), tasks=1).numbers()
+    numbers = run(Finite(lambda *_: 0.3), tasks=1).scalars()
     assert numbers["reward"] == 0.3
     assert not {"low", "high"} & numbers.keys()
     assert {"pass@1", "pass@1/low", "pass@1/high", "tasks", "samples", "seconds"} <= numbers.keys()
@@ -263,7 +263,7 @@ def folder_of(tmp_path, *, lora=None, steps=(1, 2)):
         + "[sampling]\nmax_tokens = 4\n[evaluation]\ntasks = 6\n[environments.small]\n"
         'name = "tests.run.test_evaluate:Digest"\n'
     )
-    loaded = load(tmp_path / "recipe.toml")
+    loaded = load_settings(tmp_path / "recipe.toml")
     text = "\n".join(line + comment for line, comment in toml_lines(loaded)) + "\n"
     (tmp_path / "run" / "config.toml").write_text(text)
     return tmp_path / "run"

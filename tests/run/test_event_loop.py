@@ -10,7 +10,7 @@ import time
 import pytest
 
 from keel.run import event_loop
-from keel.run.event_loop import complete
+from keel.run.event_loop import run_to_completion
 
 
 def test_what_it_returns_or_raises_is_handed_on() -> None:
@@ -20,9 +20,9 @@ def test_what_it_returns_or_raises_is_handed_on() -> None:
     async def raises() -> None:
         raise LookupError("no")
 
-    assert complete(gives()) == 7
+    assert run_to_completion(gives()) == 7
     with pytest.raises(LookupError):
-        complete(raises())
+        run_to_completion(raises())
 
 
 def test_a_task_that_ignores_its_end_is_left_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_a_task_that_ignores_its_end_is_left_after_a_moment(monkeypatch: pytest.
 
     kept: list[asyncio.Future[None]] = []
     began = time.monotonic()
-    assert complete(work()) == "done"
+    assert run_to_completion(work()) == "done"
     assert time.monotonic() - began < 5 and ended == ["polite"]
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import keel
-from keel.config import load
+from keel.config import load_settings
 from keel.errors import ConfigError, KeelError
-from keel.run.folder import RunFolder, difference, free_name
-from keel.run.ledger import Fate, Ledger
-from keel.run.live_status import Live
-from keel.run.summary import summary
+from keel.run.folder import RunFolder, settings_diff, unused_path
+from keel.run.ledger import RolloutOutcome, Ledger
+from keel.run.live_status import LiveStatus
+from keel.run.summary import summarize_run
 from tests.support.run_world import RECIPE, Watcher, loaded, resume, train
 
 
@@ -101,30 +101,30 @@ def test_new_weights_reach_the_engine(run: tuple[Path, Watcher]) -> None:
 
 def test_the_folder_says_what_was_run(run: tuple[Path, Watcher]) -> None:
     folder, watcher = run
-    assert not difference(load(folder / "config.toml"), loaded(folder))
+    assert not settings_diff(load_settings(folder / "config.toml"), loaded(folder))
     said = json.loads((folder / "run.json").read_text())
     assert said["versions"]["keel-rl"] == keel.__version__
     assert set(watcher.evaluations) == {0, 3, 6}
     metrics = pq.read_table(folder / "metrics.parquet").to_pylist()
     assert [row["reward"] for row in metrics] == [watcher.steps[step]["reward"] for step in range(1, 7)]
     opened = RunFolder.open(folder)
-    text = summary(opened)
-    assert opened.ledger.get("status") == "finished"
+    text = summarize_run(opened)
+    assert opened.ledger.get_meta("status") == "finished"
     opened.close()
     assert "evaluation larger_number on 4 unseen tasks" in text and f"folder     {folder}" in text
 
 
 def test_the_folder_says_what_the_run_is_doing_while_it_does_it(tmp_path: Path) -> None:
     live, seen = tmp_path / "run" / "live.json", []
-    written = Live.say
+    written = LiveStatus.write
 
-    async def say(self: Live, doing: str, engine: Any) -> None:
+    async def say(self: LiveStatus, doing: str, engine: Any) -> None:
         await written(self, doing, engine)
         if live.exists():
             seen.append(json.loads(live.read_text()))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Live, "say", say)
+        patched.setattr(LiveStatus, "say", say)
         train(tmp_path / "run", steps=2, evaluation__when="never")
     assert any(one["doing"].startswith("sampling: ") and one["engines"].startswith("version 0") for one in seen)
     assert not live.exists()
@@ -196,7 +196,7 @@ def test_steps_that_train_nothing_end_the_run_with_their_reason(tmp_path: Path) 
     with pytest.raises(KeelError, match=r"2 steps in a row trained nothing.*no_signal 16"):
         train(tmp_path / "run", scheduler__halt_after=2, environments__larger_number__name="tests.run.test_loop:Flat")
     with Ledger_open(tmp_path / "run") as ledger:
-        assert ledger.get("status") == "failed"
+        assert ledger.get_meta("status") == "failed"
         assert ledger.last_step == 2
 
 
@@ -301,7 +301,7 @@ def test_a_run_is_not_written_over_and_not_by_two(tmp_path: Path) -> None:
         RunFolder.create(tmp_path / "run", loaded(tmp_path / "run"))
     with pytest.raises(ConfigError, match=r"holds no run: there is no run\.db"):
         RunFolder.open(tmp_path)
-    assert free_name(tmp_path, "run").name == "run-2"
+    assert unused_path(tmp_path, "run").name == "run-2"
 
 
 def test_changed_settings_are_shown_and_have_to_be_allowed(tmp_path: Path) -> None:
@@ -331,15 +331,15 @@ def test_changed_settings_are_shown_and_have_to_be_allowed(tmp_path: Path) -> No
 def test_settings_that_cannot_act_together_are_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.toml").write_text(text + "\n" + RECIPE)
     with pytest.raises(ConfigError, match=message):
-        load(tmp_path / "a.toml")
+        load_settings(tmp_path / "a.toml")
 
 
 def test_a_second_fate_cannot_be_written(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "run.db", create=True)
-    fate = Fate("a#1", 0, 0, "a", "t", "trained", None, None, 1.0, 3)
-    ledger.write_step(1, version=1, stepped=True, numbers={}, fates=[fate], state={})
+    fate = RolloutOutcome("a#1", 0, 0, "a", "t", "trained", None, None, 1.0, 3)
+    ledger.write_step(1, version=1, stepped=True, metrics={}, outcomes=[fate], state={})
     with pytest.raises(KeelError, match="second fate"):
-        ledger.write_step(2, version=2, stepped=True, numbers={}, fates=[fate], state={"x": 1})
+        ledger.write_step(2, version=2, stepped=True, metrics={}, outcomes=[fate], state={"x": 1})
     assert ledger.last_step == 1 and ledger.state() == {}
     ledger.close()
 
@@ -351,9 +351,9 @@ def test_an_objective_that_asks_a_teacher_needs_one(tmp_path: Path) -> None:
 
 def test_a_run_without_an_environment_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("steps = 1\n")
-    folder = RunFolder.create(tmp_path / "run", load(tmp_path / "a.toml"))
-    from keel.run.loop import Run
+    folder = RunFolder.create(tmp_path / "run", load_settings(tmp_path / "a.toml"))
+    from keel.run.loop import TrainingRun
 
     with pytest.raises(ConfigError, match="environments is empty"):
-        Run(folder)
+        TrainingRun(folder)
     folder.close()

@@ -9,13 +9,13 @@ import pytest
 from keel.errors import ConfigError, StorageError
 from keel.rollout.rollout import Rollout
 from keel.run.folder import RunFolder
-from keel.run.ledger import Fate, Ledger
+from keel.run.ledger import RolloutOutcome, Ledger
 from tests.support.run_world import loaded
 
 
-def fate(member: int, *, trained: bool = True) -> Fate:
+def fate(member: int, *, trained: bool = True) -> RolloutOutcome:
     told = ("trained", None) if trained else ("refused", "stale")
-    return Fate("words#0", member, 0, "words", "task0", told[0], told[1], None, 1.0, 4)  # type: ignore[arg-type]
+    return RolloutOutcome("words#0", member, 0, "words", "task0", told[0], told[1], None, 1.0, 4)  # type: ignore[arg-type]
 
 
 def rollout() -> Rollout:
@@ -28,13 +28,13 @@ def run(tmp_path: Path) -> Path:
     folder = RunFolder.create(tmp_path / "run", loaded(tmp_path / "run"))
     ledger = folder.ledger
     ledger.write_step(
-        1, version=1, stepped=True, numbers={"reward": 0.5}, fates=[fate(0)], state={"scheduler": {"number": 1}}
+        1, version=1, stepped=True, metrics={"reward": 0.5}, outcomes=[fate(0)], state={"scheduler": {"number": 1}}
     )
     ledger.write_step(
-        2, version=2, stepped=True, numbers={"reward": 0.7}, fates=[fate(1)], state={"scheduler": {"number": 2}}
+        2, version=2, stepped=True, metrics={"reward": 0.7}, outcomes=[fate(1)], state={"scheduler": {"number": 2}}
     )
-    ledger.write_refused(2, [fate(2, trained=False)], {"scheduler": {"number": 3}})
-    ledger.keep("words#1", 0, 0, rollout())
+    ledger.write_dropped(2, [fate(2, trained=False)], {"scheduler": {"number": 3}})
+    ledger.store_finished("words#1", 0, 0, rollout())
     folder.close()
     return tmp_path / "run"
 
@@ -65,15 +65,15 @@ def test_a_rollout_that_waits_in_a_damaged_ledger_is_named(run: Path) -> None:
     folder = RunFolder.open(run)
     try:
         with pytest.raises(StorageError, match="rollout words#1/0/0, which waits in it"):
-            folder.ledger.recall("words#1", 0, 0)
+            folder.ledger.load_finished("words#1", 0, 0)
     finally:
         folder.close()
 
 
 def test_a_rollout_that_ends_after_it_was_given_up_does_not_get_a_second_fate(run: Path) -> None:
     folder = RunFolder.open(run)
-    folder.ledger.keep("words#0", 2, 0, rollout())
-    assert [name[:3] for name in folder.ledger.left_over()] == [("words#1", 0, 0)]
+    folder.ledger.store_finished("words#0", 2, 0, rollout())
+    assert [name[:3] for name in folder.ledger.unresolved()] == [("words#1", 0, 0)]
     folder.close()
 
 
@@ -83,8 +83,8 @@ def test_a_ledger_without_seals_is_of_an_older_version_and_goes_on(run: Path) ->
         db.execute("DELETE FROM meta WHERE key IN ('config', 'state_hash')")
     db.close()
     folder = RunFolder.open(run)
-    folder.ledger.write_step(3, version=3, stepped=True, numbers={}, fates=[], state={}, record="abc")
-    assert (folder.ledger.record_of(2), folder.ledger.record_of(3)) == (None, "abc")
+    folder.ledger.write_step(3, version=3, stepped=True, metrics={}, outcomes=[], state={}, record_hash="abc")
+    assert (folder.ledger.record_hash(2), folder.ledger.record_hash(3)) == (None, "abc")
     folder.close()
     RunFolder.open(run).close()
 
@@ -135,7 +135,7 @@ def test_a_disk_that_is_full_is_named_with_what_to_do(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "run.db", create=True)
     ledger._db.execute("PRAGMA max_page_count = 30")
     with pytest.raises(StorageError, match=r"could not be written: database or disk is full; .* go on with --resume"):
-        ledger.set("words", "x" * 10**6)
-    ledger.set("words", "few")  # nothing of it stays in the way
-    assert ledger.get("words") == "few"
+        ledger.set_meta("words", "x" * 10**6)
+    ledger.set_meta("words", "few")  # nothing of it stays in the way
+    assert ledger.get_meta("words") == "few"
     ledger.close()

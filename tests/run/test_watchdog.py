@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from keel.run.watchdog import Stalled, Watchdog
+from keel.run.watchdog import RunStalled, Watchdog
 
 
 def test_what_makes_no_progress_is_warned_about_and_ended_by_name() -> None:
@@ -14,12 +14,12 @@ def test_what_makes_no_progress_is_warned_about_and_ended_by_name() -> None:
 
     async def scene() -> None:
         with Watchdog(0.3, told.append) as watchdog:
-            watchdog.say("sampling: 3 groups ready")
+            watchdog.set_activity("sampling: 3 groups ready")
             await asyncio.sleep(30)
 
     began = time.monotonic()
     with pytest.raises(
-        Stalled, match=r"nothing has come for 0 s \(stall_after = 0\.3\) of: sampling: 3 groups ready; "
+        RunStalled, match=r"nothing has come for 0 s \(stall_after = 0\.3\) of: sampling: 3 groups ready; "
     ):
         asyncio.run(scene())
     assert time.monotonic() - began < 5
@@ -41,7 +41,7 @@ def test_progress_however_slow_is_enough_and_the_same_mark_is_none() -> None:
                 watchdog.progress(("landed", 0))
 
     assert asyncio.run(slow()) == "done"
-    with pytest.raises(Stalled):
+    with pytest.raises(RunStalled):
         asyncio.run(still())
 
 
@@ -67,11 +67,11 @@ def test_a_loop_that_is_held_is_given_up_by_the_place_that_holds_it() -> None:
 
     async def scene() -> None:
         with Watchdog(0.1, lambda _: None, abandon) as watchdog:
-            watchdog.say("sampling")
+            watchdog.set_activity("sampling")
             hold(given_up)
             await asyncio.sleep(0)  # where the cancellation that nobody could deliver arrives
 
-    with pytest.raises(Stalled):
+    with pytest.raises(RunStalled):
         asyncio.run(scene())
     assert "of: sampling" in told[0] and "held by" in told[0]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import keel
-from keel.signal.gates import NOT_TRAINABLE, UNUSABLE
+from keel.signal.gates import NOT_TRAINABLE, INVALID_LOGPROB
 from tests.support.strategies import (
     CASES,
     FLOATS,
@@ -99,7 +99,7 @@ SEQUENCE_METRICS = ("sequence_chi_square", "opsm_rejected_sequences", "opsm_reje
 
 def split(
     rule: keel.Objective, step: keel.TokenBatch, parts: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, list[keel.Result]]:
+) -> tuple[Tensor, Tensor, Tensor, list[keel.ObjectiveResult]]:
     """Loss, gradient, reasons and results of a step given in parts, each part scored with the step's totals."""
     batches = [step.take(part) for part in parts]
     totals = rule.totals(batches)
@@ -116,7 +116,7 @@ def split(
     return loss, gradient, reasons, results
 
 
-def added(results: list[keel.Result], *, sequence: bool) -> dict[str, list[float]]:
+def added(results: list[keel.ObjectiveResult], *, sequence: bool) -> dict[str, list[float]]:
     """The metrics of several parts of a step, added; those about sequences or those about tokens."""
     metrics = sum((result.metrics for result in results), keel.Metrics())
     return {name: value for name, value in pairs(metrics).items() if name.startswith(SEQUENCE_METRICS) == sequence}
@@ -365,8 +365,8 @@ def test_token_without_a_sampler_logprob_is_dropped_and_counted(case: str, data:
     lost &= members
     assert loss.isfinite()
     assert (gradient[lost] == 0).all()
-    assert (result.reasons[lost] == UNUSABLE).all()
-    assert not (result.reasons[~lost] == UNUSABLE).any()
+    assert (result.reasons[lost] == INVALID_LOGPROB).all()
+    assert not (result.reasons[~lost] == INVALID_LOGPROB).any()
     unusable = result.metrics["signal/unusable_tokens"]
     assert (unusable.sum, unusable.count) == (int(lost.sum()), int(members.sum()))
     if rule.composition.reduction.over == "tokens" and rule.composition.reduction.divide_by == "members":
@@ -446,7 +446,7 @@ def test_rank_without_batches_takes_part_in_the_totals(case: str) -> None:
     rule.totals([random_step(38)], counting("busy"))
     rule.totals([random_step(38).take(torch.zeros(0, dtype=torch.int64))], counting("idle"))
     assert calls["idle"] == calls["busy"]
-    assert rule.totals([], counting("without batches")).members == 0
+    assert rule.totals([], counting("without batches")).num_trainable == 0
     assert calls["without batches"] == calls["busy"]
 
 

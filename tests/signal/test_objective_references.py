@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import keel
-from keel.objectives import RECIPES
+from keel.objectives import PRESETS
 from tests.support.strategies import CASES, close, objective, random_step, run
 
 
@@ -480,7 +480,7 @@ STEPS = [(0, 0.9), (2, 1.8), (3, 3.0)]
 
 
 def test_every_recipe_has_a_reference() -> None:
-    assert RECIPES.keys() <= REFERENCES.keys()
+    assert PRESETS.keys() <= REFERENCES.keys()
     assert CASES.keys() == REFERENCES.keys()
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import keel
 from keel.signal import cpu_ops
-from keel.signal.segments import Segments, Table
+from keel.signal.segments import Segments, SequenceTable
 
 LAYOUTS = {
     "packed and sorted": [1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 9, 9, 9, 9, 9],
@@ -39,7 +39,7 @@ def check(ids: list[int]) -> None:
         sum(values[place].item() > 2 for place in places[name]) for name in names
     ]
     row_values = torch.arange(len(names), dtype=torch.float64)
-    assert segments.spread(row_values).tolist() == [float(names.index(each)) for each in ids]
+    assert segments.expand(row_values).tolist() == [float(names.index(each)) for each in ids]
     assert segments.max(-values).tolist() == [max(-values[place].item() for place in places[name]) for name in names]
 
 
@@ -55,7 +55,7 @@ def test_any_ids_in_any_order(ids: list[int]) -> None:
 
 @layouts
 def test_in_order_puts_row_after_row(ids: list[int]) -> None:
-    order = Segments(torch.tensor(ids, dtype=torch.int64)).in_order()
+    order = Segments(torch.tensor(ids, dtype=torch.int64)).positions_by_row()
     places = list(range(len(ids))) if order is None else order.tolist()
     assert places == sorted(range(len(ids)), key=lambda place: ids[place])
 
@@ -67,12 +67,12 @@ def test_long_rows_lose_no_count() -> None:
     assert segments.sum(torch.ones(300_000, dtype=torch.bool)).tolist() == [300_000.0]
 
 
-def table(ids: list[int], **columns: list[float]) -> Table:
-    return Table(torch.tensor(ids), {name: torch.tensor(values) for name, values in columns.items()})
+def table(ids: list[int], **columns: list[float]) -> SequenceTable:
+    return SequenceTable(torch.tensor(ids), {name: torch.tensor(values) for name, values in columns.items()})
 
 
 def test_merged_tables_add_by_id_and_count_missing_columns_as_zero() -> None:
-    merged = Table.merge([table([1, 5], a=[1.0, 2.0]), table([0, 5], a=[10.0, 20.0], b=[3.0, 4.0])])
+    merged = SequenceTable.merge([table([1, 5], a=[1.0, 2.0]), table([0, 5], a=[10.0, 20.0], b=[3.0, 4.0])])
     assert merged.ids.tolist() == [0, 1, 5]
     assert merged["a"].tolist() == [10.0, 1.0, 22.0]
     assert merged["b"].tolist() == [3.0, 0.0, 4.0]
@@ -80,29 +80,29 @@ def test_merged_tables_add_by_id_and_count_missing_columns_as_zero() -> None:
 
 def test_merging_does_not_change_the_parts() -> None:
     parts = [table([1, 5], a=[1.0, 2.0]), table([5], a=[20.0])]
-    Table.merge(parts)
+    SequenceTable.merge(parts)
     assert parts[0]["a"].tolist() == [1.0, 2.0]
     assert parts[1]["a"].tolist() == [20.0]
 
 
 def test_merging_is_the_same_in_any_order() -> None:
     parts = [table([1, 5], a=[1.0, 2.0]), table([], a=[]), table([0, 5], a=[8.0, 4.0])]
-    parts[1] = Table(torch.zeros(0, dtype=torch.int64), {"a": torch.zeros(0)})
-    forward, backward = Table.merge(parts), Table.merge(parts[::-1])
+    parts[1] = SequenceTable(torch.zeros(0, dtype=torch.int64), {"a": torch.zeros(0)})
+    forward, backward = SequenceTable.merge(parts), SequenceTable.merge(parts[::-1])
     assert forward.ids.tolist() == backward.ids.tolist()
     assert forward["a"].tolist() == backward["a"].tolist() == [8.0, 1.0, 6.0]
 
 
 @pytest.mark.parametrize("ids", [[5, 1], [1], [5], []])
 def test_rows_come_back_in_the_order_asked_for(ids: list[int]) -> None:
-    rows = table([1, 3, 5], a=[1.0, 3.0, 5.0]).rows_of(torch.tensor(ids, dtype=torch.int64))
+    rows = table([1, 3, 5], a=[1.0, 3.0, 5.0]).select_rows(torch.tensor(ids, dtype=torch.int64))
     assert rows["a"].tolist() == [float(each) for each in ids]
 
 
 @pytest.mark.parametrize("ids", [[0], [2], [9], [1, 4]])
 def test_row_that_is_not_there_is_an_error(ids: list[int]) -> None:
     with pytest.raises(ValueError, match="other batches"):
-        table([1, 3, 5], a=[1.0, 3.0, 5.0]).rows_of(torch.tensor(ids))
+        table([1, 3, 5], a=[1.0, 3.0, 5.0]).select_rows(torch.tensor(ids))
 
 
 def test_grouping_is_by_id_and_never_by_stride() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import keel
-from keel.signal.metrics import BINS, Derived, Histogram, Metric, Metrics
+from keel.signal.metrics import NUM_BINS, DerivedMetric, Histogram, Metric, Metrics
 from tests.support.strategies import batch, pairs, random_step, steps, without_trainer_version
 
 # --- pairs
@@ -29,7 +29,7 @@ def test_mean_of_a_sum_is_not_a_mean_of_means() -> None:
 
 def test_mean_of_nothing_is_not_a_number() -> None:
     assert math.isnan(Metric(0, 0).mean)
-    assert math.isnan(Derived((Metric(0, 0), Metric(1, 1)), lambda a, b: a + b).mean)
+    assert math.isnan(DerivedMetric((Metric(0, 0), Metric(1, 1)), lambda a, b: a + b).mean)
     assert math.isnan(histogram([]).quantile(0.5))
 
 
@@ -37,8 +37,8 @@ def test_derived_numbers_come_from_the_added_pairs() -> None:
     def formula(a: float, b: float) -> float:
         return a * b
 
-    first = Derived((Metric(2, 1), Metric(4, 2)), formula)
-    second = Derived((Metric(6, 3), Metric(0, 2)), formula)
+    first = DerivedMetric((Metric(2, 1), Metric(4, 2)), formula)
+    second = DerivedMetric((Metric(6, 3), Metric(0, 2)), formula)
     assert (first + second).mean == (8 / 4) * (4 / 4)
 
 
@@ -241,8 +241,8 @@ def test_loss_of_a_step_is_measured_over_the_trainable_tokens_only() -> None:
 
 
 def histogram(values: list[float], log: bool = False) -> Histogram:
-    codes = Histogram.codes(torch.tensor(values, dtype=torch.float32))
-    return Histogram(torch.bincount(codes, minlength=BINS), log)
+    codes = Histogram.bin_indices(torch.tensor(values, dtype=torch.float32))
+    return Histogram(torch.bincount(codes, minlength=NUM_BINS), log)
 
 
 floats = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False).map(
@@ -298,7 +298,7 @@ def test_histograms_add_exactly(first: list[float], second: list[float]) -> None
 def test_counts_of_a_step_add_exactly_beyond_float32() -> None:
     """A float32 cannot tell 2^24 + 1 from 2^24."""
     one = keel.objective("icepop")(batch([-1.0], [-1.2])).metrics["ratio"]
-    many = Histogram(one.counts * 2**24, one.log)
+    many = Histogram(one.counts * 2**24, one.values_are_logs)
     assert (many + one).count == 2**24 + 1
 
 

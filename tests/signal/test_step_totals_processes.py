@@ -70,7 +70,7 @@ def work(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _score(rule: keel.Objective, micro_batch: keel.TokenBatch, totals: keel.Totals) -> dict[str, Any]:
+def _score(rule: keel.Objective, micro_batch: keel.TokenBatch, totals: keel.StepTotals) -> dict[str, Any]:
     loss, gradient, result = run(rule, micro_batch, totals)
     masked = result.metrics["is_masked"]
     return {
@@ -139,4 +139,4 @@ def test_refusal_of_unusable_tokens_is_decided_over_all_ranks() -> None:
     rule.totals([clean], record)
     with pytest.raises(keel.SignalRefused, match="1 of 7"):
         rule.totals([bad])
-    assert rule.totals([bad], lambda part: [part, parts[0]]).members == 7 + len(clean)
+    assert rule.totals([bad], lambda part: [part, parts[0]]).num_trainable == 7 + len(clean)

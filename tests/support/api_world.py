@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import keel
-from keel.api.trajectories import get
+from keel.api.trajectories import get_field
 
 Value = TypeVar("Value")
 LORA = {"rank": 4, "alpha": 8}
@@ -58,12 +58,12 @@ async def attempts(model: keel.TrainableModel, size: int = 4, **options: Any) ->
 
 def replayed(trainer: keel.Trainer, choice: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probs that a choice carries, and those of a trainer for the same tokens."""
-    prompt, answer = list(get(choice, "prompt_token_ids")), list(get(choice, "token_ids"))
+    prompt, answer = list(get_field(choice, "prompt_token_ids")), list(get_field(choice, "token_ids"))
     sample = keel.Sample(
         token_ids=prompt + answer,
         trainable=[False] * len(prompt) + [True] * len(answer),
         advantage=0.0,
-        temperature=get(choice, "sampling")["temperature"],
+        temperature=get_field(choice, "sampling")["temperature"],
     )
     recorded = torch.tensor([entry.logprob for entry in choice.logprobs.content])
     found = trainer.logprobs([sample])[0]

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from keel.rollout.trajectory import TrainingSample
 from keel.run import records
 from keel.tools.compare import Comparison, Recording, parse_candidates
-from keel.tools.compare.report import Report, report_of
+from keel.tools.compare.report import ComparisonReport, build_report
 
 Row = dict[str, Any]
 
@@ -79,31 +79,31 @@ def write_run(folder: Path, rows: Iterable[Row]) -> Path:
         by_step.setdefault(one["step"], []).append(one)
     for step, members in by_step.items():
         written = [_record(number, one) for number, one in enumerate(members)]
-        written.append(records.Row("lost", "env", "t", 0, 0, fate="refused", reason="stale"))
+        written.append(records.SampleRecord("lost", "env", "t", 0, 0, outcome="refused", reason="stale"))
         pieces = {token: text for one in members for token, text in zip(one["token_ids"], one["pieces"], strict=True)}
-        records.write(folder / "rollouts", step, members[0]["version"], written, pieces)
+        records.write_step(folder / "rollouts", step, members[0]["version"], written, pieces)
     return folder
 
 
-def _record(number: int, one: Row) -> records.Row:
+def _record(number: int, one: Row) -> records.SampleRecord:
     data = TrainingSample(
         token_ids=tuple(one["token_ids"]),
         trainable=tuple(one["trainable"]),
         logprobs=tuple(one["sampler_logprobs"]),
         versions=tuple(one["versions"]),
         temperature=1.0,
-        reason="start",
+        split_reason="start",
     )
     account = {"logprobs": one["logprobs"]}
-    return records.Row(
-        one["group"], "env", "t", number, 0, 0, data, "trained", advantage=one["advantage"], account=account
+    return records.SampleRecord(
+        one["group"], "env", "t", number, 0, 0, data, "trained", advantage=one["advantage"], token_columns=account
     )
 
 
-def compare(path: Path, objectives: str, *, steps: Any = None, texts: int = 10, proximal: bool = False) -> Report:
+def compare(path: Path, objectives: str, *, steps: Any = None, texts: int = 10, proximal: bool = False) -> ComparisonReport:
     """The whole way from a file to the numbers."""
     recording = Recording(path, steps)
     comparison = Comparison(parse_candidates(objectives), proximal_is_policy=proximal)
     for step in recording.steps():
         comparison.add(step)
-    return report_of(comparison, recording, texts=texts)
+    return build_report(comparison, recording, texts=texts)

@@ -12,13 +12,13 @@ import uvicorn
 
 from keel.config import Sampling
 from keel.inference.protocol import EngineError, Generation, Health
-from keel.inference.server.allowed_paths import Roots
-from keel.inference.server.openai_responses import Piece
+from keel.inference.server.allowed_paths import AllowedFolders
+from keel.inference.server.openai_responses import TokenChunk
 from keel.training.model import tiny_models
 
-TOKENIZER = tiny_models.tokenizer()
-END = tiny_models.SPECIALS[tiny_models.END]
-ANYWHERE = Roots([Path("/")])
+TOKENIZER = tiny_models.build_tokenizer()
+END = tiny_models.SPECIAL_TOKENS[tiny_models.IM_END]
+ANYWHERE = AllowedFolders([Path("/")])
 """For tests of something else than where weights may come from."""
 
 
@@ -91,7 +91,7 @@ class FakeStreamingEngine(FakeEngine):
 
     async def stream(
         self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncIterator[TokenChunk]:
         whole = await self.generate(prompt, sampling, group=group)
         count = len(whole.token_ids)
         try:
@@ -100,9 +100,9 @@ class FakeStreamingEngine(FakeEngine):
                     raise EngineError("the engine broke")
                 await asyncio.sleep(self.pause)
                 self.sent += 1
-                finish = whole.finish if at == count - 1 else None
+                finish = whole.finish_reason if at == count - 1 else None
                 part = slice(at, at + 1)
-                yield Piece(whole.token_ids[part], whole.logprobs[part], whole.versions[part], finish)
+                yield TokenChunk(whole.token_ids[part], whole.logprobs[part], whole.versions[part], finish)
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled += 1
             raise

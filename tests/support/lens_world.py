@@ -12,13 +12,13 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from keel.config import load
+from keel.config import load_settings
 from keel.config.toml_writer import toml_lines
-from keel.objectives.scalar_gates import refuses
+from keel.objectives.scalar_gates import dropped_side
 from keel.rollout.trajectory import TrainingSample
 from keel.run import records
-from keel.run.ledger import Fate, Ledger
-from keel.run.records import Row
+from keel.run.ledger import RolloutOutcome, Ledger
+from keel.run.records import SampleRecord
 
 NAMES = ["Ana", "Ben", "Chloe", "Dmitri", "Emeka", "Farah"]
 THINGS = ["apples", "marbles", "stamps", "tickets", "pencils"]
@@ -62,7 +62,7 @@ def make_run(
     """A run with an ending. Group 0 of every step is refused for having no signal; one rollout of the run failed."""
     chance, words = random.Random(seed), Vocabulary()
     path.mkdir(parents=True)
-    loaded = load(overrides=["--objective.name", objective, "--steps", str(max(steps, 1)), *overrides])
+    loaded = load_settings(overrides=["--objective.name", objective, "--steps", str(max(steps, 1)), *overrides])
     (path / "config.toml").write_text("".join(f"{line}{comment}\n" for line, comment in toml_lines(loaded)))
     origin = {"format": 1, "name": path.name, "created": 1.7e9 + seed, "git": {"commit": "0" * 40}}
     (path / "run.json").write_text(json.dumps(origin))
@@ -75,10 +75,10 @@ def make_run(
         rows = []
         for place in range(groups):
             rows += make_group(step, place, members, words, gates, chance, noise, paragraphs, skill=step / (steps + 9))
-        records.write(path / "rollouts", step, step - 1, rows, words.pieces)
+        records.write_step(path / "rollouts", step, step - 1, rows, words.pieces)
         numbers = numbers_of(rows, step, chance)
         fates = [fate_of(row) for row in rows]
-        ledger.write_step(step, version=step, stepped=True, numbers=numbers, fates=fates, state={})
+        ledger.write_step(step, version=step, stepped=True, metrics=numbers, outcomes=fates, state={})
     share = 0.22 + 0.5 * steps / (steps + 9)
     ledger.write_evaluation(steps, "sums", {"reward": share, "low": share - 0.08, "high": share + 0.08, "tasks": 64.0})
     ledger.set_status(status)
@@ -100,7 +100,7 @@ def make_group(
     noise: float,
     paragraphs: int,
     skill: float,
-) -> list[Row]:
+) -> list[SampleRecord]:
     """The rollouts of one task."""
     name, thing = chance.choice(NAMES), chance.choice(THINGS)
     a, b = chance.randint(2, 60), chance.randint(2, 60)
@@ -118,17 +118,17 @@ def make_group(
         names = {"group": f"sums/{step * 100 + place}", "environment": "sums", "task_id": f"train-{step * 100 + place}"}
         if step == 1 and place == 1 and member == members - 1:
             error = "TimeoutError: no answer within 120 s"
-            rows.append(Row(**names, member=member, attempt=0, reason="failed", error=error))
+            rows.append(SampleRecord(**names, member=member, attempt=0, reason="failed", error=error))
             continue
         said = a + b if right[member] else a + b + chance.choice([-10, -1, 1, 2, 10])
         answer = "\n\n".join(chance.choice(WAYS).format(a=a, b=b, c=said, n=name, t=thing) for _ in range(paragraphs))
-        row = Row(**names, member=member, attempt=0, sample=0, reward=float(right[member]), turns=1)
+        row = SampleRecord(**names, member=member, attempt=0, sample=0, reward=float(right[member]), turns=1)
         row.data = sampled(words.split(prompt), words.split(f"{answer}<|im_end|>"), step, chance)
         if place == 0:
             row.reason = "no_signal"
         else:
-            row.fate, row.advantage = "trained", float(right[member]) - mean
-            row.account = account(row, gates, step, chance, noise)
+            row.outcome, row.advantage = "trained", float(right[member]) - mean
+            row.token_columns = account(row, gates, step, chance, noise)
         rows.append(row)
     return rows
 
@@ -144,11 +144,11 @@ def sampled(prompt: list[int], answer: list[int], step: int, chance: random.Rand
         logprobs=(*[0.0] * len(prompt), *logprobs),
         versions=(*[-1] * len(prompt), *versions),
         temperature=1.0,
-        reason="start",
+        split_reason="start",
     )
 
 
-def account(row: Row, gates: Any, step: int, chance: random.Random, noise: float) -> dict[str, Any]:
+def account(row: SampleRecord, gates: Any, step: int, chance: random.Random, noise: float) -> dict[str, Any]:
     """What the trainer would have said of each token."""
     assert row.data is not None and row.advantage is not None
     columns: dict[str, list[Any]] = {name: [] for name in ("logprobs", "entropy", "gradient", "kept")}
@@ -161,7 +161,7 @@ def account(row: Row, gates: Any, step: int, chance: random.Random, noise: float
         l = min(b + chance.gauss(0, spread), -1e-6)  # noqa: E741 - the letters of the formulas
         kept = "trained"
         for place, gate in enumerate(gates):
-            side = refuses(gate, math.exp(l), math.exp(b), row.advantage)
+            side = dropped_side(gate, math.exp(l), math.exp(b), row.advantage)
             if side is not None:
                 kept = f"gate {place} ({gate.on}) {side}"
                 break
@@ -172,12 +172,12 @@ def account(row: Row, gates: Any, step: int, chance: random.Random, noise: float
     return columns
 
 
-def numbers_of(rows: list[Row], step: int, chance: random.Random) -> dict[str, float]:
+def numbers_of(rows: list[SampleRecord], step: int, chance: random.Random) -> dict[str, float]:
     """What a step's log line has, from its rows where it can be."""
     counts, distance = {"trained": 0, "low": 0, "high": 0}, 0.0
-    for row in records.trained(rows):
+    for row in records.trained_rows(rows):
         assert row.data is not None
-        for kept, l, b in zip(row.account["kept"], row.account["logprobs"], row.data.logprobs, strict=True):  # noqa: E741
+        for kept, l, b in zip(row.token_columns["kept"], row.token_columns["logprobs"], row.data.logprobs, strict=True):  # noqa: E741
             if kept is not None:
                 counts[kept.rpartition(" ")[2]] += 1
                 distance += math.exp(l - b) - 1 - (l - b)
@@ -203,14 +203,14 @@ def numbers_of(rows: list[Row], step: int, chance: random.Random) -> dict[str, f
         "staleness": sum(ages) / len(ages),
         "staleness_max": max(ages),
         **({"mismatch_kl_masked": 0.5} if step == 2 else {}),  # what is not finite is not written
-        "refused": sum(row.fate == "refused" for row in rows),
+        "refused": sum(row.outcome == "refused" for row in rows),
     }
 
 
-def fate_of(row: Row) -> Fate:
+def fate_of(row: SampleRecord) -> RolloutOutcome:
     tokens = 0 if row.data is None else sum(row.data.trainable)
-    fate: Any = row.fate
-    return Fate(
+    fate: Any = row.outcome
+    return RolloutOutcome(
         row.group,
         row.member,
         row.attempt,

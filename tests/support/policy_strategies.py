@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from keel.config import LoraSettings, ModelSettings
 from keel.training import Model, Sample, load_model
-from keel.training.step.prefix_tree import Ints
+from keel.training.step.prefix_tree import IntArray
 
 LORA = LoraSettings(rank=4, alpha=8)
 FAMILIES = (
@@ -34,7 +34,7 @@ OWN_ATTENTION = {"tiny-gemma2": "eager", "tiny-gpt-oss": "eager"}
 
 
 @st.composite
-def sequences(draw: st.DrawFn, most: int = 9, words: int = 3) -> list[Ints]:
+def sequences(draw: st.DrawFn, most: int = 9, words: int = 3) -> list[IntArray]:
     """Sequences of few words, so that many share prefixes; some equal, empty, or the start of another."""
     found: list[bytes] = draw(st.lists(st.binary(max_size=12), min_size=1, max_size=most))
     grown = []
@@ -45,7 +45,7 @@ def sequences(draw: st.DrawFn, most: int = 9, words: int = 3) -> list[Ints]:
     return [np.frombuffer(one, np.uint8).astype(np.int64) for one in grown]
 
 
-def prefixes(found: Sequence[Ints]) -> set[tuple[int, ...]]:
+def prefixes(found: Sequence[IntArray]) -> set[tuple[int, ...]]:
     """Every distinct non-empty beginning: the nodes of the prefix tree."""
     return {tuple(one[: size + 1].tolist()) for one in found for size in range(len(one))}
 
@@ -56,7 +56,7 @@ def branching_samples(seed: int = 1, **fields: Any) -> list[Sample]:
     chance = np.random.default_rng(seed)
     root, made = chance.integers(0, 200, 9), []
 
-    def sample(ids: Ints, trainable: Ints, **own: Any) -> Sample:
+    def sample(ids: IntArray, trainable: IntArray, **own: Any) -> Sample:
         values = {
             "advantage": float(chance.normal()),
             "sampler_logprobs": -4 * chance.random(len(ids)) - 0.5,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from keel.config.rollout import PoolSettings, Sampling
 from keel.inference.pool.discovery import DiscoveryError
 from keel.inference.pool.pool import Pool
-from keel.inference.pool.target_weights import Load
+from keel.inference.pool.target_weights import WeightLoad
 from keel.inference.protocol import EngineError, Generation, Health
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class Server:
     health_seconds: float = 0.0
     """How long what it says about itself is under way."""
     version: int = 0
-    loads: tuple[Load, ...] = ()
+    loads: tuple[WeightLoad, ...] = ()
     """What a fresh server was given since it started: all weights, then an adapter."""
     life: int = 0
     running: int = 0
@@ -104,8 +104,8 @@ class World:
         self.servers = {f"http://s{i}:1": Server(f"http://s{i}:1") for i in range(count)}
         self.listed = list(self.servers)
         self.list_error = ""
-        self.changes = True
-        self.live: set[tuple[Load, ...]] = {()}
+        self.dynamic = True
+        self.live: set[tuple[WeightLoad, ...]] = {()}
         """Everything that was ever live on a server."""
         self.hand_outs: list[tuple[Server, str | None, float, bool]] = []
         """Server, group, time, and whether the server held what the pool said or, already, what it desired."""
@@ -115,7 +115,7 @@ class World:
     def __getitem__(self, index: int) -> Server:
         return list(self.servers.values())[index]
 
-    async def find(self) -> list[str]:
+    async def fetch_urls(self) -> list[str]:
         if self.list_error:
             raise DiscoveryError(self.list_error)
         return list(self.listed)
@@ -147,9 +147,9 @@ class FakeEngine:
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None) -> Generation:
         server, pool = self.server, self.world.pool
-        held = pool._desired.version is None or any(
+        held = pool._target_weights.version is None or any(
             (server.version, server.loads) == (weights.version, weights.loads)
-            for weights in (pool._live, pool._desired)
+            for weights in (pool._live_weights, pool._target_weights)
         )
         number = len(self.world.hand_outs)
         self.world.hand_outs.append((server, group, now(), held))
@@ -172,7 +172,7 @@ class FakeEngine:
             server.running -= 1
         return Generation((number, 0), (-0.1, -0.2), (first, server.version), "stop", 1.0)
 
-    async def _load(self, load: Load) -> None:
+    async def _load(self, load: WeightLoad) -> None:
         await self._reach()
         life = self.server.life
         await asyncio.sleep(self.server.load_seconds)
@@ -187,10 +187,10 @@ class FakeEngine:
         self.world.live.add(self.server.loads)
 
     async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
-        await self._load(Load("weights", folder, version))
+        await self._load(WeightLoad("weights", folder, version))
 
     async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
-        await self._load(Load("adapter", folder, version))
+        await self._load(WeightLoad("adapter", folder, version))
 
     async def version(self) -> int:
         await self._reach()

@@ -16,8 +16,8 @@ from torch import Tensor
 import keel
 from keel.config import CheckpointSettings, ModelSettings, OptimizerSettings, TrainerSettings
 from keel.training import Checkpoints, Sample, StepReport, Trainer
-from keel.training.distributed.rank_processes import Crew
-from keel.training.model.weights_io import full_state
+from keel.training.distributed.rank_processes import RankProcesses
+from keel.training.model.weights_io import full_state_dict
 from tests.support.policy_strategies import LORA, branching_samples
 
 STEPS = 5
@@ -54,7 +54,7 @@ class Crews:
     """Crews by their size, started when first asked for."""
 
     def __init__(self) -> None:
-        self._crews: dict[int, Crew] = {}
+        self._crews: dict[int, RankProcesses] = {}
 
     def trainer(self, ranks: int, model: ModelSettings, **settings: Any) -> Trainer:
         """A new trainer on so many ranks; whatever they trained before is gone."""
@@ -64,7 +64,7 @@ class Crews:
         if ranks not in self._crews:
             for other in list(self._crews):
                 self._crews.pop(other).close()  # a process is in one world at a time
-            self._crews[ranks] = Crew(chosen)
+            self._crews[ranks] = RankProcesses(chosen)
             self._crews[ranks].join()
         return Trainer(model, chosen, world=self._crews[ranks].world)
 
@@ -89,7 +89,7 @@ def rollouts() -> list[Sample]:
 
 
 def numbers(report: StepReport) -> dict[str, float]:
-    return {name: value for name, value in report.numbers().items() if name not in _OWN}
+    return {name: value for name, value in report.scalars().items() if name not in _OWN}
 
 
 def moments(trainer: Trainer, folder: Path) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ def moments(trainer: Trainer, folder: Path) -> dict[str, Tensor]:
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
-    return full_state(trainer.model)
+    return full_state_dict(trainer.model)
 
 
 def assert_same_tensors(
@@ -140,7 +140,7 @@ def assert_one_process(crews: Crews, ranks: int, case: str, folder: Path) -> Non
     rule, samples = OBJECTIVES[objective], rollouts()
     alone = crews.trainer(1, model(lora=lora), **more)
     wanted = steps(alone, samples, rule)
-    assert any((report.tokens.gradient == 0).any() for report in wanted), "nothing is dropped or clipped: a weak case"
+    assert any((report.tokens.dloss_dlogprob == 0).any() for report in wanted), "nothing is dropped or clipped: a weak case"
     trainer = crews.trainer(ranks, model(lora=lora, **shape), max_tokens=max_tokens, **more)
     assert_same_reports(steps(trainer, samples, rule), wanted)
     assert_same_tensors(weights(trainer), weights(alone))
@@ -154,7 +154,7 @@ def assert_idle_ranks_take_part(crews: Crews, ranks: int, objective: str) -> Non
     alone, trainer = crews.trainer(1, model()), crews.trainer(ranks, model())
     for samples in ([sample], [sample, silent, silent], [silent], []):
         wanted, found = (one.step(samples, OBJECTIVES[objective], version=3) for one in (alone, trainer))
-        assert (found.stepped, found.why_not) == (wanted.stepped, wanted.why_not)
+        assert (found.stepped, found.skip_reason) == (wanted.stepped, wanted.skip_reason)
         assert_same_reports([found], [wanted])
     assert_same_tensors(weights(trainer), weights(alone))
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from keel.config import Loaded, load
-from keel.config.load import put
-from keel.config.toml_writer import toml
-from keel.run.evaluate import Evaluation
+from keel.config import LoadedSettings, load_settings
+from keel.config.load import set_dotted
+from keel.config.toml_writer import to_toml
+from keel.run.evaluate import EvaluationResult
 from keel.run.folder import RunFolder
-from keel.run.loop import Run
-from keel.run.monitor.callbacks import Silent
+from keel.run.loop import TrainingRun
+from keel.run.monitor.callbacks import NullCallback
 from tests.support.paths import ROOT
 
 RECIPE = """
@@ -54,40 +54,40 @@ def tiny(**changes: Any) -> str:
     """The recipe with changes, `scheduler__groups=2` for scheduler.groups, as TOML."""
     tree = tomllib.loads(RECIPE)
     for name, value in changes.items():
-        put(tree, name.replace("__", "."), value)
-    return "".join(f"{name} = {toml(value)}\n" for name, value in tree.items())
+        set_dotted(tree, name.replace("__", "."), value)
+    return "".join(f"{name} = {to_toml(value)}\n" for name, value in tree.items())
 
 
-class Watcher(Silent):
+class Watcher(NullCallback):
     """Remembers what it was told."""
 
     def __init__(self) -> None:
         self.steps: dict[int, dict[str, float]] = {}
-        self.evaluations: dict[int, Evaluation] = {}
+        self.evaluations: dict[int, EvaluationResult] = {}
         self.notices: list[str] = []
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         self.steps[step] = dict(numbers)
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+    def evaluated(self, step: int, evaluation: EvaluationResult) -> None:
         self.evaluations[step] = evaluation
 
     def notice(self, text: str) -> None:
         self.notices.append(text)
 
 
-def loaded(folder: Path, **changes: Any) -> Loaded:
+def loaded(folder: Path, **changes: Any) -> LoadedSettings:
     """The recipe with changes, `scheduler__groups=2` for scheduler.groups."""
     file = folder.parent / f"{folder.name}.toml"
     file.write_text(RECIPE)
-    return load(file, [f"--{name.replace('__', '.')}={json.dumps(value)}" for name, value in changes.items()])
+    return load_settings(file, [f"--{name.replace('__', '.')}={json.dumps(value)}" for name, value in changes.items()])
 
 
 def go(folder: RunFolder, *, stop_after: int | None = None) -> Watcher:
     """Train to the end, or to a step."""
     watcher = Watcher()
     try:
-        run = Run(folder, watcher)
+        run = TrainingRun(folder, watcher)
     except BaseException:
         folder.close()
         raise

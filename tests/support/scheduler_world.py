@@ -9,10 +9,10 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from keel.rollout.scheduler.accounts import Batch
-from keel.rollout.scheduler.groups import Dispatch, Refusal
+from keel.rollout.scheduler.accounts import RolloutBatch
+from keel.rollout.scheduler.groups import RolloutRequest, DroppedRollout
 from keel.rollout.scheduler.scheduler import Scheduler
-from keel.rollout.scheduler.task_sources import Source
+from keel.rollout.scheduler.task_sources import TaskSource
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Told:
 Name = tuple[str, int, int]
 
 
-def name_of(thing: Dispatch | Refusal | Told) -> Name:
+def name_of(thing: RolloutRequest | DroppedRollout | Told) -> Name:
     return thing.group, thing.member, thing.attempt
 
 
@@ -72,12 +72,12 @@ class Engine:
     faults: Faults = field(default_factory=Faults)
     version: int = 0
     dispatched: collections.Counter[Name] = field(default_factory=collections.Counter)
-    order: list[Dispatch] = field(default_factory=list)
+    order: list[RolloutRequest] = field(default_factory=list)
     running: int = 0
     most: int = 0
     cancelled: int = 0
 
-    def __call__(self, dispatch: Dispatch) -> Coroutine[Any, Any, Any]:
+    def __call__(self, dispatch: RolloutRequest) -> Coroutine[Any, Any, Any]:
         # counted here: what is cancelled before its task has begun was dispatched too
         self.dispatched[name_of(dispatch)] += 1
         self.order.append(dispatch)
@@ -148,27 +148,27 @@ class Ledger:
     """What was emitted, checked as it comes: nothing twice, nothing that was not dispatched."""
 
     emitted: dict[Name, str] = field(default_factory=dict)
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[RolloutBatch] = field(default_factory=list)
 
     def note(self, name: Name, how: str) -> None:
         assert name not in self.emitted, f"{name} emitted as {self.emitted[name]} and as {how}"
         self.emitted[name] = how
 
-    def refused(self, refusals: Iterable[Refusal]) -> None:
+    def refused(self, refusals: Iterable[DroppedRollout]) -> None:
         for refusal in refusals:
             assert refusal.reason
             if refusal.rollout is not None:
                 assert name_of(refusal.rollout) == name_of(refusal)
             self.note(name_of(refusal), refusal.reason)
 
-    def batch(self, batch: Batch) -> Batch:
+    def batch(self, batch: RolloutBatch) -> RolloutBatch:
         self.batches.append(batch)
         for group in batch.groups:
             for member in group.members:
                 if member.rollout is not None:
                     assert name_of(member.rollout) == (group.id, member.member, member.attempt)
                 self.note((group.id, member.member, member.attempt), f"trained {member.reason}")
-        self.refused(batch.refused)
+        self.refused(batch.dropped)
         return batch
 
     def check_against(self, dispatched: Iterable[Name]) -> None:
@@ -178,24 +178,24 @@ class Ledger:
         assert set(self.emitted) - dispatched == set(), "invented"
 
 
-def sources(*weights: float, tasks: int | None = None) -> list[Source]:
+def sources(*weights: float, tasks: int | None = None) -> list[TaskSource]:
     """Environments a, b, ... with these weights; with `tasks`, of so many tasks each, once."""
     made = []
     for letter, weight in zip("abcdefgh", weights, strict=False):
         listed = jobs(tasks or 5, letter)
-        made.append(Source(letter, iter(listed) if tasks else listed, weight))
+        made.append(TaskSource(letter, iter(listed) if tasks else listed, weight))
     return made
 
 
 def held(scheduler: Scheduler) -> int:
     """How many things the scheduler's structures hold; what was refused and not yet emitted apart."""
     parts: list[Callable[[], Any]] = [
-        lambda: scheduler._line._groups,
-        lambda: scheduler._flights._seats,
-        lambda: scheduler._flights._given_up,
-        lambda: scheduler._queue,
-        lambda: scheduler._fresh,
-        lambda: scheduler._ledger.counts,
-        lambda: scheduler._ledger.reasons,
+        lambda: scheduler._group_queue._groups,
+        lambda: scheduler._in_flight._slots,
+        lambda: scheduler._in_flight._abandoned,
+        lambda: scheduler._slot_queue,
+        lambda: scheduler._new_slots,
+        lambda: scheduler._accounts.counts,
+        lambda: scheduler._accounts.reasons,
     ]
     return sum(len(part()) for part in parts)

@@ -20,7 +20,7 @@ class ScriptedEngine:
 
     def __init__(self, *script, tokenizer=None, answer=None, version=0):
         self.script, self.answer, self.live = list(script), answer, version
-        self.tokenizer = tokenizer or tiny_models.tokenizer()
+        self.tokenizer = tokenizer or tiny_models.build_tokenizer()
         self.requests = []
 
     async def generate(self, prompt, sampling, *, group=None):

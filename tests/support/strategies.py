@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import keel
-from keel.objectives import RECIPES
+from keel.objectives import PRESETS
 from keel.objectives.statistics import STATISTICS, gate_statistic, statistic_names
-from keel.signal.metrics import Derived, Histogram, Metric, Metrics
+from keel.signal.metrics import DerivedMetric, Histogram, Metric, Metrics
 
 FLOATS = (
     "logprobs",
@@ -67,7 +67,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "m2po, kept": ("m2po", {"denominator": "kept"}),
     "cross_entropy, roles": ("cross_entropy", {"roles": [1]}),
 }
-CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in RECIPES} | VARIANTS
+CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in PRESETS} | VARIANTS
 """Every recipe as it comes, and variations that reach the remaining parts: name and parameters by id."""
 
 
@@ -98,8 +98,8 @@ def batch(
 
 
 def run(
-    objective: keel.Objective, step: keel.TokenBatch, totals: keel.Totals | None = None
-) -> tuple[Tensor, Tensor, keel.Result]:
+    objective: keel.Objective, step: keel.TokenBatch, totals: keel.StepTotals | None = None
+) -> tuple[Tensor, Tensor, keel.ObjectiveResult]:
     """Loss, gradient by autograd, and the whole result."""
     leaf = step.logprobs.detach().clone().requires_grad_()
     result = objective(step.replace(logprobs=leaf), totals)
@@ -117,7 +117,7 @@ def pairs(metrics: Metrics) -> dict[str, list[float]]:
     for name, metric in metrics.items():
         if isinstance(metric, Metric):
             flat[name] = [metric.sum, metric.count]
-        elif isinstance(metric, Derived):
+        elif isinstance(metric, DerivedMetric):
             flat[name] = [number for part in metric.parts for number in (part.sum, part.count)]
         else:
             assert isinstance(metric, Histogram)

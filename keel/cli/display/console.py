@@ -20,6 +20,6 @@ def console() -> Console:
     return Console(force_terminal=terminal, width=width, markup=False, highlight=False, emoji=False)
 
 
-def write(text: str) -> None:
+def write_stdout(text: str) -> None:
     """Text as it is, for machines and for documents."""
     sys.stdout.write(text)

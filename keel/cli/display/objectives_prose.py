@@ -45,7 +45,7 @@ replaced, so that it may be infinite without harm.
 10. When no token survives, the optimizer must not step: `result.kept_tokens` is 0.
 """
 
-AFTER = """\
+COMMON_PARAMETERS = """\
 {common}
 
 **The advantage.** One formula for every objective, without gradient:
@@ -86,7 +86,7 @@ ADVANTAGES = {
     "constant": "R - baseline, 0 when not given",
 }
 
-COMPOSE = """\
+COMPOSITION = """\
 ## Compose your own
 
 A recipe is a composition of gates, weights, one policy term, penalties and a reduction. The same parts can be written

@@ -6,12 +6,12 @@ Names, defaults and meanings come from `keel.config`; this only puts them side b
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from keel.objectives import Recipe, resolve_objective
-from keel.objectives.describe import number
-from keel.objectives.preset import COMMON_NAMES, PARAMETERS, Common
+from keel.objectives import ObjectivePreset, resolve_objective
+from keel.objectives.describe import format_number
+from keel.objectives.preset import COMMON_NAMES, PRESET_PARAMETERS, CommonParameters
 
 
-class Row(NamedTuple):
+class ParameterRow(NamedTuple):
     """One parameter."""
 
     name: str
@@ -21,32 +21,32 @@ class Row(NamedTuple):
     own: bool
 
 
-def parameters(recipe: Recipe, given: Mapping[str, Any] | None = None) -> list[Row]:
+def parameter_rows(preset: ObjectivePreset, overrides: Mapping[str, Any] | None = None) -> list[ParameterRow]:
     """Every parameter that the recipe takes, with its value when these are given."""
-    _, values, _ = resolve_objective({"name": recipe.name, **(given or {})})
-    fields = recipe.settings.model_fields
-    names = [*recipe.own_parameters, *COMMON_NAMES]
-    own = set(recipe.own_parameters)
-    return [Row(name, values[name], fields[name].default, meaning(name), name in own) for name in names]
+    _, values, _ = resolve_objective({"name": preset.name, **(overrides or {})})
+    fields = preset.parameters_class.model_fields
+    names = [*preset.own_parameters, *COMMON_NAMES]
+    own = set(preset.own_parameters)
+    return [ParameterRow(name, values[name], fields[name].default, parameter_meaning(name), name in own) for name in names]
 
 
-def meaning(name: str) -> str:
+def parameter_meaning(name: str) -> str:
     """What a parameter is for."""
-    text = PARAMETERS[name][1] if name in PARAMETERS else Common.model_fields[name].description or ""
+    text = PRESET_PARAMETERS[name][1] if name in PRESET_PARAMETERS else CommonParameters.model_fields[name].description or ""
     text = " ".join(text.split()).rstrip(".")
     return text[:1].lower() + text[1:]
 
 
-def defaults(recipe: Recipe) -> str:
+def format_defaults(preset: ObjectivePreset) -> str:
     """The values that make the recipe what it is, without those that are not given."""
-    given = {name: value for name, value in recipe.parameters.items() if value is not None and name != "anchor"}
-    return ", ".join(f"{name} {show(value)}" for name, value in given.items()) or "-"
+    given = {name: value for name, value in preset.parameters.items() if value is not None and name != "anchor"}
+    return ", ".join(f"{name} {format_value(value)}" for name, value in given.items()) or "-"
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value for people."""
     if value is None:
         return "not given"
     if isinstance(value, bool):
         return "true" if value else "false"
-    return number(value) if isinstance(value, float) else str(value)
+    return format_number(value) if isinstance(value, float) else str(value)

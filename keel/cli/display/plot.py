@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from keel.objectives import Composition, Gate
-from keel.objectives.scalar_gates import first_refusal
+from keel.objectives.scalar_gates import first_dropped_side
 
 COLUMNS, ROWS = 32, 16
 """Powers of two: no cell lies on a decimal bound such as 0.2, where rounding would fray the edge."""
-SMALLEST = -8
+MIN_DECADE = -8
 """The lowest decade of logarithmic axes."""
 MARKS = {None: (".", "dim"), "low": ("-", "bold blue"), "high": ("+", "bold red")}
-ROLES = {"policy": "policy", "sampler": "sampler", "proximal": "proximal policy"}
+POLICY_LABELS = {"policy": "policy", "sampler": "sampler", "proximal": "proximal policy"}
 
 
-def draw(composition: Composition) -> Text:
+def draw_dropped_region(composition: Composition) -> Text:
     """The plot with its caption, or a sentence where there is nothing to plot."""
     gates = [gate for gate in composition.gates if gate.scope != "step"]
     if not composition.gates:
@@ -34,9 +34,9 @@ def draw(composition: Composition) -> Text:
     if not _any_dropped(panels):
         log = True
         panels = [_grid(gates, sign, log) for sign in signs]
-    over, under = (ROLES[who] for who in gates[0].of.split("/"))
+    over, under = (POLICY_LABELS[who] for who in gates[0].of.split("/"))
     titles = ["A > 0", "A < 0"] if len(signs) == 2 else ["every A"]
-    framed = [_frame(panel, title, over, under, log) for panel, title in zip(panels, titles, strict=True)]
+    framed = [_with_axes(panel, title, over, under, log) for panel, title in zip(panels, titles, strict=True)]
     text = Text()
     for lines in zip(*framed, strict=True):
         joined = Text("   ").join(lines)
@@ -49,10 +49,10 @@ def _any_dropped(panels: Sequence[list[Text]]) -> bool:
     return any(mark in line.plain for panel in panels for line in panel for mark in "+-")
 
 
-def _coordinate(place: int, count: int, log: bool) -> float:
+def _cell_center(index: int, count: int, log: bool) -> float:
     """The middle of a cell."""
-    share = (place + 0.5) / count
-    return float(10 ** (SMALLEST * (1 - share))) if log else share
+    share = (index + 0.5) / count
+    return float(10 ** (MIN_DECADE * (1 - share))) if log else share
 
 
 def _grid(gates: Sequence[Gate], advantage: float, log: bool) -> list[Text]:
@@ -61,15 +61,15 @@ def _grid(gates: Sequence[Gate], advantage: float, log: bool) -> list[Text]:
     for row in reversed(range(ROWS)):
         line = Text()
         for column in range(COLUMNS):
-            p, q = _coordinate(row, ROWS, log), _coordinate(column, COLUMNS, log)
-            line.append(*MARKS[first_refusal(gates, p, q, advantage)])
+            p, q = _cell_center(row, ROWS, log), _cell_center(column, COLUMNS, log)
+            line.append(*MARKS[first_dropped_side(gates, p, q, advantage)])
         lines.append(line)
     return lines
 
 
-def _frame(panel: list[Text], title: str, over: str, under: str, log: bool) -> list[Text]:
+def _with_axes(panel: list[Text], title: str, over: str, under: str, log: bool) -> list[Text]:
     """A panel with its axes; all lines equally long."""
-    ticks = (f"1e{SMALLEST}", f"1e{SMALLEST // 2}", "1") if log else ("0.0", "0.5", "1.0")
+    ticks = (f"1e{MIN_DECADE}", f"1e{MIN_DECADE // 2}", "1") if log else ("0.0", "0.5", "1.0")
     labels = {0: ticks[2], ROWS // 2: ticks[1], ROWS - 1: ticks[0]}
     lines = [Text(f"{title}, {over} p upwards", style="bold")]
     lines += [Text(f"{labels.get(place, ''):>5} |").append_text(line) for place, line in enumerate(panel)]

@@ -20,56 +20,56 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from keel.cli.display.console import console, write
-from keel.run.evaluate import Evaluation
-from keel.run.monitor.callbacks import Observer
+from keel.cli.display.console import console, write_stdout
+from keel.run.evaluate import EvaluationResult
+from keel.run.monitor.callbacks import RunCallback
 
-ROWS = 10
+TABLE_ROWS = 10
 """Steps that the table holds, and that the time left is estimated from."""
-QUIET = 30.0
+QUIET_SECONDS = 30.0
 """Seconds without a line after which a log is told what is being waited for."""
 
 Clock = Callable[[], float]
 
 
-class Column(NamedTuple):
+class StepColumn(NamedTuple):
     """One number of a step."""
 
     title: str
-    name: str
+    metric: str
     """In the numbers of the step."""
     width: int
     format: str
     scale: float = 1.0
 
-    def show(self, numbers: Mapping[str, float]) -> str:
-        value = numbers.get(self.name)
+    def format_cell(self, metrics: Mapping[str, float]) -> str:
+        value = metrics.get(self.metric)
         # a step that trained nothing has no mean of anything
         return "-" if value is None or not math.isfinite(value) else format(value * self.scale, self.format)
 
 
 COLUMNS = (
-    Column("reward", "reward", 6, ".3f"),
-    Column("loss", "loss", 8, "+.4f"),
-    Column("low %", "is_masked_low", 6, ".2f", 100.0),
-    Column("high %", "is_masked_high", 6, ".2f", 100.0),
-    Column("mismatch", "mismatch_kl", 8, ".1e"),
-    Column("stale", "staleness", 5, ".2f"),
-    Column("tok/s", "tokens_per_second", 6, ",.0f"),
-    Column("seconds", "seconds", 7, ".1f"),
+    StepColumn("reward", "reward", 6, ".3f"),
+    StepColumn("loss", "loss", 8, "+.4f"),
+    StepColumn("low %", "is_masked_low", 6, ".2f", 100.0),
+    StepColumn("high %", "is_masked_high", 6, ".2f", 100.0),
+    StepColumn("mismatch", "mismatch_kl", 8, ".1e"),
+    StepColumn("stale", "staleness", 5, ".2f"),
+    StepColumn("tok/s", "tokens_per_second", 6, ",.0f"),
+    StepColumn("seconds", "seconds", 7, ".1f"),
 )
 """low and high: the share of tokens that a gate dropped, by the side on which the policy left the sampler."""
 
 
-def display(*, json: bool = False) -> "Display":
+def make_run_display(*, json: bool = False) -> "RunDisplay":
     """The display that suits standard output; use it in a `with`, so that a terminal is left as it was found."""
     if json:
-        return JsonLines()
+        return RunJsonLog()
     screen = console()
-    return Screen(screen) if screen.is_terminal else Lines(screen)
+    return RunScreen(screen) if screen.is_terminal else RunLog(screen)
 
 
-class Display(Observer):
+class RunDisplay(RunCallback):
     """An observer that may hold the terminal."""
 
     def close(self) -> None:
@@ -82,72 +82,72 @@ class Display(Observer):
         self.close()
 
 
-class Pace:
+class StepPace:
     """How fast steps come, from when the last few of them ended."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._ends: tuple[float, ...] = ()
+        self._end_times: tuple[float, ...] = ()
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         """From now on, unless a step has ended: what comes before the first says nothing about the others."""
-        if len(self._ends) < 2:
-            self._ends = (self._clock(),)
+        if len(self._end_times) < 2:
+            self._end_times = (self._clock(),)
 
-    def step(self) -> None:
-        self._ends = (*self._ends, self._clock())[-ROWS - 1 :]
+    def record_step(self) -> None:
+        self._end_times = (*self._end_times, self._clock())[-TABLE_ROWS - 1 :]
 
-    def left(self, steps: int) -> float | None:
+    def seconds_left(self, steps: int) -> float | None:
         """Seconds that so many more steps will take; none before there is anything to go by."""
-        if len(self._ends) < 2:
+        if len(self._end_times) < 2:
             return None
-        each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return max(0.0, each * steps - (self._clock() - self._ends[-1]))
+        each = (self._end_times[-1] - self._end_times[0]) / (len(self._end_times) - 1)
+        return max(0.0, each * steps - (self._clock() - self._end_times[-1]))
 
 
-class Screen(Display):
+class RunScreen(RunDisplay):
     """A terminal: the last steps as a table, a bar with the time left, and what is being done just now."""
 
     def __init__(self, screen: Console, clock: Clock = time.monotonic) -> None:
         self._console = screen
-        self._pace = Pace(clock)
+        self._pace = StepPace(clock)
         self._rows: tuple[tuple[int, tuple[str, ...]], ...] = ()
-        self._what = ""
-        self._done = self._steps = 0
+        self._status = ""
+        self._last_step = self._total_steps = 0
         # drawn four times a second by a thread of its own: calls only change what will be drawn
         self._live = Live(console=screen, get_renderable=self._draw, refresh_per_second=4)
 
-    def started(self, name: str, folder: Path, steps: int, first: int) -> None:
-        self._console.print(Text(_opening(name, folder, steps, first)), soft_wrap=True)
-        self._done, self._steps = first, steps
-        self._pace.begin()
+    def started(self, name: str, folder: Path, steps: int, start_step: int) -> None:
+        self._console.print(Text(_start_line(name, folder, steps, start_step)), soft_wrap=True)
+        self._last_step, self._total_steps = start_step, steps
+        self._pace.restart()
 
-    def waiting(self, what: str) -> None:
-        self._what = plain(what)
+    def waiting(self, status: str) -> None:
+        self._status = escape_unprintable(status)
         if not self._live.is_started:
             # the first word comes while the model is loaded, before the run has started
             self._live.start()
             # a process that is killed could not bring the cursor back
             self._console.show_cursor(True)
 
-    def step(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._pace.step()
-        self._done = step
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._pace.record_step()
+        self._last_step = step
         # replaced whole: the drawing thread may be reading it
-        self._rows = (*self._rows, (step, tuple(column.show(numbers) for column in COLUMNS)))[-ROWS:]
+        self._rows = (*self._rows, (step, tuple(column.format_cell(metrics) for column in COLUMNS)))[-TABLE_ROWS:]
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        self._pace.begin()
-        self._console.print(Text(_evaluated(step, evaluation)), soft_wrap=True)
+    def evaluated(self, step: int, evaluation: EvaluationResult) -> None:
+        self._pace.restart()
+        self._console.print(Text(_evaluation_line(step, evaluation)), soft_wrap=True)
 
     def notice(self, text: str) -> None:
-        self._console.print(Text(plain(text), style="bold"), soft_wrap=True)
+        self._console.print(Text(escape_unprintable(text), style="bold"), soft_wrap=True)
 
     def ended(self, summary: str) -> None:
-        self._what = ""
+        self._status = ""
         self.close()
         if summary:
-            self._console.print(Text(_lines(summary)), soft_wrap=True)
+            self._console.print(Text(_escape_lines(summary)), soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()
@@ -160,107 +160,107 @@ class Screen(Display):
         # in a low window the newest steps matter, and the bar below them
         for step, shown in self._rows[-max(1, self._console.height - 5) :]:
             table.add_row(str(step), *shown)
-        what = Text(self._what, style="dim", no_wrap=True, overflow="ellipsis")
-        return Group(*([table] if self._rows else []), *([self._bar()] if self._steps else []), what)
+        what = Text(self._status, style="dim", no_wrap=True, overflow="ellipsis")
+        return Group(*([table] if self._rows else []), *([self._progress_bar()] if self._total_steps else []), what)
 
-    def _bar(self) -> RenderableType:
-        left = self._pace.left(self._steps - self._done)
+    def _progress_bar(self) -> RenderableType:
+        left = self._pace.seconds_left(self._total_steps - self._last_step)
         bar = Table.grid(padding=(0, 1))
         bar.add_row(
-            Text(f"step {self._done}/{self._steps}"),
-            ProgressBar(total=self._steps, completed=self._done, width=30),
-            Text("" if left is None else f"about {duration(left)} left"),
+            Text(f"step {self._last_step}/{self._total_steps}"),
+            ProgressBar(total=self._total_steps, completed=self._last_step, width=30),
+            Text("" if left is None else f"about {format_duration(left)} left"),
         )
         return bar
 
 
-class Lines(Display):
+class RunLog(RunDisplay):
     """A log: one aligned line a step, so that columns stay columns under `tail`, `grep` and `awk`."""
 
     def __init__(self, screen: Console, clock: Clock = time.monotonic) -> None:
         self._console = screen
         self._clock = clock
-        self._pace = Pace(clock)
-        self._steps = 0
-        self._last = clock()
+        self._pace = StepPace(clock)
+        self._total_steps = 0
+        self._last_line_time = clock()
 
-    def started(self, name: str, folder: Path, steps: int, first: int) -> None:
-        self._steps = steps
-        self._pace.begin()
-        self._say(_opening(name, folder, steps, first))
+    def started(self, name: str, folder: Path, steps: int, start_step: int) -> None:
+        self._total_steps = steps
+        self._pace.restart()
+        self._print(_start_line(name, folder, steps, start_step))
 
-    def waiting(self, what: str) -> None:
-        if self._clock() - self._last >= QUIET:
-            self._say(plain(what))
+    def waiting(self, status: str) -> None:
+        if self._clock() - self._last_line_time >= QUIET_SECONDS:
+            self._print(escape_unprintable(status))
 
-    def step(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._pace.step()
-        place = f"step {step:>{len(str(self._steps))}}/{self._steps}"
-        shown = [f"{column.title} {column.show(numbers):>{column.width}}" for column in COLUMNS]
-        left = self._pace.left(self._steps - step)
-        self._say("  ".join([place, *shown, f"left {'-' if left is None else duration(left)}"]))
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._pace.record_step()
+        place = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
+        shown = [f"{column.title} {column.format_cell(metrics):>{column.width}}" for column in COLUMNS]
+        left = self._pace.seconds_left(self._total_steps - step)
+        self._print("  ".join([place, *shown, f"left {'-' if left is None else format_duration(left)}"]))
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        self._pace.begin()
-        self._say(_evaluated(step, evaluation))
+    def evaluated(self, step: int, evaluation: EvaluationResult) -> None:
+        self._pace.restart()
+        self._print(_evaluation_line(step, evaluation))
 
     def notice(self, text: str) -> None:
-        self._say(plain(text))
+        self._print(escape_unprintable(text))
 
     def ended(self, summary: str) -> None:
         if summary:
-            self._say(_lines(summary))
+            self._print(_escape_lines(summary))
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
-        self._last = self._clock()
+        self._last_line_time = self._clock()
 
 
-class JsonLines(Display):
+class RunJsonLog(RunDisplay):
     """For machines: every event as an object with `event` and its fields; numbers that are not finite are null."""
 
     def __init__(self, out: Callable[[str], None] | None = None, clock: Clock = time.monotonic) -> None:
-        self._out = out or _at_once
+        self._out = out or _write_and_flush
         self._clock = clock
-        self._last = -math.inf
+        self._last_line_time = -math.inf
 
-    def started(self, name: str, folder: Path, steps: int, first: int) -> None:
-        self._say("started", name=name, folder=str(folder), steps=steps, first=first)
+    def started(self, name: str, folder: Path, steps: int, start_step: int) -> None:
+        self._emit("started", name=name, folder=str(folder), steps=steps, first=start_step)
 
-    def waiting(self, what: str) -> None:
-        if self._clock() - self._last >= QUIET:
-            self._say("waiting", what=what)
+    def waiting(self, status: str) -> None:
+        if self._clock() - self._last_line_time >= QUIET_SECONDS:
+            self._emit("waiting", what=status)
 
-    def step(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._say("step", step=step, numbers=_finite(numbers))
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._emit("step", step=step, numbers=_replace_non_finite(metrics))
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        numbers = _finite(evaluation.numbers())
-        self._say("evaluated", step=step, environment=evaluation.environment, numbers=numbers)
+    def evaluated(self, step: int, evaluation: EvaluationResult) -> None:
+        numbers = _replace_non_finite(evaluation.scalars())
+        self._emit("evaluated", step=step, environment=evaluation.environment, numbers=numbers)
 
     def notice(self, text: str) -> None:
-        self._say("notice", text=text)
+        self._emit("notice", text=text)
 
     def ended(self, summary: str) -> None:
-        self._say("ended", summary=summary)
+        self._emit("ended", summary=summary)
 
-    def _say(self, event: str, **fields: Any) -> None:
+    def _emit(self, event: str, **fields: Any) -> None:
         self._out(json.dumps({"event": event, **fields}, allow_nan=False) + "\n")
-        self._last = self._clock()
+        self._last_line_time = self._clock()
 
 
-def plain(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Text with every character that is not printable written out: no escape sequence, no second line, no right-to-left
     override comes through."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
-def interval(low: float, high: float) -> str:
+def format_interval(low: float, high: float) -> str:
     """A 95 % interval for people."""
     return f"{low:.3f} - {high:.3f}" if math.isfinite(low) and math.isfinite(high) else "-"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """As 45s, 3m20s or 2h05m."""
     whole = round(seconds)
     if whole < 60:
@@ -270,31 +270,31 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-def _opening(name: str, folder: Path, steps: int, first: int) -> str:
-    going = f"goes on after step {first} of {steps}" if first else f"{steps} steps"
-    return plain(f"{name}: {going}, in {folder}")
+def _start_line(name: str, folder: Path, steps: int, start_step: int) -> str:
+    going = f"goes on after step {start_step} of {steps}" if start_step else f"{steps} steps"
+    return escape_unprintable(f"{name}: {going}, in {folder}")
 
 
-def _evaluated(step: int, one: Evaluation) -> str:
+def _evaluation_line(step: int, evaluation: EvaluationResult) -> str:
     # pass@1 is the reward again where rewards are 0 or 1; only larger k say something new
-    passes = "".join(f", pass@{k} {value:.3f}" for k, value in one.passes.items() if k > 1)
-    failed = f", {one.failed} failed (first: {one.error})" if one.failed else ""
+    passes = "".join(f", pass@{k} {value:.3f}" for k, value in evaluation.pass_at_k.items() if k > 1)
+    failed = f", {evaluation.failed_episodes} failed (first: {evaluation.first_error})" if evaluation.failed_episodes else ""
     when = f"after step {step}" if step else "before training"
-    return plain(
-        f"evaluated {when}: {one.environment} reward {one.reward:.3f} ({interval(one.low, one.high)}){passes},"
-        f" {one.tasks} x {one.samples}{failed}"
+    return escape_unprintable(
+        f"evaluated {when}: {evaluation.environment} reward {evaluation.reward:.3f} ({format_interval(evaluation.low, evaluation.high)}){passes},"
+        f" {evaluation.num_tasks} x {evaluation.samples_per_task}{failed}"
     )
 
 
-def _lines(text: str) -> str:
-    return "\n".join(plain(line) for line in text.split("\n"))
+def _escape_lines(text: str) -> str:
+    return "\n".join(escape_unprintable(line) for line in text.split("\n"))
 
 
-def _at_once(text: str) -> None:
+def _write_and_flush(text: str) -> None:
     # whoever reads a pipe follows the run, and must not be a buffer behind it
-    write(text)
+    write_stdout(text)
     sys.stdout.flush()
 
 
-def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+def _replace_non_finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

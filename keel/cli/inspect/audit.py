@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from keel.cli.display.console import console, write
+from keel.cli.display.console import console, write_stdout
 from keel.cli.modules import add_module_folders
 from keel.config.load import parse_overrides
 
@@ -70,15 +70,15 @@ def run(args: argparse.Namespace) -> int:
         declared["decisions"] = tuple(part.strip() for part in args.decisions.split(",") if part.strip())
     report = audit(args.target, seed=args.seed, parameters=dict(parse_overrides(args.overrides)), **declared)
     if args.json:
-        write(json.dumps(_as_json(report), indent=2) + "\n")
+        write_stdout(json.dumps(_as_json(report), indent=2) + "\n")
     else:
-        _show(report)
+        _print_report(report)
     if report.failed:
         return 1
     return 2 if report.errors else 0
 
 
-def _show(report: "Report") -> None:
+def _print_report(report: "Report") -> None:
     screen = console()
     table = Table(box=None, pad_edge=False)
     for name in ("", "checked for", "", "finding"):
@@ -97,7 +97,7 @@ def _show(report: "Report") -> None:
         shown.add(location)
         what = "batch found that raises" if finding.status == "error" else "counterexample found"
         screen.print(f"\n{finding.letter}. smallest {what}")
-        screen.print(_tokens(finding.batch))
+        screen.print(_token_table(finding.batch))
     screen.print(f"\n{_summary(report)}")
 
 
@@ -112,7 +112,7 @@ def _summary(report: "Report") -> str:
     return summary
 
 
-def _tokens(batch: "TokenBatch") -> Table:
+def _token_table(batch: "TokenBatch") -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("token", justify="right")
     tensors = batch.tensors()
@@ -131,11 +131,11 @@ def _as_json(report: "Report") -> dict[str, Any]:
         "passed": report.passed,
         "failed": report.failed,
         "errors": report.errors,
-        "findings": [_finding(finding) for finding in report.findings],
+        "findings": [_finding_json(finding) for finding in report.findings],
     }
 
 
-def _finding(finding: "Finding") -> dict[str, Any]:
+def _finding_json(finding: "Finding") -> dict[str, Any]:
     batch = None
     if finding.batch is not None:
         batch = {name: value.tolist() for name, value in finding.batch.tensors().items()}

@@ -18,18 +18,18 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.cli.display import sweep_display
-from keel.cli.display.console import console, write
+from keel.cli.display.console import console, write_stdout
 from keel.errors import KeelError
 
 if TYPE_CHECKING:
-    from keel.tools.compare import Report
-    from keel.tools.compare.report import Row
+    from keel.tools.compare import ComparisonReport
+    from keel.tools.compare.report import ObjectiveSummary
 
-MODEL_STEPS = 3
-TEXTS = 5
-OFFLINE = ("--texts", "--proximal", "--model", "--model-steps")
+DEFAULT_MODEL_STEPS = 3
+DEFAULT_TEXTS = 5
+OFFLINE_FLAGS = ("--texts", "--proximal", "--model", "--model-steps")
 """Flags that only act on recorded tokens."""
-FLAGS = ("--live", "--objectives", "--steps", *OFFLINE, *sweep_display.FLAGS)
+FLAGS = ("--live", "--objectives", "--steps", *OFFLINE_FLAGS, *sweep_display.FLAGS)
 
 
 def add(subparsers: Any) -> None:
@@ -64,7 +64,7 @@ def add(subparsers: Any) -> None:
         "mine.toml (default: icepop,ipo_kl,dppo_tv,dppo_kl,opsm)",
     )
     parser.add_argument("--steps", metavar="STEPS", help="1-20,30 or 40- (default: all); with --live: of each run")
-    parser.add_argument("--texts", metavar="N", type=int, help=f"most dropped token texts shown (default {TEXTS})")
+    parser.add_argument("--texts", metavar="N", type=int, help=f"most dropped token texts shown (default {DEFAULT_TEXTS})")
     parser.add_argument(
         "--proximal",
         choices=["recorded", "policy"],
@@ -72,7 +72,7 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--model", metavar="MODEL", help="a checkpoint or a name: gradients by its weights too")
     parser.add_argument(
-        "--model-steps", metavar="N", type=int, help=f"with --model: steps, evenly spaced (default {MODEL_STEPS})"
+        "--model-steps", metavar="N", type=int, help=f"with --model: steps, evenly spaced (default {DEFAULT_MODEL_STEPS})"
     )
     sweep_display.add_flags(parser, "runs/RECIPE-live")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -84,47 +84,47 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, print, and write what was asked for."""
     if args.live is not None:
-        return _live(args)
-    _check(args)
-    report = _compared(args)
+        return _run_live(args)
+    _check_args(args)
+    report = _compare_recording(args)
     if args.html is not None:
-        from keel.tools.compare.files import replaced
-        from keel.tools.compare.html import page
+        from keel.tools.compare.files import atomic_file
+        from keel.tools.compare.html import render_report
 
-        with replaced(args.html) as temporary:
-            temporary.write_text(page(report), encoding="utf-8")
+        with atomic_file(args.html) as temporary:
+            temporary.write_text(render_report(report), encoding="utf-8")
     if args.json:
-        write(json.dumps(report.as_json(), indent=2) + "\n")
+        write_stdout(json.dumps(report.as_json(), indent=2) + "\n")
         return 0
     out = console()
-    show(out, report)
+    print_report(out, report)
     for path in (args.html, args.parquet):
         if path is not None:
             out.print(f"written: {path}")
     return 0
 
 
-def _live(args: argparse.Namespace) -> int:
+def _run_live(args: argparse.Namespace) -> int:
     """Train by every objective."""
-    given = [name for name in OFFLINE if getattr(args, name[2:].replace("-", "_")) is not None]
+    given = [name for name in OFFLINE_FLAGS if getattr(args, name[2:].replace("-", "_")) is not None]
     if given or args.run_or_file is not None:
         raise KeelError(f"{given[0] if given else args.run_or_file} cannot act with --live, which reads no recording")
     if args.resume is not None:
         named = {"--live RECIPE": args.live, "--objectives": args.objectives, "--steps": args.steps}
-        sweep_display.refuse_with_resume(args, **named)
-        return sweep_display.run_trials(args, None, [], "live")
+        sweep_display.check_resume_flags(args, **named)
+        return sweep_display.run_sweep(args, None, [], "live")
     if not args.live:
         raise KeelError("--live needs a RECIPE, or --resume DIR")
-    from keel.tools.compare.candidates import DEFAULT
-    from keel.tools.sweep.variants import of_objectives
+    from keel.tools.compare.candidates import DEFAULT_OBJECTIVES
+    from keel.tools.sweep.variants import variants_from_objectives
 
     if args.steps is not None:
         args.overrides = [*args.overrides, f"--steps={args.steps}"]
-    variants = of_objectives(args.objectives if args.objectives is not None else DEFAULT)
-    return sweep_display.run_trials(args, args.live, variants, "live")
+    variants = variants_from_objectives(args.objectives if args.objectives is not None else DEFAULT_OBJECTIVES)
+    return sweep_display.run_sweep(args, args.live, variants, "live")
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_args(args: argparse.Namespace) -> None:
     if args.overrides:
         raise KeelError(f"unrecognized arguments: {' '.join(args.overrides)}")
     for name, value in (
@@ -138,7 +138,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.run_or_file is None:
         raise KeelError("give a RUN or a file of tokens, or --live RECIPE")
     if args.texts is None:
-        args.texts = TEXTS
+        args.texts = DEFAULT_TEXTS
     if args.texts < 0:
         raise KeelError(f"--texts {args.texts} must not be negative")
     if args.model_steps is not None and args.model is None:
@@ -147,27 +147,27 @@ def _check(args: argparse.Namespace) -> None:
         raise KeelError(f"--model-steps {args.model_steps} must be at least 1")
 
 
-def _compared(args: argparse.Namespace) -> "Report":
+def _compare_recording(args: argparse.Namespace) -> "ComparisonReport":
     """One pass over the steps."""
     from keel.tools.compare import Comparison, Recording, parse_candidates, parse_steps
-    from keel.tools.compare.candidates import DEFAULT
-    from keel.tools.compare.report import report_of
+    from keel.tools.compare.candidates import DEFAULT_OBJECTIVES
+    from keel.tools.compare.report import build_report
 
-    candidates = parse_candidates(args.objectives if args.objectives is not None else DEFAULT)
+    candidates = parse_candidates(args.objectives if args.objectives is not None else DEFAULT_OBJECTIVES)
     recording = Recording(args.run_or_file, None if args.steps is None else parse_steps(args.steps))
     comparison = Comparison(candidates, proximal_is_policy=args.proximal == "policy")
     weights, sampled = None, list[int]()
     if args.model is not None:
-        from keel.tools.compare.weight_gradients import WeightGradients, spread
+        from keel.tools.compare.weight_gradients import WeightGradients, evenly_spaced_steps
 
-        sampled = spread(recording.numbers(), args.model_steps or MODEL_STEPS)
+        sampled = evenly_spaced_steps(recording.step_numbers(), args.model_steps or DEFAULT_MODEL_STEPS)
         weights = WeightGradients(args.model)
     with ExitStack() as stack:
         table = None
         if args.parquet is not None:
-            from keel.tools.compare.long_table import writer
+            from keel.tools.compare.long_table import open_long_table
 
-            table = stack.enter_context(writer(args.parquet))
+            table = stack.enter_context(open_long_table(args.parquet))
         for step in recording.steps():
             compared = comparison.add(step)
             if table is not None:
@@ -177,98 +177,98 @@ def _compared(args: argparse.Namespace) -> "Report":
         if not comparison.steps:
             raise KeelError(f"{args.run_or_file} has no trainable token with logprobs in the chosen steps")
     found = weights.summary(comparison.names) if weights is not None and weights.steps else None
-    return report_of(comparison, recording, texts=args.texts, weights=found)
+    return build_report(comparison, recording, texts=args.texts, weights=found)
 
 
 # -- the terminal -----------------------------------------------------------------------------------------------------
 
 
-def show(out: Console, report: "Report") -> None:
+def print_report(out: Console, report: "ComparisonReport") -> None:
     """Everything as tables. Names and texts are printed as they are: markup and control characters mean nothing."""
     steps = f"{len(report.steps):,} step{'s' if len(report.steps) > 1 else ''}"
     groups = f"{report.groups:,} groups, " if report.groups else ""
     out.print(f"{report.source}: {steps}, {groups}{report.sequences:,} sequences, {report.tokens:,} trainable tokens")
-    for why, count in report.left_out.items():
+    for why, count in report.skipped.items():
         out.print(f"left out: {count:,} sequences {why}", style="dim")
-    for name, why in report.refused.items():
+    for name, why in report.failures.items():
         out.print(Text(f"{name} was refused: {why}", "yellow"))
     names = [f"{place} {name}" for place, name in enumerate(report.names, start=1)]
-    _section(out, "what each keeps", _overview(names, report.objectives))
+    _print_section(out, "what each keeps", _overview_table(names, report.objectives))
     out.print(
         "of |A|: share of the advantage, in size, that dropped tokens carry; sequences: of which nothing trains;\n"
         "ess: effective sample size; norm: of the gradient by log-prob; rests on: share of the tokens it comes from",
         style="dim",
     )
-    _section(out, "loss by term, mean over steps", _terms(report.objectives))
+    _print_section(out, "loss by term, mean over steps", _terms_table(report.objectives))
     if any(row.gates for row in report.objectives):
-        _section(out, "dropped by gate", _gates(report.objectives))
-        _section(out, "share dropped", _splits(report.objectives))
+        _print_section(out, "dropped by gate", _gates_table(report.objectives))
+        _print_section(out, "share dropped", _splits_table(report.objectives))
     if any(row.texts for row in report.objectives):
-        _section(out, "most dropped tokens", _texts(report.objectives))
-    _section(out, "cosine of the gradients by log-prob", _matrix(names, report.cosine))
+        _print_section(out, "most dropped tokens", _texts_table(report.objectives))
+    _print_section(out, "cosine of the gradients by log-prob", _matrix_table(names, report.cosine))
     if any(row.dropped for row in report.objectives):
         title = "overlap: of the tokens that the row drops, the share that the column drops too"
-        _section(out, title, _matrix(names, report.overlap))
+        _print_section(out, title, _matrix_table(names, report.overlap))
     if report.weights is not None:
         found = report.weights
         said = ", ".join(map(str, found.steps))
-        _section(out, f"cosine of the gradients by weight, {found.model}, steps {said}", _matrix(names, found.cosine))
-        norms = ", ".join(f"{name} {_number(norm)}" for name, norm in zip(names, found.gradient_norm, strict=True))
+        _print_section(out, f"cosine of the gradients by weight, {found.model}, steps {said}", _matrix_table(names, found.cosine))
+        norms = ", ".join(f"{name} {_format_number(norm)}" for name, norm in zip(names, found.gradient_norm, strict=True))
         out.print(Text(f"gradient norms: {norms}"))
-        difference = _number(found.difference)
+        difference = _format_number(found.logprob_difference)
         out.print(f"{found.parameters:,} weights; log-probs differ from the recorded ones by {difference} in the mean")
 
 
-def _overview(names: Sequence[str], rows: Iterable["Row"]) -> Table:
+def _overview_table(names: Sequence[str], rows: Iterable["ObjectiveSummary"]) -> Table:
     heads = ["dropped", "of |A|", "sequences", "touched", "clipped", "ess", "loss", "norm", "rests on"]
-    table = _table("objective", *heads)
+    table = _make_table("objective", *heads)
     for name, row in zip(names, rows, strict=True):
         table.add_row(
             Text(name),
-            _percent(row.dropped_share),
-            _percent(row.dropped_advantage),
+            _format_percent(row.dropped_share),
+            _format_percent(row.dropped_advantage),
             f"{row.sequences_dropped:,} of {row.sequences:,}",
-            f"{row.sequences_touched:,}",
-            _percent(row.clipped_share),
-            _percent(row.effective_sample_size),
-            _number(row.loss),
-            _number(row.gradient_norm),
-            _percent(row.gradient_tokens),
+            f"{row.sequences_hit:,}",
+            _format_percent(row.clipped_share),
+            _format_percent(row.effective_sample_size),
+            _format_number(row.loss),
+            _format_number(row.gradient_norm),
+            _format_percent(row.effective_gradient_tokens),
         )
     return table
 
 
-def _terms(rows: Sequence["Row"]) -> Table:
+def _terms_table(rows: Sequence["ObjectiveSummary"]) -> Table:
     kinds = list(dict.fromkeys(term for row in rows for term in row.terms))
-    table = _table("objective", *kinds)
+    table = _make_table("objective", *kinds)
     for row in rows:
-        table.add_row(Text(row.objective), *(_number(row.terms[kind]) if kind in row.terms else "" for kind in kinds))
+        table.add_row(Text(row.objective), *(_format_number(row.terms[kind]) if kind in row.terms else "" for kind in kinds))
     return table
 
 
-def _gates(rows: Iterable["Row"]) -> Table:
-    table = _table("objective", "tokens", "sequences", "gate")
+def _gates_table(rows: Iterable["ObjectiveSummary"]) -> Table:
+    table = _make_table("objective", "tokens", "sequences", "gate")
     table.columns[-1].justify = "left"
     for row in rows:
-        if row.unusable:
-            table.add_row(Text(row.objective), f"{row.unusable:,}", "", "unusable sampler log-prob")
+        if row.invalid_logprobs:
+            table.add_row(Text(row.objective), f"{row.invalid_logprobs:,}", "", "unusable sampler log-prob")
         for gate in row.gates:
             table.add_row(Text(row.objective), f"{gate.tokens:,}", f"{gate.sequences:,}", gate.reason)
     return table
 
 
-def _splits(rows: Sequence["Row"]) -> Table:
-    table = _table("tokens by", "", "tokens", *(str(place) for place in range(1, len(rows) + 1)))
-    for kind, shares in rows[0].by.items():
+def _splits_table(rows: Sequence["ObjectiveSummary"]) -> Table:
+    table = _make_table("tokens by", "", "tokens", *(str(place) for place in range(1, len(rows) + 1)))
+    for kind, shares in rows[0].splits.items():
         for place, share in enumerate(shares):
-            parts = (row.by[kind][place] for row in rows)
-            cells = [_percent(part.dropped / part.tokens if part.tokens else math.nan) for part in parts]
+            parts = (row.splits[kind][place] for row in rows)
+            cells = [_format_percent(part.dropped / part.tokens if part.tokens else math.nan) for part in parts]
             table.add_row(kind if place == 0 else "", share.label, f"{share.tokens:,}", *cells)
     return table
 
 
-def _texts(rows: Iterable["Row"]) -> Table:
-    table = _table("objective", "token", "dropped", "of", "with A > 0")
+def _texts_table(rows: Iterable["ObjectiveSummary"]) -> Table:
+    table = _make_table("objective", "token", "dropped", "of", "with A > 0")
     table.columns[1].justify = "left"
     for row in rows:
         for place, word in enumerate(row.texts):
@@ -277,29 +277,29 @@ def _texts(rows: Iterable["Row"]) -> Table:
     return table
 
 
-def _matrix(names: Sequence[str], matrix: Sequence[Sequence[float]]) -> Table:
-    table = _table("", *(name.split()[0] for name in names))
+def _matrix_table(names: Sequence[str], matrix: Sequence[Sequence[float]]) -> Table:
+    table = _make_table("", *(name.split()[0] for name in names))
     for name, row in zip(names, matrix, strict=True):
         table.add_row(Text(name), *(f"{value:.3f}" if math.isfinite(value) else "-" for value in row))
     return table
 
 
-def _table(*heads: str) -> Table:
+def _make_table(*heads: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for place, head in enumerate(heads):
         table.add_column(head, justify="left" if place == 0 else "right", overflow="fold")
     return table
 
 
-def _section(out: Console, title: str, table: Table) -> None:
+def _print_section(out: Console, title: str, table: Table) -> None:
     out.print()
     out.print(title, style="bold cyan")
     out.print(table)
 
 
-def _percent(share: float) -> str:
-    return "-" if not math.isfinite(share) else f"{100 * share:.2f} %"
+def _format_percent(fraction: float) -> str:
+    return "-" if not math.isfinite(fraction) else f"{100 * fraction:.2f} %"
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return "-" if not math.isfinite(value) else f"{value:.4g}"

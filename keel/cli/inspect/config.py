@@ -9,8 +9,8 @@ import json
 
 from rich.text import Text
 
-from keel.cli.display.console import console, write
-from keel.config import load
+from keel.cli.display.console import console, write_stdout
+from keel.config import load_settings
 from keel.config.toml_writer import toml_lines
 
 FLAGS = ("--json",)
@@ -34,10 +34,10 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 
 def run(args: argparse.Namespace) -> int:
-    loaded = load(args.file, args.overrides)
+    loaded = load_settings(args.file, args.overrides)
     if args.json:
         rows = {path: {"value": value, "origin": origin} for path, value, origin in loaded.rows()}
-        write(json.dumps(rows, indent=2) + "\n")
+        write_stdout(json.dumps(rows, indent=2) + "\n")
         return 0
     text = Text()
     for line, comment in toml_lines(loaded):

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from keel.cli.display.console import console, write
+from keel.cli.display.console import console, write_stdout
 
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
@@ -34,19 +34,19 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine, show, and say by the exit code whether it will do."""
-    from keel.tools.doctor import examine
+    from keel.tools.doctor import run_checks
 
-    findings = examine(Path.cwd())
+    findings = run_checks(Path.cwd())
     counts = {state: sum(one.state == state for one in findings) for state in STYLES}
     if args.json:
-        write(json.dumps({"findings": [asdict(one) for one in findings], **counts}, indent=2) + "\n")
+        write_stdout(json.dumps({"findings": [asdict(one) for one in findings], **counts}, indent=2) + "\n")
         return 1 if counts["problem"] else 0
     table = Table(box=None, pad_edge=False)
     for title in ("", "", "found", "what to do"):
         table.add_column(title, overflow="fold")
     for one in findings:
         state = Text(one.state, STYLES[one.state])
-        table.add_row(Text(one.name), state, Text(one.found), Text(one.remedy, "dim" if one.state == "ok" else ""))
+        table.add_row(Text(one.name), state, Text(one.detail), Text(one.remedy, "dim" if one.state == "ok" else ""))
     screen = console()
     screen.print(table)
     screen.print(Text(f"\n{counts['problem']} problems, {counts['warning']} warnings"))

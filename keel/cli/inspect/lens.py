@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.cli.display.console import console
-from keel.cli.run.serve import listen, read_key, serve
+from keel.cli.run.serve import bind_socket, read_key, run_server
 from keel.errors import ConfigError
 
 
@@ -55,20 +55,20 @@ def run_lens(args: argparse.Namespace) -> int:
     key = read_key(None, args.api_key_file)
     check_binding("--host", args.host, key)
     app = build_app(args.folder, key)
-    with listen(args.host, args.port) as listener:
+    with bind_socket(args.host, args.port) as listener:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         console().print(f"looking at {args.folder} on http://{shown}:{port}", soft_wrap=True)
-        serve(app, listener, patience=1)
+        run_server(app, listener, shutdown_timeout=1)
     return 0
 
 
 def run_report(args: argparse.Namespace) -> int:
     """Write the file."""
-    from keel.tools.lens.report import SMALLEST, write_report
+    from keel.tools.lens.report import MIN_BYTES, write_report
 
-    if not SMALLEST <= args.megabytes * 1e6 <= 1e9:
-        raise ConfigError(f"--megabytes {args.megabytes:g} must be between {SMALLEST / 1e6:g} and 1000")
+    if not MIN_BYTES <= args.megabytes * 1e6 <= 1e9:
+        raise ConfigError(f"--megabytes {args.megabytes:g} must be between {MIN_BYTES / 1e6:g} and 1000")
     out = args.out or args.folder / "report.html"
     size = write_report(args.folder, out, int(args.megabytes * 1e6))
     console().print(f"{out}: {size / 1e6:.1f} MB", soft_wrap=True)

@@ -17,15 +17,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from keel.cli.display.console import console, write
-from keel.cli.display.progress import interval, plain
+from keel.cli.display.console import console, write_stdout
+from keel.cli.display.progress import format_interval, escape_unprintable
 from keel.cli.modules import add_module_folders
 from keel.errors import ConfigError
 
 if TYPE_CHECKING:
     from keel.config import EnvironmentSettings, RunSettings, Sampling
     from keel.inference.local.local_engine import LocalEngine
-    from keel.run.evaluate import Evaluation
+    from keel.run.evaluate import EvaluationResult
     from keel.training import Model
 
 
@@ -64,7 +64,7 @@ def add(subparsers: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluationTarget:
     """What is evaluated."""
 
     settings: "RunSettings"
@@ -78,9 +78,9 @@ class Subject:
         from keel.config import EngineSettings
         from keel.inference.local.local_engine import LocalEngine
         from keel.training import load_model
-        from keel.training.step.malloc import keep_memory
+        from keel.training.step.malloc import retain_freed_memory
 
-        keep_memory(self.settings.trainer.keep_memory)
+        retain_freed_memory(self.settings.trainer.keep_memory)
         wanted = self.settings.model.model_copy(update={"lora": None})
         if self.checkpoint is not None and self.settings.model.lora is None:
             wanted = wanted.model_copy(update={"name": str(self.checkpoint), "warm_up_steps": 0})
@@ -96,42 +96,42 @@ def run(args: argparse.Namespace) -> int:
         if given is not None and given < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {given} must be at least 1")
     add_module_folders(args.recipe, args.what)
-    subject = find(args)
-    chosen = environments(args.environment, subject.settings)
-    found = asyncio.run(play(args, subject, chosen))
+    subject = resolve_target(args)
+    chosen = select_environments(args.environment, subject.settings)
+    found = asyncio.run(evaluate_environments(args, subject, chosen))
     if args.json:
-        evaluations = [{"environment": one.environment, **one.numbers()} for one in found]
+        evaluations = [{"environment": one.environment, **one.scalars()} for one in found]
         said = {"model": subject.weights, "step": subject.step, "evaluations": evaluations}
-        write(json.dumps(said, indent=2) + "\n")
+        write_stdout(json.dumps(said, indent=2) + "\n")
         return 0
-    show(subject, found)
+    print_evaluations(subject, found)
     return 0
 
 
-def find(args: argparse.Namespace) -> Subject:
+def resolve_target(args: argparse.Namespace) -> EvaluationTarget:
     """The run or the model that is meant."""
-    from keel.config import ModelSettings, load
+    from keel.config import ModelSettings, load_settings
 
     folder = Path(args.what)
     if (folder / "config.toml").is_file():
         if args.recipe is not None:
             raise ConfigError(f"--recipe {args.recipe} cannot act: {folder} is a run, with settings of its own")
-        return _run(folder, args.step)
+        return _run_target(folder, args.step)
     if args.step is not None:
         raise ConfigError(f"--step {args.step} cannot act: {args.what} is no run (it has no config.toml)")
-    settings = load(args.recipe).settings
+    settings = load_settings(args.recipe).settings
     # of the recipe's model only what fits any: its adapters and warm-up are what is to be compared with
     model = ModelSettings(name=args.what, dtype=settings.model.dtype, device=settings.model.device)
     if args.recipe is not None and args.what == settings.model.name:
         model = settings.model.model_copy(update={"lora": None})
-    return Subject(settings.model_copy(update={"model": model}), args.what, None, None)
+    return EvaluationTarget(settings.model_copy(update={"model": model}), args.what, None, None)
 
 
-def _run(folder: Path, step: int | None) -> Subject:
-    from keel.config import load
+def _run_target(folder: Path, step: int | None) -> EvaluationTarget:
+    from keel.config import load_settings
     from keel.training import Checkpoints
 
-    settings = load(folder / "config.toml").settings
+    settings = load_settings(folder / "config.toml").settings
     kept = Checkpoints(folder / "checkpoints", settings.checkpoints)
     if step is None:
         step = kept.latest()
@@ -139,10 +139,10 @@ def _run(folder: Path, step: int | None) -> Subject:
             raise ConfigError(f"{folder / 'checkpoints'} holds no whole checkpoint yet: there is nothing to evaluate")
     else:
         kept.verify(step)
-    return Subject(settings, str(kept.path(step)), step, kept.path(step))
+    return EvaluationTarget(settings, str(kept.path(step)), step, kept.path(step))
 
 
-def environments(names: list[str], settings: "RunSettings") -> "dict[str, EnvironmentSettings]":
+def select_environments(names: list[str], settings: "RunSettings") -> "dict[str, EnvironmentSettings]":
     """What to evaluate on: those named, or all that the settings have."""
     from keel.config import EnvironmentSettings
 
@@ -153,56 +153,56 @@ def environments(names: list[str], settings: "RunSettings") -> "dict[str, Enviro
     return {name: settings.environments.get(name) or EnvironmentSettings(name=name) for name in names}
 
 
-def sampling(args: argparse.Namespace, settings: "RunSettings", own: "Sampling | None") -> "Sampling":
+def resolve_sampling(args: argparse.Namespace, settings: "RunSettings", environment_sampling: "Sampling | None") -> "Sampling":
     """How answers are drawn: by the command line, the evaluation's table, the environment's, the run's."""
     from pydantic import ValidationError
 
-    from keel.common.settings import explain
+    from keel.common.settings import to_config_error
     from keel.config import Sampling
 
     given = {"temperature": args.temperature, "max_tokens": args.max_tokens}
-    base = settings.evaluation.sampling or own or settings.sampling
+    base = settings.evaluation.sampling or environment_sampling or settings.sampling
     try:
         return Sampling.model_validate(
             base.model_dump() | {name: value for name, value in given.items() if value is not None}
         )
     except ValidationError as error:
-        raise explain(error, ("sampling",)) from None
+        raise to_config_error(error, ("sampling",)) from None
 
 
-async def play(
-    args: argparse.Namespace, subject: Subject, chosen: "dict[str, EnvironmentSettings]"
-) -> "list[Evaluation]":
+async def evaluate_environments(
+    args: argparse.Namespace, target: EvaluationTarget, selected: "dict[str, EnvironmentSettings]"
+) -> "list[EvaluationResult]":
     """Evaluate each environment in turn, with a bar in a terminal."""
     from keel.rollout.environments.environment import load_environment
     from keel.rollout.policy_client import derive_seed
     from keel.rollout.rendering.renderer import Renderer
     from keel.run.evaluate import evaluate
-    from keel.training.model.references import check_adapter
+    from keel.training.model.references import check_adapter_base
 
-    settings = subject.settings
+    settings = target.settings
     # before the model is loaded: a wrong name should cost no time
-    made = {name: (load_environment(one), sampling(args, settings, one.sampling)) for name, one in chosen.items()}
-    model, engine = subject.load()
+    made = {name: (load_environment(one), resolve_sampling(args, settings, one.sampling)) for name, one in selected.items()}
+    model, engine = target.load()
     found = []
     try:
-        if settings.model.lora is not None and subject.checkpoint is not None:
-            check_adapter(subject.checkpoint, model)
-            await engine.load_adapter(str(subject.checkpoint), subject.step or 0)
+        if settings.model.lora is not None and target.checkpoint is not None:
+            check_adapter_base(target.checkpoint, model)
+            await engine.load_adapter(str(target.checkpoint), target.step or 0)
         renderer = Renderer(model.tokenizer, settings.renderer)
-        with bar(hidden=args.json) as told:
+        with progress_bars(hidden=args.json) as told:
             for name, (environment, drawn) in made.items():
                 one = await evaluate(
                     engine,
                     renderer,
                     environment,
-                    tasks=args.tasks or settings.evaluation.tasks,
-                    samples=args.samples or settings.evaluation.samples,
+                    num_tasks=args.tasks or settings.evaluation.tasks,
+                    samples_per_task=args.samples or settings.evaluation.samples,
                     sampling=drawn,
-                    limits=chosen[name].limits,
+                    limits=selected[name].limits,
                     # as in the training loop: the evaluation of its last step can be had again
                     seed=derive_seed(settings.seed if args.seed is None else args.seed, "evaluation"),
-                    in_flight=settings.scheduler.max_in_flight,
+                    max_in_flight=settings.scheduler.max_in_flight,
                     progress=told(name),
                     name=name,
                 )
@@ -213,40 +213,40 @@ async def play(
 
 
 @contextmanager
-def bar(*, hidden: bool) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
+def progress_bars(*, hidden: bool) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
     """A progress bar for each environment by name, gone when the block ends; away from a terminal, none."""
     screen = console()
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=screen, transient=True, disable=hidden or not screen.is_terminal) as shown:
 
         def tell(name: str) -> Callable[[int, int], None]:
-            task = shown.add_task(plain(name), total=None)
+            task = shown.add_task(escape_unprintable(name), total=None)
             return lambda done, total: shown.update(task, completed=done, total=total)
 
         yield tell
 
 
-def show(subject: Subject, found: "list[Evaluation]") -> None:
+def print_evaluations(target: EvaluationTarget, evaluations: "list[EvaluationResult]") -> None:
     """A table for people."""
     table = Table(box=None, pad_edge=False)
-    passes = sorted({k for one in found for k in one.passes})
+    passes = sorted({k for one in evaluations for k in one.pass_at_k})
     table.add_column("environment", overflow="fold")
     for title in ("tasks", "reward", "95 % interval", *(f"pass@{k}" for k in passes), "failed", "seconds"):
         table.add_column(title, justify="right", no_wrap=True)
-    for one in found:
+    for one in evaluations:
         table.add_row(
-            Text(plain(one.environment)),
-            f"{one.tasks} x {one.samples}",
+            Text(escape_unprintable(one.environment)),
+            f"{one.num_tasks} x {one.samples_per_task}",
             f"{one.reward:.3f}",
-            interval(one.low, one.high),
-            *(f"{one.passes[k]:.3f}" for k in passes),
-            str(one.failed),
+            format_interval(one.low, one.high),
+            *(f"{one.pass_at_k[k]:.3f}" for k in passes),
+            str(one.failed_episodes),
             f"{one.seconds:.1f}",
         )
     screen = console()
-    at = "" if subject.step is None else f", step {subject.step}"
-    screen.print(Text(plain(subject.weights) + at), soft_wrap=True)
+    at = "" if target.step is None else f", step {target.step}"
+    screen.print(Text(escape_unprintable(target.weights) + at), soft_wrap=True)
     screen.print(table)
-    for one in found:
-        if one.failed:
-            screen.print(Text(plain(f"{one.environment}: the first that failed is {one.error}")), soft_wrap=True)
+    for one in evaluations:
+        if one.failed_episodes:
+            screen.print(Text(escape_unprintable(f"{one.environment}: the first that failed is {one.first_error}")), soft_wrap=True)

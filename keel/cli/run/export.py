@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
     table.add_row("checkpoint", f"{done.checkpoint}: {merged}")
-    table.add_row("written to", f"{done.folder} ({done.bytes / 1e6:,.1f} MB, {done.dtype})")
+    table.add_row("written to", f"{done.folder} ({done.size_bytes / 1e6:,.1f} MB, {done.dtype})")
     table.add_row(
         "verified",
-        f"read back from disk, {done.tokens} positions x all tokens: log-probs within {done.difference:.1e} of the"
+        f"read back from disk, {done.compared_positions} positions x all tokens: log-probs within {done.max_logprob_difference:.1e} of the"
         " checkpoint's",
     )
     table.add_row("load it", f'transformers.AutoModelForCausalLM.from_pretrained("{done.folder}")')

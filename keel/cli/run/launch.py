@@ -16,11 +16,11 @@ from keel.cli.modules import add_module_folders
 from keel.errors import ConfigError, KeelError
 
 if TYPE_CHECKING:
-    from keel.tools.launch.plan import Plan
+    from keel.tools.launch.plan import LaunchPlan
     from keel.tools.launch.supervisor import Supervisor
 
 FLAGS = ("--run", "--resume", "--allow-changes", "--cluster", "--engines")
-TWICE = 1.0
+SIGNAL_DEBOUNCE_SECONDS = 1.0
 """Seconds within which a second signal is the same request: wrappers pass on what the terminal has sent already."""
 
 
@@ -64,8 +64,8 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Launch, and stay until the run has ended or was told to stop."""
-    from keel.cli.display.launch_display import view
-    from keel.tools.launch.launch_folder import prepared
+    from keel.cli.display.launch_display import make_launch_display
+    from keel.tools.launch.launch_folder import prepared_run_folder
     from keel.tools.launch.ray_cluster import RayCluster, require_ray
     from keel.tools.launch.supervisor import Supervisor
 
@@ -75,66 +75,66 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--allow-changes cannot act without --resume")
     require_ray()
     add_module_folders(args.recipe, args.resume)
-    plan = _plan(args)
+    plan = _make_launch_plan(args)
     try:
-        with _interruptible(), RayCluster(args.cluster, plan) as cluster:
-            cluster.reserve()
-            with prepared(plan, resume=args.resume is not None, overrides=args.overrides):
-                cluster.settle()
-                with view(plan, cluster.host) as watcher:
+        with _sigterm_as_interrupt(), RayCluster(args.cluster, plan) as cluster:
+            cluster.reserve_resources()
+            with prepared_run_folder(plan, resume=args.resume is not None, overrides=args.overrides):
+                cluster.start_agents()
+                with make_launch_display(plan, cluster.host) as watcher:
                     supervisor = Supervisor(plan, cluster, watcher)
-                    with _signals(supervisor):
+                    with _stop_on_signals(supervisor):
                         outcome = supervisor.run()
     except KeyboardInterrupt:
         return 130
     except KeelError as error:
-        begun = (plan.run / "run.db").is_file()
-        raise type(error)(f"{error}\ngo on with: keel launch --resume {plan.run}") if begun else error from None
-    return _told(plan, outcome)
+        begun = (plan.run_folder / "run.db").is_file()
+        raise type(error)(f"{error}\ngo on with: keel launch --resume {plan.run_folder}") if begun else error from None
+    return _print_outcome(plan, outcome)
 
 
-def _plan(args: argparse.Namespace) -> "Plan":
+def _make_launch_plan(args: argparse.Namespace) -> "LaunchPlan":
     """Everything that can be refused without a cluster is refused here."""
-    from keel.rollout.episode_runner import arenas
-    from keel.run.folder import free_name
-    from keel.run.monitor.sinks import require
-    from keel.tools.launch.plan import check_changes, make_plan
+    from keel.rollout.episode_runner import build_environments
+    from keel.run.folder import unused_path
+    from keel.run.monitor.sinks import resolve_sinks
+    from keel.tools.launch.plan import check_overrides, make_plan
 
     if args.engines is not None:
         args.overrides = [*args.overrides, f"--launch.engines={args.engines}"]
     if args.resume is None:
-        file, folder = Path(args.recipe), args.folder or free_name(Path("runs"), Path(args.recipe).stem)
+        file, folder = Path(args.recipe), args.folder or unused_path(Path("runs"), Path(args.recipe).stem)
         if (folder / "run.db").exists():
             raise ConfigError(f"{folder} holds a run; go on with it by --resume {folder}, or choose another --run")
     else:
         file, folder = args.resume / "config.toml", args.resume
-        check_changes(args.overrides, args.allow_changes)
+        check_overrides(args.overrides, args.allow_changes)
     plan = make_plan(file, args.overrides, folder)
-    arenas(plan.settings)
-    require(plan.settings.metrics)
+    build_environments(plan.settings)
+    resolve_sinks(plan.settings.metrics)
     return plan
 
 
-def _told(plan: "Plan", outcome: str) -> int:
+def _print_outcome(plan: "LaunchPlan", outcome: str) -> int:
     """How it ended, in a line."""
     from keel.cli.display.console import console
     from keel.run.ledger import Ledger
 
-    ledger = Ledger(plan.run / "run.db")
+    ledger = Ledger(plan.run_folder / "run.db")
     try:
-        finished, last = ledger.get("status") == "finished", ledger.last_step
+        finished, last = ledger.get_meta("status") == "finished", ledger.last_step
     finally:
         ledger.close()
     if finished:
-        said = f"finished: {plan.run}"
+        said = f"finished: {plan.run_folder}"
     else:
-        said = f"stopped after step {last}; go on with: keel launch --resume {plan.run}"
+        said = f"stopped after step {last}; go on with: keel launch --resume {plan.run_folder}"
     console().print(said, soft_wrap=True)
     return 130 if outcome == "killed" else 0
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def _sigterm_as_interrupt() -> Iterator[None]:
     """Until there is something to stop in order, SIGTERM is what Ctrl-C is: everything is left by its `with`."""
 
     def interrupted(*_: object) -> None:
@@ -148,12 +148,12 @@ def _interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def _signals(supervisor: "Supervisor") -> Iterator[None]:
+def _stop_on_signals(supervisor: "Supervisor") -> Iterator[None]:
     """Ctrl-C and SIGTERM as requests: the first is patient, the second is not."""
     asked: list[float] = []
 
     def interrupted(*_: object) -> None:
-        if asked and time.monotonic() - asked[0] > TWICE:
+        if asked and time.monotonic() - asked[0] > SIGNAL_DEBOUNCE_SECONDS:
             supervisor.kill()
         elif not asked:
             asked.append(time.monotonic())

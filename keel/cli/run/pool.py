@@ -19,15 +19,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from keel.cli.display.console import console, write
+from keel.cli.display.console import console, write_stdout
 from keel.cli.run.serve import read_key
 from keel.errors import ConfigError
 
 if TYPE_CHECKING:
     from keel.config import PoolSettings
-    from keel.inference.pool.member import MemberRow
+    from keel.inference.pool.member import MemberStatus
     from keel.inference.pool.pool import Pool
-    from keel.inference.pool.target_weights import Load
+    from keel.inference.pool.target_weights import WeightLoad
 
 STYLES = {"ready": "green", "syncing": "yellow", "discovering": "dim", "unhealthy": "red"}
 
@@ -74,29 +74,29 @@ def run(args: argparse.Namespace) -> int:
     from keel.inference.pool.pool import Pool
     from keel.inference.pool.vllm_engine import VllmEngine
 
-    settings = settings_of(args)
+    settings = make_pool_settings(args)
     key = read_key(args.api_key, args.api_key_file)
     server = VllmEngine if settings.server == "vllm" else HttpEngine
     pool = Pool(settings, lambda url: server(url, api_key=key), version=None)
     # what goes wrong is in the table; without a handler it would also be on standard error
     silent, logger = logging.NullHandler(), logging.getLogger("keel")
     logger.addHandler(silent)
-    last = Last()
+    last = ExitCode()
     try:
-        asyncio.run(observe(pool, last, loading_of(args), json_lines=args.json, watch=args.watch))
+        asyncio.run(show_pool(pool, last, make_weight_load(args), json_lines=args.json, watch=args.watch))
     except KeyboardInterrupt:
         if not args.watch:
             raise
     finally:
         logger.removeHandler(silent)
-    return last.code
+    return last.value
 
 
-def settings_of(args: argparse.Namespace) -> "PoolSettings":
+def make_pool_settings(args: argparse.Namespace) -> "PoolSettings":
     """The arguments as settings; what cannot be is a `ConfigError`."""
     from pydantic import ValidationError
 
-    from keel.common.settings import explain
+    from keel.common.settings import to_config_error
     from keel.config import PoolSettings
 
     given = [name for name in ("urls", "dns", "file", "list_url") if getattr(args, name)]
@@ -113,12 +113,12 @@ def settings_of(args: argparse.Namespace) -> "PoolSettings":
             server=args.server,
         )
     except ValidationError as error:
-        raise explain(error, ("pool",)) from None
+        raise to_config_error(error, ("pool",)) from None
 
 
-def loading_of(args: argparse.Namespace) -> "Load | None":
+def make_weight_load(args: argparse.Namespace) -> "WeightLoad | None":
     """What is to be loaded; what cannot be is a `ConfigError`."""
-    from keel.inference.pool.target_weights import Load
+    from keel.inference.pool.target_weights import WeightLoad
 
     if args.load is None:
         for name in ("version", "drain"):
@@ -130,47 +130,47 @@ def loading_of(args: argparse.Namespace) -> "Load | None":
     if not args.load.is_dir():
         raise ConfigError(f"--load {args.load} is not a folder")
     adapter = (args.load / "adapter_config.json").is_file()
-    return Load("adapter" if adapter else "weights", str(args.load.resolve()), args.version, args.drain)
+    return WeightLoad("adapter" if adapter else "weights", str(args.load.resolve()), args.version, args.drain)
 
 
-class Last:
+class ExitCode:
     """The exit code of the last look."""
 
-    code = 1
+    value = 1
 
 
-async def observe(pool: "Pool", last: Last, load: "Load | None", *, json_lines: bool, watch: bool) -> None:
+async def show_pool(pool: "Pool", exit_code: ExitCode, load: "WeightLoad | None", *, json_lines: bool, watch: bool) -> None:
     """Show the pool once, or again and again, after all members were given what is to be loaded."""
 
-    def look() -> "list[MemberRow]":
-        rows = mark_behind(pool.status())
-        last.code = 0 if rows and all(row.state == "ready" for row in rows) else 1
+    def look() -> "list[MemberStatus]":
+        rows = mark_outdated(pool.status())
+        exit_code.value = 0 if rows and all(row.state == "ready" for row in rows) else 1
         return rows
 
     try:
-        await pool.looked()
+        await pool.wait_until_probed()
         if load is not None:
             # an error when nobody took it; what one member has against it is in the table
-            await load.into(pool)
+            await load.apply_to(pool)
         if json_lines:
-            await repeat(lambda: show_json(look(), pool.discovery_error), watch, pool.settings.interval)
+            await repeat(lambda: print_json(look(), pool.discovery_error), watch, pool.settings.interval)
         elif watch and sys.stdout.isatty():
             with Live(console=console(), auto_refresh=False) as live:
-                await repeat(lambda: live.update(view(look(), pool.discovery_error), refresh=True), watch, 1.0)
+                await repeat(lambda: live.update(status_view(look(), pool.discovery_error), refresh=True), watch, 1.0)
         else:
-            await repeat(lambda: console().print(view(look(), pool.discovery_error)), watch, pool.settings.interval)
+            await repeat(lambda: console().print(status_view(look(), pool.discovery_error)), watch, pool.settings.interval)
     finally:
         await pool.close()
 
 
-async def repeat(show: Callable[[], None], watch: bool, pause: float) -> None:
-    show()
+async def repeat(print_status: Callable[[], None], watch: bool, interval: float) -> None:
+    print_status()
     while watch:
-        await asyncio.sleep(pause)
-        show()
+        await asyncio.sleep(interval)
+        print_status()
 
 
-def mark_behind(rows: "list[MemberRow]") -> "list[MemberRow]":
+def mark_outdated(rows: "list[MemberStatus]") -> "list[MemberStatus]":
     """Members that hold an older version than another are not ready for a pool: whoever keeps them has yet to sync."""
     newest = max((row.version or 0 for row in rows if row.state == "ready"), default=0)
     return [
@@ -181,13 +181,13 @@ def mark_behind(rows: "list[MemberRow]") -> "list[MemberRow]":
     ]
 
 
-def show_json(rows: "list[MemberRow]", problem: str) -> None:
+def print_json(rows: "list[MemberStatus]", discovery_error: str) -> None:
     members = [asdict(row) | {"age": round(row.age, 3)} for row in rows]
-    write(json.dumps({"members": members, "discovery_error": problem}) + "\n")
+    write_stdout(json.dumps({"members": members, "discovery_error": discovery_error}) + "\n")
     sys.stdout.flush()
 
 
-def view(rows: "list[MemberRow]", problem: str) -> Group:
+def status_view(rows: "list[MemberStatus]", discovery_error: str) -> Group:
     """A table of the members and a sentence about them."""
     table = Table(box=None, pad_edge=False)
     table.add_column("member", overflow="fold")
@@ -199,22 +199,22 @@ def view(rows: "list[MemberRow]", problem: str) -> Group:
         # everything is Text: what servers say is never read as markup
         table.add_row(
             Text(row.url),
-            Text(row.state + (", leaving" if row.leaving else ""), style=STYLES[row.state]),
+            Text(row.state + (", leaving" if row.retiring else ""), style=STYLES[row.state]),
             Text("-" if row.version is None else str(row.version)),
             *(Text(str(number)) for number in (row.running, row.waiting, row.errors)),
-            Text(duration(row.age)),
+            Text(format_age(row.age)),
             Text(row.last_error),
         )
     counts: Counter[str] = Counter(row.state for row in rows)
     said = ", ".join(f"{counts[state]} {state}" for state in STYLES if counts[state]) or "none found"
     lines: list[Any] = [table] if rows else []
     lines.append(Text(f"{len(rows)} member{'s' * (len(rows) != 1)}: {said}"))
-    if problem:
-        lines.append(Text(f"members could not be found out: {problem}", style="red"))
+    if discovery_error:
+        lines.append(Text(f"members could not be found out: {discovery_error}", style="red"))
     return Group(*lines)
 
 
-def duration(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """Seconds for people."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:

@@ -79,38 +79,38 @@ def run(args: argparse.Namespace) -> int:
 
     key = read_key(args.api_key, args.api_key_file)
     check_binding("--host", args.host, key)
-    listener = listen(args.host, args.port)
+    listener = bind_socket(args.host, args.port)
     with listener:
         if args.with_parent:
-            threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-        app = build(args, key)
+            threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+        app = build_model_app(args, key)
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         console().print(f"serving {args.name or args.model} at http://{shown}:{port}/v1", soft_wrap=True)
-        serve(app, listener, args.patience)
+        run_server(app, listener, args.patience)
     return 0
 
 
-def _end_with_parent(parent: int) -> None:
+def _exit_with_parent(parent_pid: int) -> None:
     """A parent that was killed cannot say so: whoever takes its children over has another id."""
-    while os.getppid() == parent:
+    while os.getppid() == parent_pid:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def build(args: argparse.Namespace, key: str | None) -> Any:
+def build_model_app(args: argparse.Namespace, key: str | None) -> Any:
     """The application with its model loaded."""
     from pydantic import ValidationError
 
-    from keel.common.settings import explain
+    from keel.common.settings import to_config_error
     from keel.config import EngineSettings, ModelSettings
     from keel.inference.local.local_engine import LocalEngine
-    from keel.inference.server.access import Rate
-    from keel.inference.server.allowed_paths import Roots
+    from keel.inference.server.access import RateLimit
+    from keel.inference.server.allowed_paths import AllowedFolders
     from keel.inference.server.app import build_app
     from keel.inference.server.openai_requests import Limits
     from keel.training import load_model
-    from keel.training.step.malloc import keep_memory
+    from keel.training.step.malloc import retain_freed_memory
 
     for name in ("max_requests", "max_tokens", "max_rate"):
         if getattr(args, name) < 1:
@@ -119,9 +119,9 @@ def build(args: argparse.Namespace, key: str | None) -> Any:
         settings = EngineSettings(int8=args.int8, kernels=args.kernels, max_batch=args.max_batch)
         wanted = ModelSettings(name=args.model, dtype=args.dtype, device=args.device)
     except ValidationError as error:
-        raise explain(error) from None
+        raise to_config_error(error) from None
     if args.keep_memory:
-        keep_memory()
+        retain_freed_memory()
     model = load_model(wanted)
     return build_app(
         LocalEngine(model.network, model.tokenizer, settings),
@@ -129,27 +129,27 @@ def build(args: argparse.Namespace, key: str | None) -> Any:
         model=args.name or args.model,
         api_key=key,
         limits=Limits(
-            requests=args.max_requests,
+            max_in_flight=args.max_requests,
             max_tokens=args.max_tokens,
-            rate=Rate(per_second=args.max_rate, burst=2 * args.max_rate),
+            rate_limit=RateLimit(per_second=args.max_rate, burst=2 * args.max_rate),
         ),
-        roots=Roots(args.weights_from or [Path("runs")]),
-        vocabulary=model.head.out_features,
+        allowed_folders=AllowedFolders(args.weights_from or [Path("runs")]),
+        vocab_size=model.head.out_features,
     )
 
 
-def read_key(given: str | None, file: Path | None) -> str | None:
+def read_key(value: str | None, file: Path | None) -> str | None:
     """The key, from the command line or a file."""
     from keel.inference.server import api_key
 
     if file is not None:
-        return api_key.read_key("--api-key-file", file)
-    if given is not None and (not given or not given.isascii() or given.split() != [given]):
+        return api_key.read_api_key("--api-key-file", file)
+    if value is not None and (not value or not value.isascii() or value.split() != [value]):
         raise ConfigError("the API key is empty, not ASCII or holds a space; make it one word of letters and digits")
-    return given
+    return value
 
 
-def listen(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A bound socket, before anything slow is done."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -158,11 +158,11 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host} port {port}: {error}; choose another with --port") from error
 
 
-def serve(app: Any, listener: socket.socket, patience: int) -> None:
+def run_server(app: Any, listener: socket.socket, shutdown_timeout: int) -> None:
     """Answer until SIGINT or SIGTERM, then finish what is under way."""
-    from keel.inference.server.uvicorn_server import server_of
+    from keel.inference.server.uvicorn_server import make_server
 
-    server = server_of(app, patience=patience)
+    server = make_server(app, shutdown_timeout=shutdown_timeout)
     # uvicorn raises the signal again when it is done: it has been dealt with, and ends nothing but the server
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

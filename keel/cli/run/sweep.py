@@ -41,10 +41,10 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read the values, then run."""
     if args.resume is not None:
-        sweep_display.refuse_with_resume(args, RECIPE=args.recipe, **{"--set": args.sets})
-        return sweep_display.run_trials(args, None, [], "sweep")
+        sweep_display.check_resume_flags(args, RECIPE=args.recipe, **{"--set": args.sets})
+        return sweep_display.run_sweep(args, None, [], "sweep")
     if args.recipe is None or not args.sets:
         raise ConfigError("give a RECIPE and --set name.of.setting=value,value; or --resume DIR")
-    from keel.tools.sweep.variants import of_settings
+    from keel.tools.sweep.variants import variants_from_settings
 
-    return sweep_display.run_trials(args, args.recipe, of_settings(args.sets), "sweep")
+    return sweep_display.run_sweep(args, args.recipe, variants_from_settings(args.sets), "sweep")

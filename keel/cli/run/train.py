@@ -20,16 +20,16 @@ from keel.errors import ConfigError
 
 if TYPE_CHECKING:
     from keel.run.folder import RunFolder
-    from keel.run.monitor.callbacks import Observer
-    from keel.training.distributed.world import Place
+    from keel.run.monitor.callbacks import RunCallback
+    from keel.training.distributed.world import RankInfo
 
-TWICE = 1.0
+SIGNAL_DEBOUNCE_SECONDS = 1.0
 """Seconds within which a second signal is the same request: wrappers pass on what the terminal has sent already."""
 
 FLAGS = ("--run", "--resume", "--allow-changes", "--json", "--metrics-port", "--metrics-host", "--metrics-key-file")
 
 
-class Bound(NamedTuple):
+class MetricsListener(NamedTuple):
     """Where the run's numbers are asked for, and the key that asks for them."""
 
     listener: socket.socket
@@ -72,98 +72,98 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train to the end, or to where it was told to stop."""
-    place = _place()
+    place = _rank_info()
     if place is not None and place.rank:
-        return _follow(place)
+        return _run_rank_worker(place)
     if args.recipe is None and args.resume is None:
         raise ConfigError("give a RECIPE, or --resume RUN; recipes/larger_number.toml is one to begin with")
     if args.allow_changes and args.resume is None:
         raise ConfigError("--allow-changes cannot act without --resume")
     add_module_folders(args.recipe, args.resume)
     # asked for and refused before there is a folder: a run that cannot begin leaves nothing
-    with _bound(args) as bound:
-        folder = _folder(args, place)
+    with _bind_metrics_port(args) as bound:
+        folder = _open_run_folder(args, place)
         try:
             return _train(folder, args.json, bound, place)
         finally:
             folder.close()
 
 
-def _place() -> "Place | None":
+def _rank_info() -> "RankInfo | None":
     """Where torchrun, or whoever speaks as it does, has put this process; None: it was started alone."""
     if "RANK" not in os.environ:
         return None  # without asking torch, so that a refusal is quick
-    from keel.training.distributed.world import Place, end_with_parent
+    from keel.training.distributed.world import RankInfo, end_with_parent
 
-    place = Place.of(os.environ)
-    if place is not None and (place.rank or place.agent):
+    place = RankInfo.from_environment(os.environ)
+    if place is not None and (place.rank or place.has_agent_store):
         end_with_parent()  # a launcher that was killed must not leave its ranks behind
     return place
 
 
-def _follow(place: "Place") -> int:
+def _run_rank_worker(rank_info: "RankInfo") -> int:
     """This process is another rank of a run: it does what rank 0 says, and ends with it."""
-    from keel.training.distributed.rank_worker import follow
+    from keel.training.distributed.rank_worker import run_rank_worker
 
     for number in (signal.SIGINT, signal.SIGTERM):
         # rank 0 gets them too, and finishes the step with all ranks
         signal.signal(number, signal.SIG_IGN)
-    follow(place)
+    run_rank_worker(rank_info)
     return 0
 
 
-def _folder(args: argparse.Namespace, place: "Place | None") -> "RunFolder":
+def _open_run_folder(args: argparse.Namespace, rank_info: "RankInfo | None") -> "RunFolder":
     """The folder of the run, new or to go on with."""
-    from keel.config import load
-    from keel.rollout.episode_runner import arenas
-    from keel.run.folder import RunFolder, free_name
-    from keel.run.monitor.sinks import require
-    from keel.training.distributed.rank_processes import Crew
+    from keel.config import load_settings
+    from keel.rollout.episode_runner import build_environments
+    from keel.run.folder import RunFolder, unused_path
+    from keel.run.monitor.sinks import resolve_sinks
+    from keel.training.distributed.rank_processes import RankProcesses
 
     if args.resume is not None:
         return RunFolder.open(args.resume, file=args.recipe, overrides=args.overrides, allow_changes=args.allow_changes)
-    loaded = load(args.recipe, args.overrides)
-    arenas(loaded.settings)  # whatever it refuses leaves no folder behind
-    require(loaded.settings.metrics)
-    Crew(loaded.settings.trainer, place)
-    return RunFolder.create(args.folder or free_name(Path("runs"), Path(args.recipe).stem), loaded)
+    loaded = load_settings(args.recipe, args.overrides)
+    build_environments(loaded.settings)  # whatever it refuses leaves no folder behind
+    resolve_sinks(loaded.settings.metrics)
+    RankProcesses(loaded.settings.trainer, rank_info)
+    return RunFolder.create(args.folder or unused_path(Path("runs"), Path(args.recipe).stem), loaded)
 
 
-def _train(folder: "RunFolder", json: bool, bound: Bound | None, place: "Place | None") -> int:
-    from keel.cli.display.progress import display
-    from keel.run.event_loop import complete
-    from keel.run.loop import Run
-    from keel.run.monitor.callbacks import Several
+def _train(folder: "RunFolder", json: bool, metrics_listener: MetricsListener | None, rank_info: "RankInfo | None") -> int:
+    from keel.cli.display.progress import make_run_display
+    from keel.run.event_loop import run_to_completion
+    from keel.run.loop import TrainingRun
+    from keel.run.monitor.callbacks import CallbackList
     from keel.run.monitor.sinks import open_sinks
-    from keel.run.summary import summary
+    from keel.run.summary import summarize_run
 
     text = ""
-    with _exported(bound) as exporter:
-        shown = display(json=json)
+    with _serve_metrics(metrics_listener) as exporter:
+        shown = make_run_display(json=json)
         # sinks before the display: how they end is shown
-        observer = Several(open_sinks(folder, shown.notice), exporter, shown)
-        if folder.settings.launch is not None and place is None:
+        observer = CallbackList(open_sinks(folder, shown.notice), exporter, shown)
+        if folder.settings.launch is not None and rank_info is None:
             shown.notice("the table launch is for `keel launch`: this run uses this machine alone")
         try:
-            going = Run(folder, observer, abandon=_abandon, place=place)
-            complete(_watched(going))
-            text = summary(folder)
-            if folder.ledger.get("status") == "stopped":
+            going = TrainingRun(folder, observer, on_hang=_exit_hung_run, rank_info=rank_info)
+            run_to_completion(_train_until_signal(going))
+            text = summarize_run(folder)
+            if folder.ledger.get_meta("status") == "stopped":
                 text += f"\nstopped    after step {going.step}; go on with: keel train --resume {folder.path}"
         finally:
             observer.ended(text)
     return 0
 
 
-def _abandon(why: str) -> None:
+def _exit_hung_run(reason: str) -> None:
     """The end of a run that hangs where nothing can reach it: no clean-up would return either."""
-    sys.stderr.write(f"keel: {why}\n")
+    sys.stderr.write(f"keel: {reason}\n")
     sys.stderr.flush()
     os._exit(2)
 
 
 @contextmanager
-def _bound(args: argparse.Namespace) -> Iterator[Bound | None]:
+def _bind_metrics_port(args: argparse.Namespace) -> Iterator[MetricsListener | None]:
     """A socket for the metrics, on this machine's own address unless there is a key; none for port 0."""
     from keel.cli.run.serve import read_key
     from keel.inference.server.access import check_binding
@@ -182,21 +182,21 @@ def _bound(args: argparse.Namespace) -> Iterator[Bound | None]:
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--metrics-port {port}: cannot listen on {host}: {error}; choose another") from error
     with listener:
-        yield Bound(listener, key)
+        yield MetricsListener(listener, key)
 
 
 @contextmanager
-def _exported(bound: Bound | None) -> Iterator["Observer"]:
+def _serve_metrics(metrics_listener: MetricsListener | None) -> Iterator["RunCallback"]:
     """What the run's numbers are served from, while the block lasts."""
-    from keel.run.monitor.callbacks import Silent
+    from keel.run.monitor.callbacks import NullCallback
 
-    if bound is None:
-        yield Silent()
+    if metrics_listener is None:
+        yield NullCallback()
         return
     from keel.run.monitor.exporter import Exporter, ExporterServer
 
     exporter = Exporter()
-    server = ExporterServer(exporter, bound.listener, bound.key)
+    server = ExporterServer(exporter, metrics_listener.listener, metrics_listener.key)
     server.start()
     try:
         yield exporter
@@ -204,7 +204,7 @@ def _exported(bound: Bound | None) -> Iterator["Observer"]:
         server.stop()
 
 
-async def _watched(going: Any) -> None:
+async def _train_until_signal(training_run: Any) -> None:
     """Train, with Ctrl-C and SIGTERM as requests to stop: the first is patient, the second is not."""
     loop = asyncio.get_running_loop()
     asked: float | None = None
@@ -213,10 +213,10 @@ async def _watched(going: Any) -> None:
         nonlocal asked
         if asked is None:
             asked = loop.time()
-            going.stop()
-        elif loop.time() - asked > TWICE:
+            training_run.stop()
+        elif loop.time() - asked > SIGNAL_DEBOUNCE_SECONDS:
             os._exit(130)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted)
-    await going.train()
+    await training_run.train()

@@ -28,36 +28,36 @@ from keel.common.cache import cache_folder
 
 log = logging.getLogger("keel")
 
-HERE = Path(__file__).parent
-FLAGS = ["-O3", "-march=native", "-std=gnu11", "-fopenmp", "-fPIC", "-fno-math-errno"]
+SOURCE_FOLDER = Path(__file__).parent
+COMPILER_FLAGS = ["-O3", "-march=native", "-std=gnu11", "-fopenmp", "-fPIC", "-fno-math-errno"]
 EXTRA_FLAGS = "KEEL_NATIVE_CFLAGS"
 """Environment variable with flags to add after FLAGS, when compiling and when linking; quoted as in a shell."""
-SECONDS = 120
+COMPILE_TIMEOUT = 120
 """Timeout of one compiler call: more than ten times what it takes on a slow machine."""
 
 
-def library() -> ctypes.CDLL | None:
+def load_kernels() -> ctypes.CDLL | None:
     """Return the compiled kernels, or None if they cannot be built or loaded here."""
-    return _found()[0]
+    return _load_once()[0]
 
 
-def why_not() -> str:
+def unavailable_reason() -> str:
     """Return the reason why `library` returns None, or an empty string if it returns the kernels."""
-    return _found()[1]
+    return _load_once()[1]
 
 
 def require_library() -> ctypes.CDLL:
     """Return the compiled kernels; raise RuntimeError with the reason if there are none."""
-    found, why = _found()
+    found, why = _load_once()
     if found is None:
         raise RuntimeError(f"native kernels are not available: {why}; call library() first and use torch if it is None")
     return found
 
 
 @cache
-def _found() -> tuple[ctypes.CDLL | None, str]:
+def _load_once() -> tuple[ctypes.CDLL | None, str]:
     try:
-        return _load(), ""
+        return _build_and_load(), ""
     except (OSError, subprocess.SubprocessError) as error:
         lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
         why = lines[0] if lines else type(error).__name__
@@ -65,7 +65,7 @@ def _found() -> tuple[ctypes.CDLL | None, str]:
         return None, why
 
 
-def _load() -> ctypes.CDLL:
+def _build_and_load() -> ctypes.CDLL:
     """Load the library for these sources, flags and processor; compile it first if it is not cached."""
     if not sys.platform.startswith("linux"):
         raise OSError(f"native kernels are not supported on {sys.platform}")
@@ -78,7 +78,7 @@ def _load() -> ctypes.CDLL:
     # The predefined macros name the compiler and the processor: machines that differ may share a cache folder.
     macros = _run([compiler, *flags, "-dM", "-E", "-x", "c", os.devnull])
     digest = hashlib.sha256(macros.encode())
-    for source in sorted([*HERE.glob("*.c"), *HERE.glob("*.h")]):
+    for source in sorted([*SOURCE_FOLDER.glob("*.c"), *SOURCE_FOLDER.glob("*.h")]):
         digest.update(source.read_bytes())
     digest.update(shlex.join(flags).encode())
     target = cache_folder() / "kernels" / f"{digest.hexdigest()[:16]}.so"
@@ -93,7 +93,7 @@ def _load() -> ctypes.CDLL:
 def _flags() -> list[str]:
     extra = os.environ.get(EXTRA_FLAGS, "")
     try:
-        return [*FLAGS, *shlex.split(extra)]
+        return [*COMPILER_FLAGS, *shlex.split(extra)]
     except ValueError as error:
         raise OSError(f"{EXTRA_FLAGS} = {extra!r} cannot be split into flags: {error}") from error
 
@@ -109,7 +109,7 @@ def _compile(compiler: str, flags: list[str], target: Path) -> None:
     """Compile every C file next to this module into `target`, which appears complete or not at all."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = []
-        for source in sorted(HERE.glob("*.c")):
+        for source in sorted(SOURCE_FOLDER.glob("*.c")):
             objects.append(str(Path(scratch) / f"{source.stem}.o"))
             _run([compiler, *flags, "-c", str(source), "-o", objects[-1]])
         made = Path(scratch) / target.name
@@ -122,4 +122,4 @@ def _compile(compiler: str, flags: list[str], target: Path) -> None:
 
 
 def _run(command: list[str]) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT).stdout

@@ -18,32 +18,32 @@ _PLAIN, _NORMED, _GATED = range(3)
 """The enum of packed_matmul.c."""
 _GROUP = 4
 """Rows that are packed together, GROUP in packed_matmul.c."""
-_I, _P = ctypes.c_int64, ctypes.c_void_p
+_INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 @cache
-def _functions() -> Any:
+def _kernels() -> Any:
     found = require_library()
-    found.pack_matrix.argtypes = [_P, _I, _I, _I, _I, _P]
+    found.pack_matrix.argtypes = [_POINTER, _INT64, _INT64, _INT64, _INT64, _POINTER]
     found.packed_matmul.argtypes = [
-        *(_P, _I, _I, _I, _I, ctypes.c_int, _P, ctypes.c_float),
-        *(_P, _I, _P, _P, _I, ctypes.c_int, _P),
+        *(_POINTER, _INT64, _INT64, _INT64, _INT64, ctypes.c_int, _POINTER, ctypes.c_float),
+        *(_POINTER, _INT64, _POINTER, _POINTER, _INT64, ctypes.c_int, _POINTER),
     ]
-    found.panel_columns.argtypes, found.panel_columns.restype = [], _I
+    found.panel_columns.argtypes, found.panel_columns.restype = [], _INT64
     for function in (found.pack_matrix, found.packed_matmul):
         function.restype = None
     return found
 
 
 @dataclass(frozen=True, eq=False)
-class Norm:
+class RMSNormParams:
     """RMS norm: each row x becomes weight * x / sqrt(mean(x ** 2) + epsilon)."""
 
     weight: Tensor
     epsilon: float
 
 
-class Panels:
+class PackedMatrix:
     """A copy of a matrix [k, n], packed as the right factor of products."""
 
     def __init__(self, matrix: Tensor) -> None:
@@ -52,19 +52,19 @@ class Panels:
         self.k, self.n = matrix.shape
         if not self.k or not self.n:
             raise ValueError(f"matrix has shape {[self.k, self.n]}; required: at least one row and one column")
-        columns = int(_functions().panel_columns())
+        columns = int(_kernels().panel_columns())
         self.data = matrix.new_empty(-(-self.n // columns) * columns * self.k)
-        _functions().pack_matrix(matrix.data_ptr(), self.k, self.n, *matrix.stride(), self.data.data_ptr())
+        _kernels().pack_matrix(matrix.data_ptr(), self.k, self.n, *matrix.stride(), self.data.data_ptr())
 
-    def times(
+    def matmul(
         self,
         left: Tensor,
         *,
-        norm: Norm | None = None,
+        norm: RMSNormParams | None = None,
         gated: bool = False,
         bias: Tensor | None = None,
         out: Tensor | None = None,
-        add: bool = False,
+        accumulate: bool = False,
     ) -> Tensor:
         """Return left [m, k] times the matrix plus `bias` [n], as a tensor [m, n].
 
@@ -72,7 +72,7 @@ class Panels:
         replaced by silu(gate) * up; `norm` and `gated` exclude each other. The result is written to `out` if that is
         given, or added to it with `add`. Only the rows of `out` may have gaps between them.
         """
-        self._check(left, norm, gated, bias, out, add)
+        self._check(left, norm, gated, bias, out, accumulate)
         rows = len(left)
         if norm is not None or gated:
             left = left if left.stride(1) == 1 else left.contiguous()  # the kernel reads these along the row
@@ -80,16 +80,16 @@ class Panels:
             out = left.new_empty(rows, self.n)
         kind = _NORMED if norm is not None else _GATED if gated else _PLAIN
         packed = left.new_empty(-(-rows // _GROUP) * _GROUP * self.k)
-        _functions().packed_matmul(
+        _kernels().packed_matmul(
             *(left.data_ptr(), rows, self.k, *left.stride(), kind),
             *(None if norm is None else norm.weight.data_ptr(), 0.0 if norm is None else norm.epsilon),
             *(self.data.data_ptr(), self.n, None if bias is None else bias.data_ptr()),
-            *(out.data_ptr(), out.stride(0), int(add), packed.data_ptr()),
+            *(out.data_ptr(), out.stride(0), int(accumulate), packed.data_ptr()),
         )
         return out
 
     def _check(
-        self, left: Tensor, norm: Norm | None, gated: bool, bias: Tensor | None, out: Tensor | None, add: bool
+        self, left: Tensor, norm: RMSNormParams | None, gated: bool, bias: Tensor | None, out: Tensor | None, add: bool
     ) -> None:
         check_tensor("left", left, (None, 2 * self.k if gated else self.k), ANY)
         if norm is not None:

@@ -17,59 +17,59 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from keel.inference.kernels.arguments import ANY, check_number, check_tensor, describe
-from keel.inference.kernels.build import library, require_library
+from keel.inference.kernels.build import load_kernels, require_library
 
-Ints = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 
-WIDEST = 256
+MAX_HEAD_DIM = 256
 """Largest supported head width."""
-ITEMS = 64
+TARGET_PARTS = 64
 """Target number of work items, (part, key head) pairs: enough for the threads to finish at about the same time."""
-PANELS = 6
+MIN_PANELS_PER_PART = 6
 """Fewest panels per part, unless there is only one part: each part copies its keys and sums their gradients once."""
-COPIES = 4
+MAX_KEY_COPIES = 4
 """Most keys that all parts copy together, per token: bounds memory where each part sees much of what precedes it."""
 
-_I, _P = ctypes.c_int64, ctypes.c_void_p
+_INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
-class _View(ctypes.Structure):
-    _fields_ = [("data", _P), ("head_stride", _I), ("token_stride", _I)]
+class _TensorView(ctypes.Structure):
+    _fields_ = [("data", _POINTER), ("head_stride", _INT64), ("token_stride", _INT64)]
 
 
 # A misspelt name would be set as an attribute of the Python object and leave the field empty: hence one list for each.
 _TOKEN_FIELDS = ("end", "position", "run_start", "run_parent")
 _PART_FIELDS = ("panel_start", "key_start", "first_token", "last_token")
-_VIEWS = ("query", "key", "value", "out", "d_out", "d_query", "d_key", "d_value")
+_TENSOR_FIELDS = ("query", "key", "value", "out", "d_out", "d_query", "d_key", "d_value")
 
 
-class _Call(ctypes.Structure):
+class _KernelArgs(ctypes.Structure):
     """The struct Call of tree_attention.c."""
 
     _fields_ = [
-        *((name, _I) for name in ("size", "heads", "key_heads", "width", "parts", "threads")),
-        *((name, _P) for name in (*_TOKEN_FIELDS, *_PART_FIELDS)),
-        *((name, _View) for name in _VIEWS),
-        *((name, _P) for name in ("lse", "kv_grads", "scratch")),
-        ("scratch_size", _I),
+        *((name, _INT64) for name in ("size", "heads", "key_heads", "width", "parts", "threads")),
+        *((name, _POINTER) for name in (*_TOKEN_FIELDS, *_PART_FIELDS)),
+        *((name, _TensorView) for name in _TENSOR_FIELDS),
+        *((name, _POINTER) for name in ("lse", "kv_grads", "scratch")),
+        ("scratch_size", _INT64),
         ("scale", ctypes.c_float),
     ]
 
 
 @cache
-def _functions() -> Any:
+def _kernels() -> Any:
     found = require_library()
-    found.tree_panel_rows.argtypes, found.tree_panel_rows.restype = [], _I
-    found.tree_row_stride.argtypes, found.tree_row_stride.restype = [_I], _I
-    found.tree_scratch_size.argtypes, found.tree_scratch_size.restype = [_I, _I], _I
+    found.tree_panel_rows.argtypes, found.tree_panel_rows.restype = [], _INT64
+    found.tree_row_stride.argtypes, found.tree_row_stride.restype = [_INT64], _INT64
+    found.tree_scratch_size.argtypes, found.tree_scratch_size.restype = [_INT64, _INT64], _INT64
     for function in (found.tree_forward, found.tree_backward):
-        function.argtypes, function.restype = [ctypes.POINTER(_Call)], None
+        function.argtypes, function.restype = [ctypes.POINTER(_KernelArgs)], None
     return found
 
 
-def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def tree_kernel_supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether the kernel supports these tensors: query [heads, T, D], key and value [key heads, T, D]."""
-    return not _problem(query, key, value) and library() is not None
+    return not _problem(query, key, value) and load_kernels() is not None
 
 
 def _problem(query: Tensor, key: Tensor, value: Tensor) -> str:
@@ -78,8 +78,8 @@ def _problem(query: Tensor, key: Tensor, value: Tensor) -> str:
         if state.dtype != torch.float32 or state.device.type != "cpu" or state.dim() != 3:
             return f"{name} is {describe(state)}; required: float32 on cpu, 3 dimensions"
     heads, size, width = query.shape
-    if not 16 <= width <= WIDEST or width % 8:
-        return f"query has heads of width {width}; required: a multiple of 8 from 16 to {WIDEST}"
+    if not 16 <= width <= MAX_HEAD_DIM or width % 8:
+        return f"query has heads of width {width}; required: a multiple of 8 from 16 to {MAX_HEAD_DIM}"
     if key.shape[1:] != query.shape[1:] or not len(key) or not heads or heads % len(key):
         return (
             f"key has shape {list(key.shape)}; required: [key heads, {size}, {width}], where the number of key heads"
@@ -92,10 +92,10 @@ def _problem(query: Tensor, key: Tensor, value: Tensor) -> str:
     return ""
 
 
-class Plan:
+class TreePlan:
     """A tree in the form the kernel reads: built once, for all layers and any number of heads."""
 
-    def __init__(self, end: Ints, positions: Ints) -> None:
+    def __init__(self, end: IntArray, positions: IntArray) -> None:
         """`end` [T] is one past each token's last descendant, `positions` [T] its number of ancestors.
 
         Tokens are in depth-first order.
@@ -134,35 +134,35 @@ class Plan:
             )
         self.size, self.positions = size, positions
         runs = np.repeat(first, last - first)
-        self._tokens = [np.ascontiguousarray(one, np.int32) for one in (end, positions, runs, up)]
-        self._parts: dict[tuple[int, int], tuple[Ints, ...]] = {}
+        self._token_arrays = [np.ascontiguousarray(one, np.int32) for one in (end, positions, runs, up)]
+        self._partitions: dict[tuple[int, int], tuple[IntArray, ...]] = {}
 
-    def parts(self, key_heads: int, each: int, rows: int) -> tuple[Ints, ...]:
+    def partition(self, key_heads: int, heads_per_group: int, rows_per_panel: int) -> tuple[IntArray, ...]:
         """Divide the panels of `rows` rows among parts of similar cost.
 
         `each` is the number of query heads per key head. Returns `bounds` [parts + 1], the first panel of each part;
         `room` [parts + 1], how many keys all parts before it copy; `first` and `last` [parts], its first token and one
         past its last token.
         """
-        for name, number in (("key_heads", key_heads), ("each", each), ("rows", rows)):
+        for name, number in (("key_heads", key_heads), ("each", heads_per_group), ("rows", rows_per_panel)):
             if number < 1:
                 raise ValueError(f"{name} is {number}; required: at least 1")
-        if (key_heads, each) not in self._parts:
-            panels = -(-self.size * each // rows)
-            begin = np.arange(panels) * rows // each
-            cost = np.cumsum(self.positions[begin] + 2 * rows // each + 1)
-            count = max(1, min(-(-ITEMS // key_heads), panels // PANELS))
+        if (key_heads, heads_per_group) not in self._partitions:
+            panels = -(-self.size * heads_per_group // rows_per_panel)
+            begin = np.arange(panels) * rows_per_panel // heads_per_group
+            cost = np.cumsum(self.positions[begin] + 2 * rows_per_panel // heads_per_group + 1)
+            count = max(1, min(-(-TARGET_PARTS // key_heads), panels // MIN_PANELS_PER_PART))
             while True:
                 inner = np.searchsorted(cost, cost[-1] * np.arange(1, count) / count) + 1
                 bounds = np.unique(np.concatenate([[0], inner, [panels]]))
-                first = bounds[:-1] * rows // each
-                last = -(-np.minimum(bounds[1:] * rows, self.size * each) // each)
+                first = bounds[:-1] * rows_per_panel // heads_per_group
+                last = -(-np.minimum(bounds[1:] * rows_per_panel, self.size * heads_per_group) // heads_per_group)
                 room = np.concatenate([[0], np.cumsum(self.positions[first] + last - first)])
-                if count == 1 or room[-1] <= COPIES * self.size:
+                if count == 1 or room[-1] <= MAX_KEY_COPIES * self.size:
                     break
                 count -= 1
-            self._parts[key_heads, each] = tuple(one.astype(np.int64) for one in (bounds, room, first, last))
-        return self._parts[key_heads, each]
+            self._partitions[key_heads, heads_per_group] = tuple(one.astype(np.int64) for one in (bounds, room, first, last))
+        return self._partitions[key_heads, heads_per_group]
 
 
 class TreeAttention(torch.autograd.Function):
@@ -173,17 +173,17 @@ class TreeAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float) -> Tensor:
         if problem := _problem(query, key, value):
             raise ValueError(f"{problem}; call `fits` first and use TileAttention if it returns False")
         heads, size, width = query.shape
         if size != plan.size:
             raise ValueError(f"plan has {plan.size} tokens; required: {size}, the tokens of query")
         check_number("scale", scale)
-        query, key, value = map(_dense, (query, key, value))
+        query, key, value = map(_unit_stride, (query, key, value))
         out, lse = query.new_empty(size, heads, width), query.new_empty(heads * size)
         views = {"query": query, "key": key, "value": value, "out": out.transpose(0, 1)}
-        _run(_functions().tree_forward, plan, views, lse, scale, kv_grads=False)
+        _call_kernel(_kernels().tree_forward, plan, views, lse, scale, kv_grads=False)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.rest = plan, scale
         return out
@@ -195,13 +195,13 @@ class TreeAttention(torch.autograd.Function):
         plan, scale = ctx.rest
         views = {"query": query, "key": key, "value": value, "out": out.transpose(0, 1)}
         check_tensor("the gradient of the output", d_out, tuple(out.shape), ANY)
-        views["d_out"] = _dense(d_out).transpose(0, 1)
-        gradients = {f"d_{name}": _alike(views[name]) for name in ("query", "key", "value")}
-        _run(_functions().tree_backward, plan, views | gradients, lse, scale, kv_grads=True)
+        views["d_out"] = _unit_stride(d_out).transpose(0, 1)
+        gradients = {f"d_{name}": _empty_like(views[name]) for name in ("query", "key", "value")}
+        _call_kernel(_kernels().tree_backward, plan, views | gradients, lse, scale, kv_grads=True)
         return *gradients.values(), None, None
 
 
-def _run(function: Any, plan: Plan, views: dict[str, Tensor], lse: Tensor, scale: float, *, kv_grads: bool) -> None:
+def _call_kernel(function: Any, plan: TreePlan, views: dict[str, Tensor], lse: Tensor, scale: float, *, kv_grads: bool) -> None:
     """Call a kernel with tensors [heads or key heads, T, D] of unit stride in D.
 
     `kv_grads`: whether the kernel needs memory for the gradients of keys and values in each part.
@@ -209,31 +209,31 @@ def _run(function: Any, plan: Plan, views: dict[str, Tensor], lse: Tensor, scale
     (heads, size, width), key_heads = views["query"].shape, len(views["key"])
     if not size:
         return
-    functions, threads = _functions(), torch.get_num_threads()
-    parts = panel_start, key_start, *_ = plan.parts(key_heads, heads // key_heads, functions.tree_panel_rows())
+    functions, threads = _kernels(), torch.get_num_threads()
+    parts = panel_start, key_start, *_ = plan.partition(key_heads, heads // key_heads, functions.tree_panel_rows())
     most_keys = int(np.diff(key_start).max())
     scratch_size = -(-functions.tree_scratch_size(most_keys, width) // 16) * 16  # threads share no cache line
     scratch = lse.new_empty(threads * scratch_size)
     grads_size = 2 * key_heads * int(key_start[-1]) * functions.tree_row_stride(width)
     grads = lse.new_empty(grads_size if kv_grads else 0)
-    call = _Call(size, heads, key_heads, width, len(panel_start) - 1, threads)
-    for name, numbers in zip(_TOKEN_FIELDS, plan._tokens, strict=True):
+    call = _KernelArgs(size, heads, key_heads, width, len(panel_start) - 1, threads)
+    for name, numbers in zip(_TOKEN_FIELDS, plan._token_arrays, strict=True):
         setattr(call, name, numbers.ctypes.data)
     for name, counts in zip(_PART_FIELDS, parts, strict=True):
         setattr(call, name, counts.ctypes.data)
     for name, view in views.items():
-        setattr(call, name, _View(view.data_ptr(), view.stride(0), view.stride(1)))
+        setattr(call, name, _TensorView(view.data_ptr(), view.stride(0), view.stride(1)))
     call.lse, call.kv_grads, call.scratch = lse.data_ptr(), grads.data_ptr(), scratch.data_ptr()
     call.scratch_size, call.scale = scratch_size, scale
     function(ctypes.byref(call))
 
 
-def _dense(state: Tensor) -> Tensor:
+def _unit_stride(state: Tensor) -> Tensor:
     """Return the tensor, or a copy of it, with unit stride in the last dimension."""
     return state if state.stride(-1) == 1 else state.contiguous()
 
 
-def _alike(state: Tensor) -> Tensor:
+def _empty_like(state: Tensor) -> Tensor:
     """Return an empty tensor with unit stride in the last dimension, and the strides of `state` where possible."""
     made = torch.empty_like(state)
     return made if made.stride(-1) == 1 else state.new_empty(state.shape)

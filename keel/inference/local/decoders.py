@@ -14,115 +14,115 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keel.common.packing_support import obstacle
+from keel.common.packing_support import packing_obstacle
 from keel.config import Sampling
-from keel.inference.kernels.build import library
-from keel.inference.local.continuous_batch import Decoder, Request
-from keel.inference.local.decode_attention import DECODE, Step, Tails
-from keel.inference.local.fused_linear import Fused
-from keel.inference.local.llama_forward import Own
-from keel.inference.local.prefix_cache import KEEP, Ids, Node, Prefixes, Shelf, shelve
-from keel.inference.local.sampling import StopText
+from keel.inference.kernels.build import load_kernels
+from keel.inference.local.continuous_batch import Decoder, GenerationRequest
+from keel.inference.local.decode_attention import DECODE_ATTENTION, DecodeStep, CompletionKVCache
+from keel.inference.local.fused_linear import FusedLinears
+from keel.inference.local.llama_forward import LlamaForward
+from keel.inference.local.prefix_cache import CACHE_BYTES, TokenIds, PrefixNode, PrefixCache, KVBlock, allocate_blocks
+from keel.inference.local.sampling import StopStringDetector
 
 log = logging.getLogger("keel")
 
 TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.02}
 """How far log-probs of the probe may be from the model's own, in the mean; elsewhere 1e-4."""
-DEEP = 8
+MAX_DEPTH = 8
 """Pieces that a kept beginning may have; above, they are put together, for each costs a product of its own."""
-SPILL = 512
+SPILL_TOKENS = 512
 """Own tokens that are stored beside those of other rows, all with room for the longest. The rest of a long answer gets
 room of its own: one long answer must not reserve as much for every other."""
-ROWS = 8
+PAD_MULTIPLE = 8
 """On CPU a step has a multiple of so many tokens: products with 63 take up to half as long again as with 64."""
-_OBSTACLES = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
+_PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
 
 
-class Together:
+class BatchedDecoder:
     """All rows of a step, and the prompts of new ones, in one forward pass."""
 
-    def __init__(self, network: Any, keep: int = KEEP, own: Own | None = None, compiled: bool = False) -> None:
-        self.network, self.own, self.compiled = network, own, compiled
+    def __init__(self, network: Any, cache_bytes: int = CACHE_BYTES, llama_forward: LlamaForward | None = None, native_kernels: bool = False) -> None:
+        self.network, self.llama_forward, self.native_kernels = network, llama_forward, native_kernels
         """With a faster way to compute it."""
-        self.prefixes, self.tails = Prefixes(keep), Tails()
-        self.fused: Fused | None = None
-        self.multiple = ROWS if network.device.type == "cpu" else 1
+        self.prefix_cache, self.kv_cache = PrefixCache(cache_bytes), CompletionKVCache()
+        self.fused: FusedLinears | None = None
+        self.pad_multiple = PAD_MULTIPLE if network.device.type == "cpu" else 1
 
-    def known(self, prompt: Ids) -> Node | None:
-        return self.prefixes.get(prompt)
+    def find_prompt(self, prompt: TokenIds) -> PrefixNode | None:
+        return self.prefix_cache.get(prompt)
 
     @torch.inference_mode()
-    def logits(self, rows: Sequence[Request]) -> Tensor:
+    def compute_logits(self, rows: Sequence[GenerationRequest]) -> Tensor:
         running = [row for row in rows if row.tokens]
         new = rows[len(running) :]
-        nodes = self.prefixes.grow(row.prompt for row in new)
+        nodes = self.prefix_cache.insert(row.prompt for row in new)
         for row in new:
-            row.leaf = self.prefixes.get(row.prompt)
+            row.leaf = self.prefix_cache.get(row.prompt)
         for slot, row in enumerate(running):
-            if row.stored >= SPILL:
+            if row.cached_length >= SPILL_TOKENS:
                 self._spill(slot, row)
         parts = [self._forward(nodes, running)] if nodes or running else []
         parts += [torch.stack([row.leaf.logits for row in new])] if new else []  # type: ignore[union-attr,misc]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _spill(self, slot: int, row: Request) -> None:
+    def _spill(self, slot: int, row: GenerationRequest) -> None:
         """Move what the row has stored into a node of its own, one for all that it has spilled."""
-        leaf, size = row.leaf, row.stored
+        leaf, size = row.leaf, row.cached_length
         assert leaf is not None
         spilled = leaf.end > len(row.prompt)
-        row.leaf = self._extended(slot, row, size, [leaf] if spilled else [])
+        row.leaf = self._build_extended_node(slot, row, size, [leaf] if spilled else [])
 
-    def _extended(self, slot: int, row: Request, size: int, before: list[Node]) -> Node:
+    def _build_extended_node(self, slot: int, row: GenerationRequest, length: int, merged_nodes: list[PrefixNode]) -> PrefixNode:
         """A node with what the nodes `before`, the last of the row's path, hold and the row has stored."""
-        parent = before[0].under if before else row.leaf
-        node = Node((*row.prompt, *row.tokens[:-1]), parent)
-        shelve([node])
-        for layer, own in self.tails.keys.items():
-            key, value = own[slot, :, :size], self.tails.values[layer][slot, :, :size]
-            if before:
-                key = torch.cat([*(one.keys(layer) for one in before), key], 1)
-                value = torch.cat([*(one.values(layer) for one in before), value], 1)
-            node.store(layer, key, value)
+        parent = merged_nodes[0].kv_parent if merged_nodes else row.leaf
+        node = PrefixNode((*row.prompt, *row.tokens[:-1]), parent)
+        allocate_blocks([node])
+        for layer, own in self.kv_cache.keys.items():
+            key, value = own[slot, :, :length], self.kv_cache.values[layer][slot, :, :length]
+            if merged_nodes:
+                key = torch.cat([*(one.keys(layer) for one in merged_nodes), key], 1)
+                value = torch.cat([*(one.values(layer) for one in merged_nodes), value], 1)
+            node.store_kv(layer, key, value)
         return node
 
     @torch.inference_mode()
-    def keep(self, rows: Mapping[int, Request]) -> None:
-        if not self.prefixes.kept.limit:
+    def retain_finished(self, rows: Mapping[int, GenerationRequest]) -> None:
+        if not self.prefix_cache.retained.max_bytes:
             return
-        new: dict[Node, int] = {}
-        ends: dict[Ids, Node] = {}
+        new: dict[PrefixNode, int] = {}
+        ends: dict[TokenIds, PrefixNode] = {}
         for number, row in rows.items():
-            leaf, prompt, ids = row.leaf, self.prefixes.get(row.prompt), (*row.prompt, *row.tokens[:-1])
+            leaf, prompt, ids = row.leaf, self.prefix_cache.get(row.prompt), (*row.prompt, *row.tokens[:-1])
             # a prompt that cannot be found was computed by other weights, and so may be what stands on it
             if leaf is None or prompt is None or prompt not in (leaf, leaf.parent) or ids in ends:
                 continue
-            found = self.prefixes.get(ids) or (None if row.stored else leaf)
-            if found is None and leaf.depth >= DEEP:
-                found = self._extended(number, row, row.stored, leaf.path)
+            found = self.prefix_cache.get(ids) or (None if row.cached_length else leaf)
+            if found is None and leaf.depth >= MAX_DEPTH:
+                found = self._build_extended_node(number, row, row.cached_length, leaf.kv_path)
             if found is None:
-                found = Node(ids, leaf)
+                found = PrefixNode(ids, leaf)
                 new[found] = number
             ends[ids] = found
-        shelve(list(new))
-        self._copy(new)
+        allocate_blocks(list(new))
+        self._copy_to_nodes(new)
         for node in ends.values():
-            self.prefixes.keep(node)
+            self.prefix_cache.retain(node)
 
-    def _copy(self, nodes: Mapping[Node, int]) -> None:
+    def _copy_to_nodes(self, rows_by_node: Mapping[PrefixNode, int]) -> None:
         """What the rows of these numbers have stored into the nodes, which have their shelves to themselves."""
-        shelves: dict[Shelf, list[int]] = {}
-        for node in sorted(nodes, key=lambda node: node.place):
-            shelves.setdefault(node.shelf, []).append(nodes[node])
+        shelves: dict[KVBlock, list[int]] = {}
+        for node in sorted(rows_by_node, key=lambda node: node.block_index):
+            shelves.setdefault(node.block, []).append(rows_by_node[node])
         for shelf, numbers in shelves.items():
             which = torch.tensor(numbers, device=self.network.device)
-            for store, own in ((shelf.keys, self.tails.keys), (shelf.values, self.tails.values)):
+            for store, own in ((shelf.keys, self.kv_cache.keys), (shelf.values, self.kv_cache.values)):
                 store |= {layer: one[:, :, : shelf.length].index_select(0, which) for layer, one in own.items()}
 
-    def _forward(self, nodes: Sequence[Node], rows: Sequence[Request]) -> Tensor:
+    def _forward(self, nodes: Sequence[PrefixNode], rows: Sequence[GenerationRequest]) -> Tensor:
         """[rows, V]; the nodes get theirs."""
         device = self.network.device
         leaves = [row.leaf for row in rows if row.leaf is not None]
-        lengths = [row.stored for row in rows]
+        lengths = [row.cached_length for row in rows]
         inputs = [token for node in nodes for token in node.ids[node.start :]] + [row.tokens[-1] for row in rows]
         positions = [place for node in nodes for place in range(node.start, node.end)]
         positions += [leaf.end + length for leaf, length in zip(leaves, lengths, strict=True)]
@@ -132,148 +132,148 @@ class Together:
             ends.append(last)
         ends += range(last + 1, last + 1 + len(rows))
         count = len(ends)
-        inputs, positions, ends = (_padded(numbers, self.multiple) for numbers in (inputs, positions, ends))
+        inputs, positions, ends = (_pad_to_multiple(numbers, self.pad_multiple) for numbers in (inputs, positions, ends))
         tokens, places, wanted = (torch.tensor(some, device=device) for some in (inputs, positions, ends))
-        step = Step(nodes, leaves, lengths, self.tails, device, compiled=self.compiled)
-        if self.own is not None:
-            self.own = self.own.follow(self.network)
-        logits = (self.own or self._by_model)(tokens, places, wanted, step)[:count]
+        step = DecodeStep(nodes, leaves, lengths, self.kv_cache, device, native_kernels=self.native_kernels)
+        if self.llama_forward is not None:
+            self.llama_forward = self.llama_forward.rebind(self.network)
+        logits = (self.llama_forward or self._model_forward)(tokens, places, wanted, step)[:count]
         for place, node in enumerate(nodes):
             node.logits = logits[place].clone()
         return logits[len(nodes) :]
 
-    def _by_model(self, inputs: Tensor, positions: Tensor, wanted: Tensor, step: Step) -> Tensor:
+    def _model_forward(self, input_ids: Tensor, positions: Tensor, output_positions: Tensor, step: DecodeStep) -> Tensor:
         """Logits [wanted, V] by the model's own code."""
         output = self.network(
-            input_ids=inputs[None],
+            input_ids=input_ids[None],
             position_ids=positions[None],
             # a mask of four dimensions is passed on as it is, so that the model does not make one of T x T
-            attention_mask=torch.zeros(1, 1, 1, 1, device=inputs.device),
+            attention_mask=torch.zeros(1, 1, 1, 1, device=input_ids.device),
             use_cache=False,
-            logits_to_keep=wanted,
+            logits_to_keep=output_positions,
             decode=step,
         )
         logits: Tensor = output.logits[0]
         return logits
 
-    def move(self, source: int, target: int, row: Request) -> None:
-        self.tails.move(source, target, row.stored)
+    def move_row(self, source: int, target: int, row: GenerationRequest) -> None:
+        self.kv_cache.move(source, target, row.cached_length)
 
-    def clear(self, number: int) -> None:
-        self.tails.clear(number)
+    def clear_row(self, row_index: int) -> None:
+        self.kv_cache.clear(row_index)
 
-    def forget(self) -> None:
-        self.prefixes.forget()
+    def clear_prefix_cache(self) -> None:
+        self.prefix_cache.clear()
 
 
-def _padded(numbers: list[int], multiple: int) -> list[int]:
+def _pad_to_multiple(values: list[int], multiple: int) -> list[int]:
     """With the last one repeated. What is computed of it stands alone, and is never read."""
-    return numbers + numbers[-1:] * (-len(numbers) % multiple)
+    return values + values[-1:] * (-len(values) % multiple)
 
 
-class Alone:
+class SequentialDecoder:
     """Each sequence from its beginning, one at a time, by the model's own code."""
 
     def __init__(self, network: Any) -> None:
         self.network = network
-        self.fused: Fused | None = None
+        self.fused: FusedLinears | None = None
 
-    def known(self, _prompt: Ids) -> Node | None:
+    def find_prompt(self, _prompt: TokenIds) -> PrefixNode | None:
         return None
 
     @torch.inference_mode()
-    def logits(self, rows: Sequence[Request]) -> Tensor:
-        return torch.stack([own_logits(self.network, (*row.prompt, *row.tokens))[-1] for row in rows])
+    def compute_logits(self, rows: Sequence[GenerationRequest]) -> Tensor:
+        return torch.stack([reference_logits(self.network, (*row.prompt, *row.tokens))[-1] for row in rows])
 
-    def move(self, source: int, target: int, row: Request) -> None:
+    def move_row(self, source: int, target: int, row: GenerationRequest) -> None:
         """Nothing is kept."""
 
-    def clear(self, number: int) -> None:
+    def clear_row(self, row_index: int) -> None:
         """Nothing is kept."""
 
-    def keep(self, rows: Mapping[int, Request]) -> None:
+    def retain_finished(self, rows: Mapping[int, GenerationRequest]) -> None:
         """Nothing is kept."""
 
-    def forget(self) -> None:
+    def clear_prefix_cache(self) -> None:
         """Nothing is kept."""
 
 
-def choose(network: Any, name: str, *, compiled: bool = True, pack: bool = True) -> Decoder:
+def select_decoder(network: Any, model_name: str, *, native_kernels: bool = True, pack: bool = True) -> Decoder:
     """Together if that gives the model's own log-probs, else Alone. Sets the network's attention accordingly.
 
     `compiled`: by the kernels in C where they can be used, and with `pack` by weights that are packed for them.
     """
-    reason = obstacle(network)
+    reason = packing_obstacle(network)
     if reason is None:
-        found = _together(network, compiled, pack)
-        if isinstance(found, Together):
-            network.set_attn_implementation(DECODE)
+        found = _build_batched_decoder(network, native_kernels, pack)
+        if isinstance(found, BatchedDecoder):
+            network.set_attn_implementation(DECODE_ATTENTION)
             return found
         reason = found
     if getattr(network.config.get_text_config(), "attn_logit_softcapping", None):
         network.set_attn_implementation("eager")  # the usual kernels leave the cap out
-    log.warning("%s: answers are decoded one at a time, from the beginning for each token: %s", name, reason)
-    return Alone(network)
+    log.warning("%s: answers are decoded one at a time, from the beginning for each token: %s", model_name, reason)
+    return SequentialDecoder(network)
 
 
-def _together(network: Any, compiled: bool, pack: bool) -> Together | str:
+def _build_batched_decoder(network: Any, native_kernels: bool, pack: bool) -> BatchedDecoder | str:
     """By the fastest way that gives the model's own log-probs; or why none does."""
     try:
-        truth = _truth(network)  # before anything is fused: what is wrong with that must not be wrong here too
-    except _OBSTACLES as error:
+        truth = _reference_logprobs(network)  # before anything is fused: what is wrong with that must not be wrong here too
+    except _PROBE_ERRORS as error:
         return f"its code does not take a sequence: {error}"
-    for in_c in (True, False) if compiled and network.device.type == "cpu" and library() is not None else (False,):
-        fused = _fuse(network, in_c and pack)
+    for in_c in (True, False) if native_kernels and network.device.type == "cpu" and load_kernels() is not None else (False,):
+        fused = _fuse_linears(network, in_c and pack)
         if fused is None:
             break
-        for own in dict.fromkeys((_own(network, fused), None)):
-            decoder = Together(network, own=own, compiled=in_c)
-            reason = _differs(decoder, truth)
+        for own in dict.fromkeys((_build_llama_forward(network, fused), None)):
+            decoder = BatchedDecoder(network, llama_forward=own, native_kernels=in_c)
+            reason = _compare_with_reference(decoder, truth)
             if reason is None:
                 decoder.fused = fused
                 return decoder
         if in_c:
             log.warning("%s: decoding goes by torch, the kernels in C are off: %s", type(network).__name__, reason)
-        fused.undo()
-    decoder = Together(network)
-    reason = _differs(decoder, truth)
+        fused.restore()
+    decoder = BatchedDecoder(network)
+    reason = _compare_with_reference(decoder, truth)
     return decoder if reason is None else reason
 
 
-def _own(network: Any, fused: Fused) -> Own | None:
+def _build_llama_forward(network: Any, fused: FusedLinears) -> LlamaForward | None:
     try:
-        return Own(network, fused)
-    except (*_OBSTACLES, StopIteration):
+        return LlamaForward(network, fused)
+    except (*_PROBE_ERRORS, StopIteration):
         return None
 
 
 @torch.inference_mode(False)
-def _fuse(network: Any, pack: bool) -> Fused | None:
+def _fuse_linears(network: Any, pack: bool) -> FusedLinears | None:
     with torch.no_grad():
         try:
-            return Fused(network, lambda: own_logits(network, [0, 1]), pack=pack)
-        except _OBSTACLES:
+            return FusedLinears(network, lambda: reference_logits(network, [0, 1]), pack=pack)
+        except _PROBE_ERRORS:
             return None  # the probe says what the obstacle is
 
 
-def _differs(decoder: Together, truth: Tensor) -> str | None:
+def _compare_with_reference(decoder: BatchedDecoder, reference: Tensor) -> str | None:
     """Why the network cannot be decoded like this."""
     try:
-        off = float((_probe(decoder) - truth).abs().mean())
-    except _OBSTACLES as error:
+        off = float((_decoded_logprobs(decoder) - reference).abs().mean())
+    except _PROBE_ERRORS as error:
         return f"its code does not take a batch: {error}"
     finally:
-        decoder.prefixes, decoder.tails = Prefixes(), Tails()
+        decoder.prefix_cache, decoder.kv_cache = PrefixCache(), CompletionKVCache()
     return None if off <= TOLERANCE.get(decoder.network.dtype, 1e-4) else f"log-probs of a probe differ by {off:.2g}"
 
 
-def own_logits(network: Any, ids: Sequence[int]) -> Tensor:
+def reference_logits(network: Any, ids: Sequence[int]) -> Tensor:
     """[T, V] by the model's own code."""
     logits: Tensor = network(input_ids=torch.tensor([list(ids)], device=network.device), use_cache=False).logits[0]
     return logits
 
 
-def _questions(network: Any) -> list[tuple[list[int], list[int]]]:
+def _probe_prompts(network: Any) -> list[tuple[list[int], list[int]]]:
     """Three short answers to two prompts."""
     count = min(256, network.config.get_text_config().vocab_size)
     ids = torch.randint(count, (40,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -281,25 +281,25 @@ def _questions(network: Any) -> list[tuple[list[int], list[int]]]:
 
 
 @torch.inference_mode()
-def _truth(network: Any) -> Tensor:
+def _reference_logprobs(network: Any) -> Tensor:
     """[answers, 6] log-probs of the tokens of the answers, by the model's own code."""
     found = []
-    with _attention(network, "eager"):
-        for prompt, answer in _questions(network):
-            scores = own_logits(network, [*prompt, *answer]).float().log_softmax(-1)[len(prompt) - 1 : -1]
+    with _attention_implementation(network, "eager"):
+        for prompt, answer in _probe_prompts(network):
+            scores = reference_logits(network, [*prompt, *answer]).float().log_softmax(-1)[len(prompt) - 1 : -1]
             found.append(scores.gather(1, torch.tensor(answer, device=scores.device)[:, None])[:, 0])
     return torch.stack(found)
 
 
 @torch.inference_mode()
-def _probe(decoder: Together) -> Tensor:
+def _decoded_logprobs(decoder: BatchedDecoder) -> Tensor:
     """The same, decoded together."""
-    questions = _questions(decoder.network)
-    rows = [Request(tuple(prompt), Sampling(), frozenset(), StopText(None, ()), 6) for prompt, _ in questions]
+    questions = _probe_prompts(decoder.network)
+    rows = [GenerationRequest(tuple(prompt), Sampling(), frozenset(), StopStringDetector(None, ()), 6) for prompt, _ in questions]
     found = []
-    with _attention(decoder.network, DECODE):
+    with _attention_implementation(decoder.network, DECODE_ATTENTION):
         for place in range(6):
-            scores = decoder.logits(rows).float().log_softmax(-1)
+            scores = decoder.compute_logits(rows).float().log_softmax(-1)
             wanted = [answer[place] for _, answer in questions]
             found.append(scores.gather(1, torch.tensor(wanted, device=scores.device)[:, None])[:, 0])
             for row, token in zip(rows, wanted, strict=True):
@@ -308,7 +308,7 @@ def _probe(decoder: Together) -> Tensor:
 
 
 @contextmanager
-def _attention(network: Any, name: str) -> Iterator[None]:
+def _attention_implementation(network: Any, name: str) -> Iterator[None]:
     before = network.config._attn_implementation
     network.set_attn_implementation(name)
     try:

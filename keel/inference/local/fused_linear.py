@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from keel.inference.kernels.packed_matmul import Panels
+from keel.inference.kernels.packed_matmul import PackedMatrix
 
-WORDS = 2048
+VOCAB_CHUNK = 2048
 """Words of a wide output head at once: what a piece gives is turned round while it is in the cache."""
 
 
-def product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def small_batch_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """states @ weight.T + bias; on CPU by weight @ states.T, and laid out like that.
 
     The threads share the rows of the first factor: of 64 states there are too few, of a weight there are many.
@@ -31,10 +31,10 @@ def product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if states.device.type != "cpu" or states.dtype != torch.float32:
         return functional.linear(states, weight, bias)
     flat = states.reshape(-1, states.shape[-1]).t()
-    if len(weight) >= 4 * WORDS:
+    if len(weight) >= 4 * VOCAB_CHUNK:
         out = flat.new_empty(flat.shape[1], len(weight))  # whoever samples looks along the words
-        for first in range(0, len(weight), WORDS):
-            out[:, first : first + WORDS] = torch.mm(weight[first : first + WORDS], flat).t()
+        for first in range(0, len(weight), VOCAB_CHUNK):
+            out[:, first : first + VOCAB_CHUNK] = torch.mm(weight[first : first + VOCAB_CHUNK], flat).t()
     else:
         out = torch.mm(weight, flat).t()
     if bias is not None:
@@ -42,88 +42,88 @@ def product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.view(*states.shape[:-1], -1)
 
 
-class Shared:
+class SharedProjection:
     """What several layers make of one input: the first that is asked computes for all, the others take their part."""
 
-    def __init__(self, whole: Callable[[Tensor], Tensor], sizes: Sequence[int]) -> None:
-        self.whole, self.sizes = whole, list(sizes)
+    def __init__(self, projection: Callable[[Tensor], Tensor], output_sizes: Sequence[int]) -> None:
+        self.projection, self.output_sizes = projection, list(output_sizes)
         self._input: Tensor | None = None
-        self._parts: dict[int, Tensor] = {}
+        self._slices: dict[int, Tensor] = {}
 
-    def part(self, number: int, states: Tensor) -> Tensor:
+    def get_slice(self, index: int, states: Tensor) -> Tensor:
         # the same tensor, not an equal one: held until all parts are taken, so that no other can be mistaken for it
-        if self._input is not states or number not in self._parts:
-            self._parts = dict(enumerate(torch.split(self.whole(states), self.sizes, -1)))
+        if self._input is not states or index not in self._slices:
+            self._slices = dict(enumerate(torch.split(self.projection(states), self.output_sizes, -1)))
             self._input = states
-        found = self._parts.pop(number)
-        if not self._parts:
+        found = self._slices.pop(index)
+        if not self._slices:
             self._input = None
         return found
 
 
-class Part(nn.Module):
+class FusedSlice(nn.Module):
     """One of the layers, where it has no weight of its own."""
 
-    def __init__(self, shared: Shared, number: int) -> None:
+    def __init__(self, shared: SharedProjection, index: int) -> None:
         super().__init__()
-        self.shared, self.number = shared, number
+        self.shared, self.index = shared, index
 
     def forward(self, states: Tensor) -> Tensor:
-        return self.shared.part(self.number, states)
+        return self.shared.get_slice(self.index, states)
 
 
-class Packed(ABC):
+class PackedWeight(ABC):
     """A weight that is packed when it is first used, and anew when it has changed."""
 
     weight: Tensor
     bias: Tensor | None
 
     def __init__(self, pack: bool) -> None:
-        self._pack = pack
-        self._panels: Panels | None = None
+        self._packing_enabled = pack
+        self._packed_matrix: PackedMatrix | None = None
 
     @property
-    def panels(self) -> Panels | None:
+    def packed_matrix(self) -> PackedMatrix | None:
         """The packed weight, where it is to be packed."""
-        if self._panels is None and self._pack and self.weight.dtype == torch.float32:
-            self._panels = Panels(self.weight.detach().t())
-        return self._panels
+        if self._packed_matrix is None and self._packing_enabled and self.weight.dtype == torch.float32:
+            self._packed_matrix = PackedMatrix(self.weight.detach().t())
+        return self._packed_matrix
 
-    def check(self) -> None:
+    def refresh(self) -> None:
         """The weight has changed."""
-        self._panels = None
-        self.renew()
+        self._packed_matrix = None
+        self.sync_weights()
 
     @abstractmethod
-    def renew(self) -> None:
+    def sync_weights(self) -> None:
         """Take what the layers hold now."""
 
     @abstractmethod
-    def undo(self) -> None:
+    def restore(self) -> None:
         """Leave the network as it was."""
 
     def __call__(self, states: Tensor) -> Tensor:
-        panels = self.panels
+        panels = self.packed_matrix
         if panels is None or states.dtype != torch.float32:
-            return product(states, self.weight, self.bias)
+            return small_batch_linear(states, self.weight, self.bias)
         rows = states.reshape(-1, states.shape[-1])
-        return panels.times(rows, bias=self.bias).view(*states.shape[:-1], -1)
+        return panels.matmul(rows, bias=self.bias).view(*states.shape[:-1], -1)
 
 
-class Group(Packed):
+class FusedGroup(PackedWeight):
     """Layers of one input and their fused weight, of which their own weights are views."""
 
     def __init__(self, layers: Sequence[nn.Linear], pack: bool) -> None:
         super().__init__(pack)
         self.layers = list(layers)
-        self.renew()
-        self.shared = Shared(self, [layer.out_features for layer in layers])
+        self.sync_weights()
+        self.shared = SharedProjection(self, [layer.out_features for layer in layers])
         for number, layer in enumerate(layers):
-            layer.forward = partial(self.shared.part, number)  # type: ignore[method-assign]
+            layer.forward = partial(self.shared.get_slice, number)  # type: ignore[method-assign]
 
     @torch.no_grad()
-    def renew(self) -> None:
-        if hasattr(self, "weight") and self.whole:
+    def sync_weights(self) -> None:
+        if hasattr(self, "weight") and self.views_intact:
             return  # the new numbers were copied into it
         self.weight = torch.cat([layer.weight.data for layer in self.layers])
         self.bias = torch.cat([layer.bias.data for layer in self.layers]) if self.layers[0].bias is not None else None
@@ -136,7 +136,7 @@ class Group(Packed):
             first = last
 
     @property
-    def whole(self) -> bool:
+    def views_intact(self) -> bool:
         """Whether the layers' weights are still views of the fused one."""
         place = self.weight.data_ptr()
         for layer in self.layers:
@@ -146,7 +146,7 @@ class Group(Packed):
         return True
 
     @torch.no_grad()
-    def undo(self) -> None:
+    def restore(self) -> None:
         for layer in self.layers:
             del layer.forward
             layer.weight.data = layer.weight.data.clone()
@@ -154,43 +154,43 @@ class Group(Packed):
                 layer.bias.data = layer.bias.data.clone()
 
 
-class Single(Packed):
+class PackedLinear(PackedWeight):
     """A layer that reads its input alone."""
 
     def __init__(self, layer: nn.Linear, pack: bool) -> None:
         super().__init__(pack)
         self.layer = layer
-        self.renew()
+        self.sync_weights()
         layer.forward = self.__call__  # type: ignore[method-assign,assignment]
 
-    def renew(self) -> None:
+    def sync_weights(self) -> None:
         self.weight, self.bias = self.layer.weight, self.layer.bias
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         del self.layer.forward
 
 
-class Fused:
+class FusedLinears:
     """The groups of a network, and its other linear layers."""
 
-    def __init__(self, network: Any, run: Callable[[], object], *, pack: bool = False) -> None:
+    def __init__(self, network: Any, forward_pass: Callable[[], object], *, pack: bool = False) -> None:
         """`run` is a forward pass, in which the layers are watched; `pack`: on CPU, where there are kernels in C."""
-        self.groups = [Group(layers, pack) for layers in _siblings(network, run)]
+        self.groups = [FusedGroup(layers, pack) for layers in _find_shared_input_layers(network, forward_pass)]
         grouped = {layer for group in self.groups for layer in group.layers}
-        self.others = [Single(one, pack) for one in network.modules() if type(one) is nn.Linear and one not in grouped]
+        self.singles = [PackedLinear(one, pack) for one in network.modules() if type(one) is nn.Linear and one not in grouped]
 
-    def check(self) -> None:
+    def refresh(self) -> None:
         """After weights were changed: whoever put others in place of them, instead of copying, is followed."""
-        for one in (*self.groups, *self.others):
-            one.check()
+        for one in (*self.groups, *self.singles):
+            one.refresh()
 
-    def undo(self) -> None:
-        for one in (*self.groups, *self.others):
-            one.undo()
-        self.groups, self.others = [], []
+    def restore(self) -> None:
+        for one in (*self.groups, *self.singles):
+            one.restore()
+        self.groups, self.singles = [], []
 
 
-def _siblings(network: Any, run: Callable[[], object]) -> list[list[nn.Linear]]:
+def _find_shared_input_layers(network: Any, forward_pass: Callable[[], object]) -> list[list[nn.Linear]]:
     """Plain linear layers of one module that were each called once, with one and the same tensor."""
     seen: list[tuple[str, nn.Linear, Tensor]] = []
     handles = []
@@ -202,7 +202,7 @@ def _siblings(network: Any, run: Callable[[], object]) -> list[list[nn.Linear]]:
 
             handles.append(layer.register_forward_pre_hook(note))
     try:
-        run()
+        forward_pass()
     finally:
         for handle in handles:
             handle.remove()

@@ -12,37 +12,37 @@ import torch
 from torch import Tensor, nn
 from torch.ao.nn.quantized import dynamic
 
-from keel.inference.local.fused_linear import Fused, Part, Shared
+from keel.inference.local.fused_linear import FusedLinears, FusedSlice, SharedProjection
 
 
-def quantised(network: Any, fused: Fused | None = None) -> Any:
+def quantize_linears(network: Any, fused: FusedLinears | None = None) -> Any:
     """A copy whose linear layers are int8, those that are fused as one. Everything else is the same storage."""
     groups = fused.groups if fused else []
     shared: dict[int, Any] = {id(weight): weight for weight in (*network.parameters(), *network.buffers())}
     # their layers are replaced below: what computes for them must not be copied with them
     shared |= {id(group.shared): group.shared for group in groups}
-    shared |= {id(other): other for other in fused.others} if fused else {}
+    shared |= {id(other): other for other in fused.singles} if fused else {}
     twin = copy.deepcopy(network, shared)
     names = {layer: name for name, layer in network.named_modules()}
     with warnings.catch_warnings():
         # torch announces that these tensors will go; its version is pinned, and nothing else in it is as fast on CPU
         warnings.simplefilter("ignore")
         for group in groups:
-            both = Shared(Int8(group.weight, group.bias), group.shared.sizes)
+            both = SharedProjection(Int8Linear(group.weight, group.bias), group.shared.output_sizes)
             for number, layer in enumerate(group.layers):
-                put_layer(twin, names[layer], Part(both, number))
+                replace_layer(twin, names[layer], FusedSlice(both, number))
         for name, layer in list(twin.named_modules()):
             if isinstance(layer, nn.Linear):
-                put_layer(twin, name, Int8(layer.weight, layer.bias))
+                replace_layer(twin, name, Int8Linear(layer.weight, layer.bias))
     return twin
 
 
-def put_layer(network: Any, name: str, layer: nn.Module) -> None:
+def replace_layer(network: Any, name: str, layer: nn.Module) -> None:
     parent, _, last = name.rpartition(".")
     setattr(network.get_submodule(parent), last, layer)
 
 
-class Int8(nn.Module):
+class Int8Linear(nn.Module):
     """A linear layer by torch's dynamic quantisation, with a scale for each row in place of one for all of them.
 
     Torch scales by the smallest and the largest number of a call, so that the first token of a prompt, whose states are
@@ -59,9 +59,9 @@ class Int8(nn.Module):
         # the constructor packs weights of its own first; meta tensors are not possible there
         made: Any = dynamic.Linear(weight.shape[1], weight.shape[0], bias_=False)  # type: ignore[no-untyped-call]
         made.set_weight_bias(small, None)
-        self.product, self.bias = made, None if bias is None else bias.detach().float()
-        self.ends = torch.zeros(weight.shape[1])
-        self.ends[0], self.ends[-1] = 1.0, -1.0
+        self.quantized_linear, self.bias = made, None if bias is None else bias.detach().float()
+        self.range_row = torch.zeros(weight.shape[1])
+        self.range_row[0], self.range_row[-1] = 1.0, -1.0
 
     def forward(self, states: Tensor) -> Tensor:
         rows = states.reshape(-1, states.shape[-1]).float()
@@ -71,8 +71,8 @@ class Int8(nn.Module):
         if not bool(largest.isfinite().all()):
             # the range would be spoilt for all; such a row is multiplied by its largest below, and not finite again
             scaled.nan_to_num_(0.0)
-        scaled[-1] = self.ends
-        made: Tensor = self.product(scaled)[:-1].mul_(largest)
+        scaled[-1] = self.range_row
+        made: Tensor = self.quantized_linear(scaled)[:-1].mul_(largest)
         if self.bias is not None:
             made += self.bias
         return made.view(*states.shape[:-1], -1).to(states.dtype)

@@ -26,20 +26,20 @@ from keel.common.lora_config_check import check_adapter
 from keel.common.manifest import check_weights
 from keel.common.safe_read import read_json
 from keel.errors import ModelError
-from keel.inference.local.fused_linear import Fused
-from keel.inference.local.int8 import put_layer, quantised
+from keel.inference.local.fused_linear import FusedLinears
+from keel.inference.local.int8 import replace_layer, quantize_linears
 from keel.inference.protocol import EngineError
 
-Load = Callable[[str], Mapping[str, Tensor]]
+WeightReader = Callable[[str], Mapping[str, Tensor]]
 """From a folder to a state dict of the network."""
 
-_LOADING = (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, AttributeError, SafetensorError)
+_LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, AttributeError, SafetensorError)
 
 
-class Weights:
+class WeightSlot:
     """A network whose weights can be replaced in place. `live` is what samples."""
 
-    def __init__(self, network: Any, *, int8: bool, load: Load | None, fused: Fused | None = None) -> None:
+    def __init__(self, network: Any, *, int8: bool, reader: WeightReader | None, fused: FusedLinears | None = None) -> None:
         if any(isinstance(layer, BaseTunerLayer) for layer in network.modules()):
             raise EngineError(
                 "the network has an adapter of its own: give the engine the base model, then load_adapter",
@@ -48,31 +48,31 @@ class Weights:
         if int8 and network.device.type != "cpu":
             raise EngineError(f"engine.int8 = true works on cpu only, not on {network.device.type}", retryable=False)
         self.network, self.int8, self.fused = network, int8, fused
-        self._load = load or self._from_folder
-        self._kept: list[tuple[nn.Parameter, Tensor]] = []
-        self.live = quantised(network, fused) if int8 else network
+        self._reader = reader or self._read_safetensors
+        self._base_values: list[tuple[nn.Parameter, Tensor]] = []
+        self.active_network = quantize_linears(network, fused) if int8 else network
 
-    def read(self, folder: str) -> Mapping[str, Tensor]:
+    def read_weights(self, folder: str) -> Mapping[str, Tensor]:
         """All weights in a folder, checked against the network. Changes nothing; may run beside decoding."""
         try:
-            state = self._load(folder)
+            state = self._reader(folder)
         except ModelError as error:
             raise EngineError(f"weights in {folder} are refused: {error}", retryable=False) from error
-        except _LOADING as error:
+        except _LOAD_ERRORS as error:
             raise EngineError(f"weights in {folder} could not be read: {error}", retryable=False) from error
-        self.fit(f"weights in {folder}", state)
+        self.check_compatible(f"weights in {folder}", state)
         return state
 
     @torch.no_grad()
-    def replace(self, state: Mapping[str, Tensor]) -> Any:
+    def replace_weights(self, state: Mapping[str, Tensor]) -> Any:
         """Take weights that `read` returned; an adapter is gone with the weights it was merged into."""
         own = self.network.state_dict()
         for name, value in state.items():
             own[name].copy_(value)
-        self._kept.clear()
-        return self._renew()
+        self._base_values.clear()
+        return self._refresh_network()
 
-    def read_adapter(self, folder: str) -> None:
+    def validate_adapter(self, folder: str) -> None:
         """Refuse an adapter that cannot be merged. Changes nothing; may run beside decoding."""
         try:
             check_weights(Path(folder))
@@ -81,29 +81,29 @@ class Weights:
             raise EngineError(f"adapter {folder} is refused: {error}", retryable=False) from error
 
     @torch.no_grad()
-    def adapt(self, folder: str) -> Any:
+    def merge_adapter(self, folder: str) -> Any:
         """Merge an adapter that `read_adapter` took into the weights loaded last, in place of any adapter before."""
         try:
-            wrapper = self._wrapped(folder)
+            wrapper = self._wrap_with_peft(folder)
             layers = [layer for layer in self.network.modules() if isinstance(layer, BaseTunerLayer)]
-            touched = {id(one): one for layer in layers for one in _base(layer).parameters()}
-            touched |= {id(one): one for one, _ in self._kept}
+            touched = {id(one): one for layer in layers for one in _base_layer(layer).parameters()}
+            touched |= {id(one): one for one, _ in self._base_values}
             merged = [(weight, weight.detach().clone()) for weight in touched.values()]
-            _put(self._kept)
+            _copy_values(self._base_values)
             kept = [(weight, weight.detach().clone()) for weight in touched.values()]
             try:
                 wrapper.merge_and_unload()
             except BaseException:
-                _put(merged)
+                _copy_values(merged)
                 raise
-            self._kept = kept
-        except _LOADING as error:
+            self._base_values = kept
+        except _LOAD_ERRORS as error:
             raise EngineError(f"adapter {folder} could not be loaded: {error}", retryable=False) from error
         finally:
-            _strip(self.network)
-        return self._renew()
+            _remove_peft_layers(self.network)
+        return self._refresh_network()
 
-    def _wrapped(self, folder: str) -> PeftModel:
+    def _wrap_with_peft(self, folder: str) -> PeftModel:
         config = PeftConfig.from_pretrained(folder)
         config.inference_mode = True
         wrapper = PeftModel(self.network, config)
@@ -114,14 +114,14 @@ class Weights:
             raise ValueError(what)
         return wrapper
 
-    def _renew(self) -> Any:
+    def _refresh_network(self) -> Any:
         if self.fused is not None:
-            self.fused.check()
+            self.fused.refresh()
         if self.int8:
-            self.live = quantised(self.network, self.fused)
-        return self.live
+            self.active_network = quantize_linears(self.network, self.fused)
+        return self.active_network
 
-    def _from_folder(self, folder: str) -> Mapping[str, Tensor]:
+    def _read_safetensors(self, folder: str) -> Mapping[str, Tensor]:
         check_weights(Path(folder))
         files = sorted(Path(folder).glob("*.safetensors"))
         state: dict[str, Tensor] = {}
@@ -129,9 +129,9 @@ class Weights:
             state |= load_file(file)
         if state and state.keys() <= self.network.state_dict().keys():
             return state
-        return self._converted(folder)
+        return self._read_with_transformers(folder)
 
-    def _converted(self, folder: str) -> Mapping[str, Tensor]:
+    def _read_with_transformers(self, folder: str) -> Mapping[str, Tensor]:
         """Weights in another form than the network has in memory, which transformers knows how to read."""
         config = read_json(Path(folder) / "config.json")
         kind = config.get("model_type")
@@ -155,7 +155,7 @@ class Weights:
         found: Mapping[str, Tensor] = network.state_dict()
         return found
 
-    def fit(self, what: str, state: Mapping[str, Tensor]) -> None:
+    def check_compatible(self, description: str, state: Mapping[str, Tensor]) -> None:
         """Refuse weights that are not of this network, by name."""
         own = self.network.state_dict()
         stored = {own[name].data_ptr() for name in state if name in own}
@@ -164,30 +164,30 @@ class Weights:
         unknown = [name for name in state if name not in own]
         if missing or unknown:
             how = f"lack {missing[0]}" if missing else f"hold {unknown[0]}, which the model does not have"
-            raise EngineError(f"{what} {how}: they are of another model", retryable=False)
+            raise EngineError(f"{description} {how}: they are of another model", retryable=False)
         for name, value in state.items():
             if value.shape != own[name].shape:
                 raise EngineError(
-                    f"{what}: {name} has shape {tuple(value.shape)}, the model {tuple(own[name].shape)}",
+                    f"{description}: {name} has shape {tuple(value.shape)}, the model {tuple(own[name].shape)}",
                     retryable=False,
                 )
 
 
-def _put(values: list[tuple[nn.Parameter, Tensor]]) -> None:
+def _copy_values(values: list[tuple[nn.Parameter, Tensor]]) -> None:
     for weight, value in values:
         weight.copy_(value)
 
 
-def _base(layer: BaseTunerLayer) -> nn.Module:
+def _base_layer(layer: BaseTunerLayer) -> nn.Module:
     base: nn.Module = layer.get_base_layer()
     return base
 
 
-def _strip(network: Any) -> None:
+def _remove_peft_layers(network: Any) -> None:
     """Take peft's layers out again, whatever state they are in."""
     for name, layer in list(network.named_modules()):
         if isinstance(layer, BaseTunerLayer) and not name.endswith("base_layer"):
-            put_layer(network, name, _base(layer))
+            replace_layer(network, name, _base_layer(layer))
     for name in ("peft_config", "_hf_peft_config_loaded"):
         if name in vars(network):
             delattr(network, name)

@@ -23,7 +23,7 @@ from keel.errors import ConfigError, KeelError
 MAX_BYTES = 1_000_000
 """Of a file or an answer; a longer one is no list of members."""
 MAX_MEMBERS = 4096
-TIMEOUT = 30.0
+HTTP_TIMEOUT = 30.0
 """Seconds for an HTTP list."""
 
 
@@ -31,28 +31,28 @@ class DiscoveryError(KeelError):
     """Members that could not be found out."""
 
 
-class Source(Protocol):
+class MemberSource(Protocol):
     """What knows the members."""
 
-    changes: bool
+    dynamic: bool
     """Whether it is worth asking again."""
 
-    async def find(self) -> list[str]:
+    async def fetch_urls(self) -> list[str]:
         """The URLs of all members, each once."""
 
 
 class StaticList:
     """Members that were given."""
 
-    changes = False
+    dynamic = False
 
     def __init__(self, urls: Iterable[str]) -> None:
         try:
-            self.urls = members(urls)
+            self.urls = validate_urls(urls)
         except DiscoveryError as error:
             raise ConfigError(f"pool.urls: {error}") from None
 
-    async def find(self) -> list[str]:
+    async def fetch_urls(self) -> list[str]:
         return self.urls
 
 
@@ -62,27 +62,27 @@ class DnsName:
     Where a name has addresses of both families only the IPv4 ones are taken: they are the same servers twice.
     """
 
-    changes = True
+    dynamic = True
 
     def __init__(self, name: str) -> None:
         host, colon, port = name.rpartition(":")
         self.host = host.removeprefix("[").removesuffix("]")
         if not (colon and self.host and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-            raise ConfigError(f'pool.dns = "{plain(name)}" is not a name and a port, such as "engines.internal:8000"')
+            raise ConfigError(f'pool.dns = "{one_line(name)}" is not a name and a port, such as "engines.internal:8000"')
         if "/" in host or (":" in host and not host.startswith("[")):
-            raise ConfigError(f'pool.dns = "{plain(name)}" must be host:port only, such as "engines.internal:8000"')
+            raise ConfigError(f'pool.dns = "{one_line(name)}" must be host:port only, such as "engines.internal:8000"')
         self.port = int(port)
 
-    async def find(self) -> list[str]:
+    async def fetch_urls(self) -> list[str]:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            raise DiscoveryError(f"{self.host} has no addresses: {plain(error)}") from None
+            raise DiscoveryError(f"{self.host} has no addresses: {one_line(error)}") from None
         addresses = sorted({ipaddress.ip_address(str(item[4][0]).partition("%")[0]) for item in found}, key=_by_family)
         family = min((address.version for address in addresses), default=4)
         hosts = [f"[{each}]" if each.version == 6 else str(each) for each in addresses if each.version == family]
-        return members(f"http://{host}:{self.port}" for host in hosts)
+        return validate_urls(f"http://{host}:{self.port}" for host in hosts)
 
 
 class WatchedFile:
@@ -91,12 +91,12 @@ class WatchedFile:
     Replace it by renaming a finished file over it: a file that is written in place may be read half done.
     """
 
-    changes = True
+    dynamic = True
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
 
-    async def find(self) -> list[str]:
+    async def fetch_urls(self) -> list[str]:
         return await asyncio.to_thread(self._read)
 
     def _read(self) -> list[str]:
@@ -104,64 +104,64 @@ class WatchedFile:
             with self.path.open("rb") as file:
                 data = file.read(MAX_BYTES + 1)
         except OSError as error:
-            raise DiscoveryError(f"{plain(self.path)} cannot be read: {plain(error.strerror or error)}") from None
+            raise DiscoveryError(f"{one_line(self.path)} cannot be read: {one_line(error.strerror or error)}") from None
         if len(data) > MAX_BYTES:
-            raise DiscoveryError(f"{plain(self.path)} has more than {MAX_BYTES:,} bytes; give one URL a line")
+            raise DiscoveryError(f"{one_line(self.path)} has more than {MAX_BYTES:,} bytes; give one URL a line")
         try:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError:
-            raise DiscoveryError(f"{plain(self.path)} is not text; give one URL a line") from None
+            raise DiscoveryError(f"{one_line(self.path)} is not text; give one URL a line") from None
         lines = [line.strip() for line in text.splitlines()]
         try:
-            return members(line for line in lines if line and not line.startswith("#"))
+            return validate_urls(line for line in lines if line and not line.startswith("#"))
         except DiscoveryError as error:
-            raise DiscoveryError(f"{plain(self.path)}: {error}") from None
+            raise DiscoveryError(f"{one_line(self.path)}: {error}") from None
 
 
 class HttpList:
     """A JSON list of URLs at an address. The members' API key is not sent there: it is another server."""
 
-    changes = True
+    dynamic = True
 
     def __init__(self, url: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
         try:
-            self.url = one(url)
+            self.url = validate_url(url)
         except DiscoveryError as error:
             raise ConfigError(f"pool.list_url: {error}") from None
-        self._shown = plain(self.url.partition("?")[0], 120)  # what follows may be a token
+        self._display_url = one_line(self.url.partition("?")[0], 120)  # what follows may be a token
         self._transport = transport
 
-    async def find(self) -> list[str]:
+    async def fetch_urls(self) -> list[str]:
         data = bytearray()
         try:
             async with (
-                asyncio.timeout(TIMEOUT),
-                httpx.AsyncClient(transport=self._transport, timeout=TIMEOUT) as client,
+                asyncio.timeout(HTTP_TIMEOUT),
+                httpx.AsyncClient(transport=self._transport, timeout=HTTP_TIMEOUT) as client,
                 client.stream("GET", self.url, headers={"accept": "application/json"}) as response,
             ):
                 if response.status_code != 200:
                     raise DiscoveryError(
-                        f"{self._shown} answered {response.status_code} instead of 200 and a list of URLs"
+                        f"{self._display_url} answered {response.status_code} instead of 200 and a list of URLs"
                     )
                 async for piece in response.aiter_bytes():
                     data += piece
                     if len(data) > MAX_BYTES:
-                        raise DiscoveryError(f"{self._shown} answered with more than {MAX_BYTES:,} bytes")
+                        raise DiscoveryError(f"{self._display_url} answered with more than {MAX_BYTES:,} bytes")
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            raise DiscoveryError(f"{self._shown} did not answer: {plain(error) or type(error).__name__}") from None
+            raise DiscoveryError(f"{self._display_url} did not answer: {one_line(error) or type(error).__name__}") from None
         try:
             urls = json.loads(data)
         except (ValueError, RecursionError):
-            raise DiscoveryError(f"{self._shown} did not answer with JSON: {plain(data[:60])}") from None
+            raise DiscoveryError(f"{self._display_url} did not answer with JSON: {one_line(data[:60])}") from None
         if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
-            raise DiscoveryError(f'{self._shown} must answer with a list of URLs, such as ["http://10.0.0.1:8000"]')
+            raise DiscoveryError(f'{self._display_url} must answer with a list of URLs, such as ["http://10.0.0.1:8000"]')
         try:
-            return members(urls)
+            return validate_urls(urls)
         except DiscoveryError as error:
-            raise DiscoveryError(f"{self._shown}: {error}") from None
+            raise DiscoveryError(f"{self._display_url}: {error}") from None
 
 
-def source_of(settings: PoolSettings) -> Source:
+def make_source(settings: PoolSettings) -> MemberSource:
     """The source that the settings name."""
     if settings.dns:
         return DnsName(settings.dns)
@@ -172,13 +172,13 @@ def source_of(settings: PoolSettings) -> Source:
     return StaticList(settings.urls)
 
 
-def members(urls: Iterable[str]) -> list[str]:
+def validate_urls(urls: Iterable[str]) -> list[str]:
     """A list of members as given, each once: all of them usable and at least one, or an error."""
-    found = list(dict.fromkeys(one(url).rstrip("/") for url in urls))
+    found = list(dict.fromkeys(validate_url(url).rstrip("/") for url in urls))
     for url in found:
         if "?" in url or "#" in url:
             raise DiscoveryError(
-                f'"{plain(url, 120)}" has a query; a member is only a place, like "http://10.0.0.1:8000"'
+                f'"{one_line(url, 120)}" has a query; a member is only a place, like "http://10.0.0.1:8000"'
             )
     if not found:
         raise DiscoveryError("there is no member in it")
@@ -187,11 +187,11 @@ def members(urls: Iterable[str]) -> list[str]:
     return found
 
 
-def one(url: str) -> str:
+def validate_url(url: str) -> str:
     """A URL of http or https, with a host and without user and password."""
-    shown = plain(url, 120)
+    shown = one_line(url, 120)
     example = 'give one like "http://10.0.0.1:8000"'
-    if plain(url, 2000) != url or " " in url or "\\" in url:
+    if one_line(url, 2000) != url or " " in url or "\\" in url:
         raise DiscoveryError(f'"{shown}" is not a URL; {example}')
     try:
         parts = urlsplit(url)
@@ -208,7 +208,7 @@ def one(url: str) -> str:
     return url
 
 
-def plain(text: object, limit: int = 200) -> str:
+def one_line(text: object, limit: int = 200) -> str:
     """Text of others on one line, without control characters and cut, so that it can be shown anywhere."""
     words = text.decode("utf-8", "replace") if isinstance(text, bytes | bytearray) else str(text)
     line = " ".join("".join(c if c.isprintable() else " " for c in words[: 4 * limit]).split())

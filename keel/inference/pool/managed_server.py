@@ -21,53 +21,53 @@ from keel.inference.protocol import EngineError
 
 logger = logging.getLogger("keel")
 
-START = 300.0
+START_TIMEOUT = 300.0
 """Seconds that a server may take to load its model."""
-TRIES = 3
+MAX_START_ATTEMPTS = 3
 """How often one that is killed while it starts is started at the beginning of a run."""
-PAUSE, LONGEST_PAUSE = 0.5, 30.0
+RESTART_BACKOFF, MAX_RESTART_BACKOFF = 0.5, 30.0
 """Seconds before it is started again, doubled each time it ended before it had answered for as long."""
 
-SETTINGS = PoolSettings(urls=["http://127.0.0.1:1"], interval=1.0, health_timeout=60.0, wait=START)
+POOL_SETTINGS = PoolSettings(urls=["http://127.0.0.1:1"], interval=1.0, health_timeout=60.0, wait=START_TIMEOUT)
 """Of the pool; its one URL is never asked, because members are found by `Served`."""
 
 
-class Served:
+class ManagedServer:
     """Where the server is at present; a source of the members of a pool."""
 
     changes = True
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self._words = words
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = argv
         self._process: asyncio.subprocess.Process | None = None
         self._url: str | None = None
-        self._why = "the engine's server has not started yet"
+        self._unavailable_reason = "the engine's server has not started yet"
         self.restarts = 0
 
     async def find(self) -> list[str]:
         if self._url is None:
-            raise DiscoveryError(self._why)
+            raise DiscoveryError(self._unavailable_reason)
         return [self._url]
 
     async def start(self) -> None:
         """Start it and wait until it listens."""
         self._process = process = await asyncio.create_subprocess_exec(
-            *self._words, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            *self._argv, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
         )
         assert process.stdout is not None
         try:
-            line = (await asyncio.wait_for(process.stdout.readline(), START)).decode()
+            line = (await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT)).decode()
         except TimeoutError:
-            _signal(process, signal.SIGKILL)
-            raise EngineError(f"the engine's server did not start within {START:.0f} s", retryable=False) from None
+            _signal_process_group(process, signal.SIGKILL)
+            raise EngineError(f"the engine's server did not start within {START_TIMEOUT:.0f} s", retryable=False) from None
         if "http://" not in line:
             code = await process.wait()
             raise KeelError(f"the engine's server did not start (exit code {code}); see its message above")
         self._url = line.split()[-1]
 
-    async def begin(self) -> None:
+    async def start_with_retries(self) -> None:
         """Start it for the first time: what is wrong with its settings would be wrong again, a kill need not be."""
-        for left in reversed(range(TRIES)):
+        for left in reversed(range(MAX_START_ATTEMPTS)):
             try:
                 await self.start()
                 return
@@ -77,55 +77,55 @@ class Served:
                     raise
                 logger.warning("%s; it was killed, and is started again", error)
 
-    async def keep(self) -> None:
+    async def restart_on_exit(self) -> None:
         """Start it again whenever it has ended."""
         loop = asyncio.get_running_loop()
-        pause, began = PAUSE, loop.time()
+        pause, began = RESTART_BACKOFF, loop.time()
         while True:
             assert self._process is not None
             code = await self._process.wait()
             lived = loop.time() - began
-            pause = PAUSE if lived > LONGEST_PAUSE else min(pause * 2, LONGEST_PAUSE)
-            self._url, self._why = None, f"the engine's server ended with exit code {code} and is being started again"
+            pause = RESTART_BACKOFF if lived > MAX_RESTART_BACKOFF else min(pause * 2, MAX_RESTART_BACKOFF)
+            self._url, self._unavailable_reason = None, f"the engine's server ended with exit code {code} and is being started again"
             self.restarts += 1
-            logger.warning("%s (restart %d)", self._why, self.restarts)
+            logger.warning("%s (restart %d)", self._unavailable_reason, self.restarts)
             await asyncio.sleep(pause)
             try:
                 began = loop.time()
                 await self.start()
             except (KeelError, OSError) as error:
-                self._why = str(error)
+                self._unavailable_reason = str(error)
 
-    async def end(self) -> None:
+    async def stop(self) -> None:
         """Ask the server to end, and see that it does."""
         process = self._process
         if process is None:
             return
-        _signal(process, signal.SIGTERM)
+        _signal_process_group(process, signal.SIGTERM)
         try:
             await asyncio.wait_for(process.wait(), 10)
         except TimeoutError:
-            _signal(process, signal.SIGKILL)
+            _signal_process_group(process, signal.SIGKILL)
             await process.wait()
 
 
 @asynccontextmanager
-async def served(words: Sequence[str]) -> AsyncIterator[Served]:
+async def run_managed_server(argv: Sequence[str]) -> AsyncIterator[ManagedServer]:
     """The server of this command, for as long as the block lasts."""
-    server = Served(words)
+    server = ManagedServer(argv)
     keeper: asyncio.Task[None] | None = None
     try:
-        await server.begin()
-        keeper = asyncio.create_task(server.keep(), name="engine server")
+        await server.start_with_retries()
+        keeper = asyncio.create_task(server.restart_on_exit(), name="engine server")
         yield server
     finally:
         if keeper is not None:
             keeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await keeper
-        await server.end()
+        await server.stop()
 
 
-def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+def _signal_process_group(process: asyncio.subprocess.Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)

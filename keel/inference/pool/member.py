@@ -17,44 +17,44 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from keel.config.rollout import PoolSettings
-from keel.inference.pool.discovery import plain
-from keel.inference.pool.target_weights import Load, Weights
+from keel.inference.pool.discovery import one_line
+from keel.inference.pool.target_weights import WeightLoad, TargetWeights
 from keel.inference.protocol import Engine, EngineError
 
 logger = logging.getLogger("keel")
 
-State = Literal["discovering", "syncing", "ready", "unhealthy"]
+MemberState = Literal["discovering", "syncing", "ready", "unhealthy"]
 
-DEAD_AFTER = 3
+DEAD_AFTER_PROBES = 3
 """Looks in a row that find nobody ready after which requests in flight are given up: once may be a busy server."""
-SLOWEST = 6.0
+MAX_BACKOFF_INTERVALS = 6.0
 """Intervals between two looks at a member that has been unhealthy for long."""
 CLOSE_TIMEOUT = 5.0
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class MemberRequest:
     """A request in flight at a member."""
 
     versions: set[int | None]
     """Those that its tokens may have: the desired one at hand-out, and all desired since."""
-    switch: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
+    deadline: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
     """Rescheduled to now to give the request up."""
-    given_up: bool = False
+    abandoned: bool = False
 
-    def give_up(self) -> None:
-        if self.given_up:
+    def abandon(self) -> None:
+        if self.abandoned:
             return
-        self.given_up = True
-        self.switch.reschedule(asyncio.get_running_loop().time())
+        self.abandoned = True
+        self.deadline.reschedule(asyncio.get_running_loop().time())
 
 
 @dataclass(frozen=True, slots=True)
-class MemberRow:
+class MemberStatus:
     """What can be seen of a member."""
 
     url: str
-    state: State
+    state: MemberState
     version: int | None
     """As it last said."""
     running: int
@@ -68,11 +68,11 @@ class MemberRow:
     last_error: str
     age: float
     """Seconds in this state."""
-    leaving: bool
+    retiring: bool
     """No longer a member, and finishing what it was given."""
 
 
-class Member:
+class PoolMember:
     """One server. `keep` looks after it for as long as it lives; everything else returns at once."""
 
     def __init__(
@@ -80,41 +80,41 @@ class Member:
         url: str,
         connect: Callable[[str], Engine],
         settings: PoolSettings,
-        desired: Callable[[], Weights],
-        changed: Callable[["Member"], None],
+        get_target: Callable[[], TargetWeights],
+        on_change: Callable[["PoolMember"], None],
     ) -> None:
         self.url = url
-        self.state: State = "discovering"
-        self.held: Weights | None = None
+        self.state: MemberState = "discovering"
+        self.loaded_weights: TargetWeights | None = None
         """What was loaded here; None: nothing is known."""
         self.updating = False
         """Whether it is syncing only because new weights came: it was ready just before, and until they are live it
         holds what it held."""
-        self.leaving = False
-        self.in_flight: set[Request] = set()
-        self.expected = 0
+        self.retiring = False
+        self.in_flight: set[MemberRequest] = set()
+        self.waiting_requests = 0
         """Requests that wait for it."""
-        self.others = 0
+        self.external_requests = 0
         """Requests of others, as it last said."""
         self.failed_requests = 0
         """Since its last answer."""
-        self.looks = 0
-        self.setbacks = 0
+        self.probes = 0
+        self.failures = 0
         """Looks that ended with it unhealthy."""
         self.version: int | None = None
         self.running = self.waiting = self.requests = self.errors = 0
         self.last_error = ""
-        self._connect, self._settings, self._desired, self._changed = connect, settings, desired, changed
-        self._since = asyncio.get_running_loop().time()
+        self._connect, self._settings, self._get_target, self._on_change = connect, settings, get_target, on_change
+        self._state_since = asyncio.get_running_loop().time()
         self._engine: Engine | None = None
         self._wake = asyncio.Event()
-        self._doubts = 0
-        self._full: int | None = None
+        self._suspect_count = 0
+        self._last_full_version: int | None = None
         """The version of all weights that were sent last, with no adapter since: they may have arrived even if that
         failed."""
-        self._failed_in_a_row = 0
-        self._absent_in_a_row = 0
-        self._lost = False
+        self._consecutive_failures = 0
+        self._missed_probes = 0
+        self._load_interrupted = False
         """Whether its last load ended in a way that may pass, as a broken connection does."""
 
     @property
@@ -125,21 +125,21 @@ class Member:
         more of them.
         """
         penalty = (1 << 2 * min(self.failed_requests, 8)) - 1
-        return len(self.in_flight) + self.expected + self.others + penalty
+        return len(self.in_flight) + self.waiting_requests + self.external_requests + penalty
 
     @property
-    def gone(self) -> bool:
+    def unreachable(self) -> bool:
         """Whether nobody was there at the last look, or went away while it was given weights."""
-        return self.state == "unhealthy" and (self._absent_in_a_row > 0 or self._lost)
+        return self.state == "unhealthy" and (self._missed_probes > 0 or self._load_interrupted)
 
-    def connected(self) -> Engine:
+    def get_engine(self) -> Engine:
         """The server, to talk to."""
         if self._engine is None:
             self._engine = self._connect(self.url)
         return self._engine
 
-    def row(self) -> MemberRow:
-        return MemberRow(
+    def status(self) -> MemberStatus:
+        return MemberStatus(
             url=self.url,
             state=self.state,
             version=self.version,
@@ -149,170 +149,170 @@ class Member:
             requests=self.requests,
             errors=self.errors,
             last_error=self.last_error,
-            age=asyncio.get_running_loop().time() - self._since,
-            leaving=self.leaving,
+            age=asyncio.get_running_loop().time() - self._state_since,
+            retiring=self.retiring,
         )
 
     def wake(self) -> None:
         """Look at it now."""
         self._wake.set()
 
-    def want(self) -> None:
+    def on_target_changed(self) -> None:
         """The desired weights have changed."""
         # what it was being given may be live by now, so only of a member that was ready it is known what it holds
         self.updating = self.state == "ready"
         if self.updating:
-            self._enter("syncing")
+            self._set_state("syncing")
         self.wake()
 
-    def doubt(self, error: object) -> None:
+    def mark_suspect(self, error: object) -> None:
         """Something went wrong with a request: it is ready again when it has said that it is."""
-        self._note(error)
-        self._doubts += 1
+        self._record_error(error)
+        self._suspect_count += 1
         self.failed_requests += 1
         self.updating = False
         # in every other state a look is under way, which will see the doubt, or has its time
         if self.state == "ready":
-            self._enter("discovering")
+            self._set_state("discovering")
             self.wake()
 
-    def leave(self) -> None:
+    def retire(self) -> None:
         """Stop being a member; requests in flight go on."""
-        self.leaving = True
+        self.retiring = True
         self.updating = False
         self.wake()
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Look at it again and again, until it has left and has nothing in flight."""
         try:
-            while not (self.leaving and not self.in_flight):
+            while not (self.retiring and not self.in_flight):
                 self._wake.clear()
-                await self._look()
+                await self._probe()
                 try:
-                    async with asyncio.timeout(self._pause()):
+                    async with asyncio.timeout(self._probe_delay()):
                         await self._wake.wait()
                 except TimeoutError:
                     pass
         finally:
             await self._close()
 
-    async def _look(self) -> None:
+    async def _probe(self) -> None:
         """One look: is it there, and does it hold the desired weights? If not, load them."""
         try:
             while True:
-                doubts = self._doubts
-                await self._ask()
-                if self.leaving:
+                doubts = self._suspect_count
+                await self._check_health()
+                if self.retiring:
                     break
                 await self._sync()
                 # no await from here to ready: what was true is still true
-                if doubts == self._doubts:
-                    self._enter("ready")
+                if doubts == self._suspect_count:
+                    self._set_state("ready")
                     break
-            self._failed_in_a_row = 0
+            self._consecutive_failures = 0
         except TimeoutError:
-            self._fail(f"took longer than pool.load_timeout = {self._settings.load_timeout:g} s to load weights")
+            self._mark_unhealthy(f"took longer than pool.load_timeout = {self._settings.load_timeout:g} s to load weights")
         except Exception as error:  # noqa: BLE001 - whatever a member's failure is, it is that member's
-            self._fail(error)
+            self._mark_unhealthy(error)
         finally:
-            self.looks += 1
-            self._changed(self)
+            self.probes += 1
+            self._on_change(self)
 
-    async def _ask(self) -> None:
+    async def _check_health(self) -> None:
         """How it is doing and what it says it holds."""
-        self._absent_in_a_row += 1
+        self._missed_probes += 1
         try:
             async with asyncio.timeout(self._settings.health_timeout):
-                health = await self.connected().health()
+                health = await self.get_engine().health()
         except TimeoutError:
             limit = self._settings.health_timeout
             raise EngineError(f"did not answer within pool.health_timeout = {limit:g} s") from None
         if not health.ready:
             raise EngineError(health.error or "says that it is not ready")
-        self._absent_in_a_row = 0
+        self._missed_probes = 0
         self.updating = self.updating and health.version == self.version
         self.version, self.running, self.waiting = health.version, health.running, health.waiting
-        self.others = max(0, health.running + health.waiting - len(self.in_flight))
+        self.external_requests = max(0, health.running + health.waiting - len(self.in_flight))
 
     async def _sync(self) -> None:
         """Load until it holds what is desired; that may change meanwhile."""
-        if self.held is not None and self.version != self.held.version:
-            self.held = None
-        while not self._holds(wanted := self._desired()):
-            loads = wanted.missing(self.held)
+        if self.loaded_weights is not None and self.version != self.loaded_weights.version:
+            self.loaded_weights = None
+        while not self._holds_target(wanted := self._get_target()):
+            loads = wanted.loads_needed(self.loaded_weights)
             if not loads:
                 raise EngineError(
                     f"holds version {self.version}, the pool wants {wanted.version} and was not yet given any weights;"
                     " start the server again, or load weights"
                 )
-            if not wanted.below and self.version == self._full:
+            if not wanted.base and self.version == self._last_full_version:
                 raise EngineError(
-                    f"holds all weights of version {self._full}, on which the adapter of version {wanted.version} does"
+                    f"holds all weights of version {self._last_full_version}, on which the adapter of version {wanted.version} does"
                     " not belong; start the server again"
                 )
-            self._enter("syncing")
+            self._set_state("syncing")
             for load in loads:
                 await self._load(load)
-            self.held = wanted
+            self.loaded_weights = wanted
 
-    async def _load(self, load: Load) -> None:
-        self.held = None  # until it is live, nobody knows what a failure leaves behind
-        self._full = load.version if load.kind == "weights" else None
-        self._lost = False
+    async def _load(self, load: WeightLoad) -> None:
+        self.loaded_weights = None  # until it is live, nobody knows what a failure leaves behind
+        self._last_full_version = load.version if load.kind == "weights" else None
+        self._load_interrupted = False
         try:
             async with asyncio.timeout(self._settings.load_timeout):
-                await load.into(self.connected())
+                await load.apply_to(self.get_engine())
         except EngineError as error:
-            self._lost = error.retryable
+            self._load_interrupted = error.retryable
             raise
         self.version = load.version
 
-    def _holds(self, wanted: Weights) -> bool:
-        if wanted.version is None:
+    def _holds_target(self, target: TargetWeights) -> bool:
+        if target.version is None:
             return True
-        return self.version == wanted.version and (not wanted.loads or self.held == wanted)
+        return self.version == target.version and (not target.loads or self.loaded_weights == target)
 
-    def _fail(self, error: object) -> None:
-        self._note(error)
-        self.setbacks += 1
-        self._failed_in_a_row += 1
-        self.held = None
-        self._enter("unhealthy")
-        if self._absent_in_a_row >= DEAD_AFTER:
+    def _mark_unhealthy(self, error: object) -> None:
+        self._record_error(error)
+        self.failures += 1
+        self._consecutive_failures += 1
+        self.loaded_weights = None
+        self._set_state("unhealthy")
+        if self._missed_probes >= DEAD_AFTER_PROBES:
             for request in tuple(self.in_flight):
-                request.give_up()
+                request.abandon()
 
-    def _note(self, error: object) -> None:
+    def _record_error(self, error: object) -> None:
         self.errors += 1
-        text = plain(error) or type(error).__name__
+        text = one_line(error) or type(error).__name__
         if text != self.last_error:
             logger.warning("pool: %s: %s", self.url, text)
         self.last_error = text
 
-    def _pause(self) -> float:
+    def _probe_delay(self) -> float:
         """Seconds to the next look: soon after the first failure, then half as often each time."""
         interval = self._settings.interval
-        if not self._failed_in_a_row:
+        if not self._consecutive_failures:
             return interval
-        return min(SLOWEST * interval, interval / 8 * 2.0 ** min(self._failed_in_a_row, 16))
+        return min(MAX_BACKOFF_INTERVALS * interval, interval / 8 * 2.0 ** min(self._consecutive_failures, 16))
 
-    def _enter(self, state: State) -> None:
+    def _set_state(self, state: MemberState) -> None:
         if state in ("ready", "unhealthy"):
             self.updating = False
         if state != self.state:
             logger.info("pool: %s is %s, was %s", self.url, state, self.state)
             self.state = state
-            self._since = asyncio.get_running_loop().time()
-        self._changed(self)
+            self._state_since = asyncio.get_running_loop().time()
+        self._on_change(self)
 
     async def _close(self) -> None:
         engine, self._engine = self._engine, None
         for request in tuple(self.in_flight):
-            request.give_up()
+            request.abandon()
         if engine is None:
             return
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT):
                 await engine.close()
         except Exception as error:  # noqa: BLE001 - it is gone either way
-            self._note(error)
+            self._record_error(error)

@@ -20,7 +20,7 @@ from typing import IO, ClassVar
 
 from keel.errors import ConfigError
 
-ENVIRONMENT = {
+SERVER_ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -31,10 +31,10 @@ ENVIRONMENT = {
 
 
 @dataclass
-class ServerProcess:
+class VllmProcess:
     """A server that was started here."""
 
-    MODEL: ClassVar[str] = "policy"
+    MODEL_NAME: ClassVar[str] = "policy"
     """The name under which it serves its model."""
 
     process: subprocess.Popen[bytes]
@@ -51,8 +51,8 @@ class ServerProcess:
         dtype: str,
         max_lora_rank: int | None,
         max_model_len: int | None,
-        options: Sequence[str],
-    ) -> "ServerProcess":
+        extra_args: Sequence[str],
+    ) -> "VllmProcess":
         """Start it; port 0: a free one."""
         if not Path(python).is_file():
             raise ConfigError(f"{python} is no interpreter; scripts/install_vllm.sh makes an environment with vLLM")
@@ -60,11 +60,11 @@ class ServerProcess:
             raise ConfigError(f"model folder {model_folder} does not exist")
         port = port or free_port()
         key = secrets.token_urlsafe(24)
-        command = [python, *words_of(model_folder, "127.0.0.1", port, dtype, max_lora_rank, max_model_len)]
+        command = [python, *vllm_argv(model_folder, "127.0.0.1", port, dtype, max_lora_rank, max_model_len)]
         log = tempfile.NamedTemporaryFile(prefix="keel-vllm-", suffix=".log")  # noqa: SIM115 - lives as long as the server
         process = subprocess.Popen(
-            [*command, *options],
-            env=environment() | {"VLLM_API_KEY": key},
+            [*command, *extra_args],
+            env=server_env() | {"VLLM_API_KEY": key},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -80,31 +80,31 @@ class ServerProcess:
         return self.process.poll() is None
 
     @property
-    def code(self) -> int | None:
+    def exit_code(self) -> int | None:
         """Its exit code, if it ended."""
         return self.process.poll()
 
-    def tail(self, lines: int = 40) -> str:
+    def log_tail(self, lines: int = 40) -> str:
         """The end of its log."""
         with open(self.log.name, errors="replace") as log:
             return "".join(log.readlines()[-lines:]).strip() or "(its log is empty)"
 
-    def stop(self, patience: float = 15.0) -> None:
+    def stop(self, timeout: float = 15.0) -> None:
         """End the server and all that it started: asked first, killed after `patience` seconds."""
         atexit.unregister(self.stop)
-        self._signal(signal.SIGTERM)
-        deadline = time.monotonic() + patience
+        self._signal_group(signal.SIGTERM)
+        deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and (self.alive or self._group_alive()):
             time.sleep(0.05)
-        self._signal(signal.SIGKILL)
+        self._signal_group(signal.SIGKILL)
         self.process.wait()
         with contextlib.suppress(FileNotFoundError):
             self.log.close()
 
-    def _signal(self, number: int) -> None:
+    def _signal_group(self, signum: int) -> None:
         # the group's id is the first process's, and stays taken as long as any of the group lives
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+            os.killpg(self.process.pid, signum)
 
     def _group_alive(self) -> bool:
         try:
@@ -114,13 +114,13 @@ class ServerProcess:
         return True
 
 
-def words_of(
+def vllm_argv(
     model_folder: str, host: str, port: int, dtype: str, max_lora_rank: int | None, max_model_len: int | None = None
 ) -> list[str]:
     """What follows the interpreter on the command line of a server."""
     # not `vllm serve`: it looks for a distribution of that name, and the CPU build has another
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", model_folder]
-    words += ["--served-model-name", ServerProcess.MODEL, "--dtype", dtype, "--host", host, "--port", str(port)]
+    words += ["--served-model-name", VllmProcess.MODEL_NAME, "--dtype", dtype, "--host", host, "--port", str(port)]
     # log-probs as sampled, and nothing of the distribution from the model's own generation_config.json
     words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     if max_lora_rank is not None:
@@ -131,10 +131,10 @@ def words_of(
     return words
 
 
-def environment() -> dict[str, str]:
+def server_env() -> dict[str, str]:
     """The environment of a server; what the user has set goes before what is set here."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    ours = dict(ENVIRONMENT)
+    ours = dict(SERVER_ENV)
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         # without these it binds a single core and takes half of the memory for its cache

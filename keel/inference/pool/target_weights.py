@@ -11,7 +11,7 @@ from keel.inference.protocol import Engine, EngineError
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class WeightLoad:
     """Something that an engine is told to load."""
 
     kind: Literal["weights", "adapter"]
@@ -20,7 +20,7 @@ class Load:
     drain: bool = field(default=False, compare=False)
     """Whether requests in flight end first: how it is loaded, not what."""
 
-    async def into(self, engine: Engine) -> None:
+    async def apply_to(self, engine: Engine) -> None:
         """Returns when it is live: the engine has said so and names this version."""
         load = engine.load_weights if self.kind == "weights" else engine.load_adapter
         await load(self.folder, self.version, drain=self.drain)
@@ -30,27 +30,27 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class TargetWeights:
     """What every member has to hold."""
 
     version: int | None
     """None: whatever it holds."""
-    loads: tuple[Load, ...] = ()
+    loads: tuple[WeightLoad, ...] = ()
     """The way there from a fresh server: all weights, an adapter, or an adapter on top of all weights; nothing: as it
     was started."""
 
     @property
-    def below(self) -> tuple[Load, ...]:
+    def base(self) -> tuple[WeightLoad, ...]:
         """The load of all weights, without an adapter on top."""
         return tuple(load for load in self.loads if load.kind == "weights")
 
-    def then(self, load: Load) -> "Weights":
+    def plus(self, load: WeightLoad) -> "TargetWeights":
         """These after one more load. All weights replace everything; an adapter replaces only an adapter."""
-        return Weights(load.version, (*self.below, load) if load.kind == "adapter" else (load,))
+        return TargetWeights(load.version, (*self.base, load) if load.kind == "adapter" else (load,))
 
-    def missing(self, held: "Weights | None") -> tuple[Load, ...]:
+    def loads_needed(self, current: "TargetWeights | None") -> tuple[WeightLoad, ...]:
         """What has to be loaded by a member that holds `held` (None: nobody knows)."""
-        if held == self:
+        if current == self:
             return ()
-        adapter_only = held is not None and self.loads[-1:] != self.below and held.below == self.below
+        adapter_only = current is not None and self.loads[-1:] != self.base and current.base == self.base
         return self.loads[-1:] if adapter_only else self.loads

@@ -20,30 +20,30 @@ from typing import Any
 from keel.common.manifest import check_weights
 from keel.config import Sampling
 from keel.errors import ModelError
-from keel.inference.pool.http_engine import HttpEngine, Kind
-from keel.inference.pool.process import ServerProcess
+from keel.inference.pool.http_engine import HttpEngine, ServerKind
+from keel.inference.pool.process import VllmProcess
 from keel.inference.protocol import EngineError, Generation, Health
 
 
 class VllmEngine(HttpEngine):
     """A vLLM server, with the endpoints that `VLLM_SERVER_DEV_MODE=1` and runtime adapters give it."""
 
-    def _set_up(self) -> None:
-        self._process: ServerProcess | None = None
+    def _init_backend(self) -> None:
+        self._process: VllmProcess | None = None
         self._adapter: str | None = None
-        self._in_use: Counter[str] = Counter()
-        self._retired: set[str] = set()
-        self._loading = asyncio.Lock()
-        self._open = asyncio.Event()
-        self._open.set()
+        self._active_requests: Counter[str] = Counter()
+        self._retired_adapters: set[str] = set()
+        self._load_lock = asyncio.Lock()
+        self._accepting = asyncio.Event()
+        self._accepting.set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._changes = 0
-        self._broken = ""
-        self._identity: str | None = None
-        self._doubted = False
+        self._weight_changes = 0
+        self._load_failure = ""
+        self._server_start_time: str | None = None
+        self._restart_suspected = False
 
-    def own(self, process: ServerProcess) -> None:
+    def attach_process(self, process: VllmProcess) -> None:
         """The server was started here, and ends with the engine."""
         self._process = process
 
@@ -53,36 +53,36 @@ class VllmEngine(HttpEngine):
         parts: list[Generation] = []
         sampled: list[int] = []
         while True:
-            part, interrupted = await self._part(prompt + sampled, _rest(sampling, len(sampled)), group)
+            part, interrupted = await self._generate_part(prompt + sampled, _remaining_sampling(sampling, len(sampled)), group)
             parts.append(part)
             sampled += part.token_ids
             if not interrupted or len(sampled) >= sampling.max_tokens:
-                return _joined(parts)
+                return _join_parts(parts)
 
-    async def _part(self, prompt: list[int], sampling: Sampling, group: str | None) -> tuple[Generation, bool]:
+    async def _generate_part(self, prompt: list[int], sampling: Sampling, group: str | None) -> tuple[Generation, bool]:
         """An answer up to its end, or up to where a change of weights interrupted it."""
-        await self._open.wait()
-        if self._broken:
-            raise EngineError(f"engine {self.url} is not usable: {self._broken}")
-        kind = await self._found()
+        await self._accepting.wait()
+        if self._load_failure:
+            raise EngineError(f"engine {self.url} is not usable: {self._load_failure}")
+        kind = await self._detect_server()
         await self._check_temperature(kind, sampling.temperature, prompt)
-        changes, live, name = self._changes, self._version, self._model_name()
-        self._in_use[name] += 1
+        changes, live, name = self._weight_changes, self._version, self._model_name()
+        self._active_requests[name] += 1
         self._idle.clear()
         try:
-            choice = await self._complete(self._body(prompt, sampling, group))
+            choice = await self._request_completion(self._request_body(prompt, sampling, group))
         finally:
-            self._in_use[name] -= 1
-            if not self._in_use.total():
+            self._active_requests[name] -= 1
+            if not self._active_requests.total():
                 self._idle.set()
             await self._unload_retired()
-        part = self._read(choice, sampling, live)
-        return part, part.finish == "cancelled" and changes != self._changes
+        part = self._parse_choice(choice, sampling, live)
+        return part, part.finish_reason == "cancelled" and changes != self._weight_changes
 
-    def _body(self, prompt: list[int], sampling: Sampling, group: str | None) -> dict[str, Any]:
+    def _request_body(self, prompt: list[int], sampling: Sampling, group: str | None) -> dict[str, Any]:
         # what is not said vLLM takes from the model's generation_config.json
         neutral = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
-        return super()._body(prompt, sampling, group) | neutral
+        return super()._request_body(prompt, sampling, group) | neutral
 
     def _model_name(self) -> str:
         return self._adapter or str(self.model)
@@ -91,42 +91,42 @@ class VllmEngine(HttpEngine):
 
     async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
         """Take all weights from a folder. Requests in flight go on with the new ones, or end before the change."""
-        async with self._loading:
-            await self._found()
-            await asyncio.to_thread(_check, folder)
+        async with self._load_lock:
+            await self._detect_server()
+            await asyncio.to_thread(_check_folder, folder)
             async with self._paused(f"loading {folder} as version {version}", drain):
                 body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
                 await self._post("/collective_rpc", body, "start it with VLLM_SERVER_DEV_MODE=1")
-                await self._reset_cache()
-                self._identity = await self._process_start()
-                self._retire(None)
+                await self._reset_prefix_cache()
+                self._server_start_time = await self._read_start_time()
+                self._switch_adapter(None)
                 self._version = version
             await self._unload_retired()
 
     async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
         """Take a PEFT adapter, under a name of its own. Requests in flight end on the one that they began with."""
         del drain  # every answer is of one version anyway
-        async with self._loading:
-            await self._found()
-            await asyncio.to_thread(_check, folder)
+        async with self._load_lock:
+            await self._detect_server()
+            await asyncio.to_thread(_check_folder, folder)
             # never the name of an earlier adapter: vLLM would answer from that one's cached prefixes
             name = f"keel-{version}-{uuid.uuid4().hex[:8]}"
             missing = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
             await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, missing)
-            await self._reset_cache()
-            self._identity = await self._process_start()
-            self._retire(name)
+            await self._reset_prefix_cache()
+            self._server_start_time = await self._read_start_time()
+            self._switch_adapter(name)
             self._version = version
             await self._unload_retired()
 
     @asynccontextmanager
-    async def _paused(self, doing: str, drain: bool) -> AsyncIterator[None]:
+    async def _paused(self, action: str, drain: bool) -> AsyncIterator[None]:
         """Nothing is sampled meanwhile. When it fails the weights are in doubt, and so is everything sampled later."""
-        self._open.clear()
+        self._accepting.clear()
         try:
             if drain:
                 await self._idle.wait()
-            self._changes += 1
+            self._weight_changes += 1
             # a server without /pause samples on; its requests then count as of the older version to their end.
             # "wait": requests of others are drained too
             mode = {"mode": "wait" if drain else "abort"}
@@ -136,35 +136,35 @@ class VllmEngine(HttpEngine):
             finally:
                 if paused:
                     await self._post("/resume", None, "")
-            self._broken = ""
+            self._load_failure = ""
         except BaseException as error:
-            self._broken = f"{doing} failed ({error or type(error).__name__}); load weights again"
+            self._load_failure = f"{action} failed ({error or type(error).__name__}); load weights again"
             raise
         finally:
-            self._open.set()
+            self._accepting.set()
 
-    async def _reset_cache(self) -> None:
+    async def _reset_prefix_cache(self) -> None:
         # what is under way is computed again; without it a cache in use is not reset
         response = await self._send("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         if response.status_code != 200:
-            raise self._refused(response)
+            raise self._response_error(response)
 
-    async def _post(self, path: str, body: dict[str, Any] | None, when_missing: str) -> None:
+    async def _post(self, path: str, body: dict[str, Any] | None, missing_hint: str) -> None:
         response = await self._send("POST", path, json=body) if body else await self._send("POST", path)
-        if response.status_code == 404 and when_missing:
-            raise EngineError(f"vLLM at {self.url} has no {path}; {when_missing}", retryable=False)
+        if response.status_code == 404 and missing_hint:
+            raise EngineError(f"vLLM at {self.url} has no {path}; {missing_hint}", retryable=False)
         if response.status_code != 200:
-            raise self._refused(response)
+            raise self._response_error(response)
 
-    def _retire(self, successor: str | None) -> None:
+    def _switch_adapter(self, successor: str | None) -> None:
         if self._adapter is not None:
-            self._retired.add(self._adapter)
+            self._retired_adapters.add(self._adapter)
         self._adapter = successor
 
     async def _unload_retired(self) -> None:
         """Unload adapters that nobody is on any more."""
-        for name in [name for name in self._retired if not self._in_use[name]]:
-            self._retired.discard(name)
+        for name in [name for name in self._retired_adapters if not self._active_requests[name]]:
+            self._retired_adapters.discard(name)
             try:
                 await self._send("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, timeout=10.0)
             except EngineError:
@@ -175,64 +175,64 @@ class VllmEngine(HttpEngine):
 
     async def version(self) -> int:
         """Of the weights that are live, as far as this engine loaded them and the server was not restarted since."""
-        await self._found()
+        await self._detect_server()
         if self._adapter is not None:
-            models = (await self._get("/v1/models")).get("data") or []
+            models = (await self._get_json("/v1/models")).get("data") or []
             if self._adapter not in {model.get("id") for model in models if isinstance(model, dict)}:
-                self._forget()
+                self._reset_after_restart()
         return self._version
 
     async def health(self) -> Health:
         """How the server is doing; after a failed load it is not ready until weights are loaded."""
         health = await super().health()
-        if health.ready and self._doubted:
+        if health.ready and self._restart_suspected:
             try:
-                await self._found()
+                await self._detect_server()
             except EngineError as error:
                 return Health(False, self._version, error=str(error))
-        load = await self._load_of_server() if health.ready else {}
+        load = await self._queue_lengths() if health.ready else {}
         return Health(
-            ready=health.ready and not self._broken,
+            ready=health.ready and not self._load_failure,
             version=self._version,
             running=load.get("running", health.running),
             waiting=load.get("waiting", 0),
-            error=health.error or self._broken,
+            error=health.error or self._load_failure,
         )
 
-    def _lost(self) -> None:
+    def _on_connection_lost(self) -> None:
         if self._process is not None and self._process.alive:
             return
         self._kind = None
-        self._doubted = True
+        self._restart_suspected = True
 
-    async def _found(self) -> Kind:
-        kind = await super()._found()
-        if self._doubted:
-            self._doubted = False
-            if self._identity is None or await self._process_start() != self._identity:
-                self._forget()
+    async def _detect_server(self) -> ServerKind:
+        kind = await super()._detect_server()
+        if self._restart_suspected:
+            self._restart_suspected = False
+            if self._server_start_time is None or await self._read_start_time() != self._server_start_time:
+                self._reset_after_restart()
         return kind
 
-    def _forget(self) -> None:
+    def _reset_after_restart(self) -> None:
         """The server was restarted: it has the weights that it was started with."""
         self._adapter = None
-        self._retired.clear()
-        self._scaled = None
-        self._broken = ""
-        self._version = self._first_version
+        self._retired_adapters.clear()
+        self._logprobs_scaled = None
+        self._load_failure = ""
+        self._version = self._initial_version
 
-    async def _process_start(self) -> str | None:
-        found = re.search(r"^process_start_time_seconds (\S+)", await self._metrics(), re.MULTILINE)
+    async def _read_start_time(self) -> str | None:
+        found = re.search(r"^process_start_time_seconds (\S+)", await self._fetch_metrics(), re.MULTILINE)
         return found.group(1) if found else None
 
-    async def _load_of_server(self) -> dict[str, int]:
-        rows = re.findall(r"^vllm:num_requests_(running|waiting)\{[^}]*\} (\S+)", await self._metrics(), re.MULTILINE)
+    async def _queue_lengths(self) -> dict[str, int]:
+        rows = re.findall(r"^vllm:num_requests_(running|waiting)\{[^}]*\} (\S+)", await self._fetch_metrics(), re.MULTILINE)
         load: Counter[str] = Counter()
         for name, value in rows:
             load[name] += int(float(value))
         return dict(load)
 
-    async def _metrics(self) -> str:
+    async def _fetch_metrics(self) -> str:
         try:
             response = await self._send("GET", "/metrics", timeout=10.0)
         except EngineError:
@@ -246,14 +246,14 @@ class VllmEngine(HttpEngine):
             await asyncio.to_thread(self._process.stop)
 
 
-def _check(folder: str) -> None:
+def _check_folder(folder: str) -> None:
     try:
         check_weights(Path(folder))
     except ModelError as error:
         raise EngineError(f"weights in {folder} are refused: {error}", retryable=False) from error
 
 
-def _rest(sampling: Sampling, sampled: int) -> Sampling:
+def _remaining_sampling(sampling: Sampling, sampled: int) -> Sampling:
     """What is left to sample. The seed moves on, so that the same noise is not drawn twice."""
     if not sampled:
         return sampling
@@ -261,14 +261,14 @@ def _rest(sampling: Sampling, sampled: int) -> Sampling:
     return sampling.model_copy(update={"max_tokens": sampling.max_tokens - sampled, "seed": seed})
 
 
-def _joined(parts: Sequence[Generation]) -> Generation:
+def _join_parts(parts: Sequence[Generation]) -> Generation:
     if len(parts) == 1:
         return parts[0]
     return Generation(
         token_ids=tuple(token for part in parts for token in part.token_ids),
         logprobs=tuple(value for part in parts for value in part.logprobs),
         versions=tuple(version for part in parts for version in part.versions),
-        finish=parts[-1].finish,
+        finish_reason=parts[-1].finish_reason,
         temperature=parts[-1].temperature,
     )
 
@@ -284,25 +284,25 @@ async def start_vllm(
     version: int = 0,
     timeout: float = 600.0,
     start_timeout: float = 600.0,
-    options: Sequence[str] = (),
+    extra_args: Sequence[str] = (),
 ) -> VllmEngine:
     """Start a server with the interpreter of an environment that has vLLM (scripts/install_vllm.sh), on loopback.
 
     Returns when it answers; a server that does not, or not in time, is ended, and the end of its log is in the error.
     `options` are added to its command line.
     """
-    process = ServerProcess.start(python, model_folder, port, dtype, max_lora_rank, max_model_len, options)
+    process = VllmProcess.start(python, model_folder, port, dtype, max_lora_rank, max_model_len, extra_args)
     engine = VllmEngine(
-        process.url, model=ServerProcess.MODEL, api_key=process.api_key, timeout=timeout, version=version
+        process.url, model=VllmProcess.MODEL_NAME, api_key=process.api_key, timeout=timeout, version=version
     )
-    engine.own(process)
+    engine.attach_process(process)
     try:
         deadline = asyncio.get_running_loop().time() + start_timeout
         while not (await engine.health()).ready:
             if not process.alive:
-                raise EngineError(f"vLLM did not start (exit code {process.code}):\n{process.tail()}", retryable=False)
+                raise EngineError(f"vLLM did not start (exit code {process.exit_code}):\n{process.log_tail()}", retryable=False)
             if asyncio.get_running_loop().time() > deadline:
-                raise EngineError(f"vLLM did not answer within {start_timeout} s:\n{process.tail()}", retryable=False)
+                raise EngineError(f"vLLM did not answer within {start_timeout} s:\n{process.log_tail()}", retryable=False)
             await asyncio.sleep(0.5)
     except BaseException:
         await engine.close()

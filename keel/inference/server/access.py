@@ -21,14 +21,14 @@ from starlette.types import Scope
 
 from keel.errors import ConfigError
 
-SHORTEST = 16
+MIN_KEY_LENGTH = 16
 """Characters of a key that other machines may guess at: this many letters and digits are more than can be tried."""
-CLIENTS = 4096
+MAX_TRACKED_CLIENTS = 4096
 """Clients whose requests are counted; beyond it the one that was not heard of longest is forgotten."""
 
 
 @dataclass(frozen=True)
-class Rate:
+class RateLimit:
     """How often one client is answered."""
 
     per_second: float
@@ -37,12 +37,12 @@ class Rate:
     """At once, after a pause."""
 
 
-STRANGERS = Rate(per_second=10, burst=50)
+UNAUTHENTICATED_RATE = RateLimit(per_second=10, burst=50)
 """Refusals for want of a key; beyond it they are refused without one being looked at."""
 
 
 @dataclass(frozen=True)
-class Refusal:
+class AccessDenial:
     """Why a request is not answered."""
 
     status: int
@@ -51,64 +51,64 @@ class Refusal:
     """Seconds after which it may be."""
 
 
-class Rates:
+class RateLimiter:
     """A bucket of requests for each client, which fills with time."""
 
-    def __init__(self, rate: Rate, clock: Callable[[], float] = time.monotonic) -> None:
-        if rate.per_second <= 0 or rate.burst < 1:
-            raise ConfigError(f"a rate of {rate.per_second:g} requests a second with {rate.burst} at once answers none")
-        self.rate, self._clock = rate, clock
+    def __init__(self, limit: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
+        if limit.per_second <= 0 or limit.burst < 1:
+            raise ConfigError(f"a rate of {limit.per_second:g} requests a second with {limit.burst} at once answers none")
+        self.limit, self._clock = limit, clock
         self._buckets: OrderedDict[object, tuple[float, float]] = OrderedDict()
 
-    def wait(self, client: object) -> float:
+    def seconds_until_allowed(self, client: object) -> float:
         """Count a request: 0 when it may be answered now, else the seconds until the next one may."""
         now = self._clock()
-        left, before = self._buckets.pop(client, (float(self.rate.burst), now))
-        left = min(float(self.rate.burst), left + max(0.0, now - before) * self.rate.per_second)
+        left, before = self._buckets.pop(client, (float(self.limit.burst), now))
+        left = min(float(self.limit.burst), left + max(0.0, now - before) * self.limit.per_second)
         taken = left >= 1
         self._buckets[client] = (left - taken, now)
-        while len(self._buckets) > CLIENTS:
+        while len(self._buckets) > MAX_TRACKED_CLIENTS:
             self._buckets.popitem(last=False)
-        return 0.0 if taken else (1 - left) / self.rate.per_second
+        return 0.0 if taken else (1 - left) / self.limit.per_second
 
 
-class Access:
+class AccessControl:
     """The rule of one server."""
 
-    def __init__(self, api_key: str | None, rate: Rate | None, *, open_paths: frozenset[str] = frozenset()) -> None:
+    def __init__(self, api_key: str | None, rate: RateLimit | None, *, open_paths: frozenset[str] = frozenset()) -> None:
         """`open_paths` are answered without a key, as often as everything else. `rate`: none for no limit."""
-        self._digest = None if api_key is None else _digest(api_key)
-        self._open = open_paths
-        self._rates = None if rate is None else Rates(rate)
-        self._strangers = Rates(STRANGERS)
+        self._key_digest = None if api_key is None else _hash_key(api_key)
+        self._open_paths = open_paths
+        self._limiter = None if rate is None else RateLimiter(rate)
+        self._unauthenticated_limiter = RateLimiter(UNAUTHENTICATED_RATE)
 
-    def refusal(self, scope: Scope) -> Refusal | None:
+    def check_request(self, scope: Scope) -> AccessDenial | None:
         """Why a request is not answered; none when it is."""
-        headers, client = Headers(scope=scope), network_of(scope)
-        if scope["path"] in self._open:
-            return _too_often(self._rates, (client, "open"))
-        why = self._stranger(scope, headers)
+        headers, client = Headers(scope=scope), client_network(scope)
+        if scope["path"] in self._open_paths:
+            return _check_rate(self._limiter, (client, "open"))
+        why = self._authenticate(scope, headers)
         if why is not None:
-            return _too_often(self._strangers, client) or why
-        return _too_often(self._rates, client)
+            return _check_rate(self._unauthenticated_limiter, client) or why
+        return _check_rate(self._limiter, client)
 
-    def _stranger(self, scope: Scope, headers: Headers) -> Refusal | None:
-        if self._digest is not None:
-            key = _key(headers.get("authorization", ""))
+    def _authenticate(self, scope: Scope, headers: Headers) -> AccessDenial | None:
+        if self._key_digest is not None:
+            key = _parse_key(headers.get("authorization", ""))
             # digests are of one length and compared in constant time: neither tells how much of a guess was right
-            if key is not None and hmac.compare_digest(_digest(key), self._digest):
+            if key is not None and hmac.compare_digest(_hash_key(key), self._key_digest):
                 return None
             message = "the API key is wrong" if key else "this server needs an API key: Authorization: Bearer KEY"
-            return Refusal(401, message)
+            return AccessDenial(401, message)
         client = scope.get("client")
         forwarded = any(name in headers for name in ("forwarded", "x-forwarded-for", "x-real-ip"))
         if client is None or not is_loopback(client[0]) or forwarded:
-            return Refusal(403, "without an API key this server answers its own machine only; start it with one")
+            return AccessDenial(403, "without an API key this server answers its own machine only; start it with one")
         # a page whose domain was pointed at this machine would otherwise speak with the user's rights
         host = headers.get("host", "")
         host = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
         if not is_loopback(host):
-            return Refusal(403, f"host {host[:100]} is not this machine; ask for 127.0.0.1 or localhost")
+            return AccessDenial(403, f"host {host[:100]} is not this machine; ask for 127.0.0.1 or localhost")
         return None
 
 
@@ -120,9 +120,9 @@ def check_binding(option: str, host: str, key: str | None) -> None:
         raise ConfigError(
             f"{option} {host} would let other machines in without a key; give a key by file, or listen on 127.0.0.1"
         )
-    if len(key) < SHORTEST:
+    if len(key) < MIN_KEY_LENGTH:
         raise ConfigError(
-            f"{option} {host} lets other machines guess at a key of {len(key)} characters; make it {SHORTEST} or more,"
+            f"{option} {host} lets other machines guess at a key of {len(key)} characters; make it {MIN_KEY_LENGTH} or more,"
             " for example with: openssl rand -hex 24"
         )
 
@@ -136,7 +136,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def network_of(scope: Scope) -> str:
+def client_network(scope: Scope) -> str:
     """Who is counted as one client: an address, or in IPv6 the network that one subscriber has."""
     client = scope.get("client")
     try:
@@ -146,7 +146,7 @@ def network_of(scope: Scope) -> str:
     return str(address) if address.version == 4 else str(ipaddress.ip_network(f"{address}/64", strict=False))
 
 
-def _key(header: str) -> str | None:
+def _parse_key(header: str) -> str | None:
     """The key in a header: as programs send it, or as a browser sends what was typed as a password."""
     scheme, _, sent = header.partition(" ")
     if scheme.lower() == "bearer":
@@ -159,13 +159,13 @@ def _key(header: str) -> str | None:
     return None
 
 
-def _too_often(rates: Rates | None, client: object) -> Refusal | None:
-    wait = 0.0 if rates is None else rates.wait(client)
-    if rates is None or not wait:
+def _check_rate(limiter: RateLimiter | None, client: object) -> AccessDenial | None:
+    wait = 0.0 if limiter is None else limiter.seconds_until_allowed(client)
+    if limiter is None or not wait:
         return None
-    limit = f"{rates.rate.per_second:g} requests a second from one client"
-    return Refusal(429, f"this server answers {limit}; try again later", retry_after=math.ceil(wait))
+    limit = f"{limiter.limit.per_second:g} requests a second from one client"
+    return AccessDenial(429, f"this server answers {limit}; try again later", retry_after=math.ceil(wait))
 
 
-def _digest(key: str) -> bytes:
+def _hash_key(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -8,12 +8,12 @@ from pathlib import Path
 from keel.errors import ConfigError
 
 
-def read_key(name: str, file: str | Path) -> str:
+def read_api_key(setting: str, file: str | Path) -> str:
     """The key in a file; `name` is the setting that named the file."""
     try:
         key = Path(file).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} = {file} cannot be read: {error}; give a file that holds the key alone") from error
+        raise ConfigError(f"{setting} = {file} cannot be read: {error}; give a file that holds the key alone") from error
     if not key or not key.isascii() or key.split() != [key]:
-        raise ConfigError(f"{name} = {file} must hold one word of letters and digits, and nothing else")
+        raise ConfigError(f"{setting} = {file} must hold one word of letters and digits, and nothing else")
     return key

@@ -20,10 +20,10 @@ from starlette.routing import Route
 import keel
 from keel.common.settings import Settings
 from keel.inference.protocol import Engine
-from keel.inference.server.access import Access
-from keel.inference.server.allowed_paths import Roots
-from keel.inference.server.handlers import Service
-from keel.inference.server.middleware import ClientGone, Guard, error_response
+from keel.inference.server.access import AccessControl
+from keel.inference.server.allowed_paths import AllowedFolders
+from keel.inference.server.handlers import RequestHandlers
+from keel.inference.server.middleware import ClientGone, AccessMiddleware, error_response
 from keel.inference.server.openai_requests import (
     AdapterRequest,
     BroadcastRequest,
@@ -31,11 +31,11 @@ from keel.inference.server.openai_requests import (
     Limits,
     RequestError,
     WeightsRequest,
-    described,
+    json_schema,
 )
-from keel.inference.server.openai_responses import OpenTalk, Tokenizer
-from keel.inference.server.openapi import Endpoint, Handler, describe
-from keel.inference.server.prometheus import Tally
+from keel.inference.server.openai_responses import SessionFactory, Tokenizer
+from keel.inference.server.openapi import RouteSpec, Handler, openapi_document
+from keel.inference.server.prometheus import RequestCounter
 
 log = logging.getLogger("keel.server")
 
@@ -47,10 +47,10 @@ def build_app(
     model: str,
     api_key: str | None = None,
     limits: Limits | None = None,
-    vocabulary: int | None = None,
-    exact: bool = False,
-    talk: OpenTalk | None = None,
-    roots: Roots | None = None,
+    vocab_size: int | None = None,
+    training_fields: bool = False,
+    open_session: SessionFactory | None = None,
+    allowed_folders: AllowedFolders | None = None,
 ) -> Starlette:
     """The server's application. It closes the engine when it shuts down.
 
@@ -61,8 +61,8 @@ def build_app(
     request; not given: none.
     """
     limits = limits or Limits()
-    service = Service(engine, tokenizer, model, limits, vocabulary or len(tokenizer), exact, talk, roots or Roots())
-    access = Access(api_key, limits.rate, open_paths=frozenset({"/health"}))
+    service = RequestHandlers(engine, tokenizer, model, limits, vocab_size or len(tokenizer), training_fields, open_session, allowed_folders or AllowedFolders())
+    access = AccessControl(api_key, limits.rate_limit, open_paths=frozenset({"/health"}))
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -75,31 +75,31 @@ def build_app(
         failed = cast(HTTPException, error)
         return error_response(RequestError(failed.status_code, failed.detail))
 
-    endpoints = table(service)
-    page = describe("keel serve", keel.__version__, endpoints, ERROR, key=api_key is not None)
-    routes = [Route(one.path, _told(one.handler), methods=[one.method]) for one in endpoints]
+    endpoints = build_routes(service)
+    page = openapi_document("keel serve", keel.__version__, endpoints, ERROR_SCHEMA, requires_key=api_key is not None)
+    routes = [Route(one.path, _with_error_responses(one.handler), methods=[one.method]) for one in endpoints]
     routes.append(Route("/openapi.json", lambda _request: JSONResponse(page), methods=["GET"]))
     paths = frozenset(route.path for route in routes)
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Tally, meter=service.meter, paths=paths), Middleware(Guard, access=access)],
+        middleware=[Middleware(RequestCounter, meter=service.server_metrics, paths=paths), Middleware(AccessMiddleware, access=access)],
         exception_handlers={HTTPException: http_error},
         lifespan=lifespan,
     )
 
 
-def table(service: Service) -> list[Endpoint]:
+def build_routes(service: RequestHandlers) -> list[RouteSpec]:
     """Everything that is answered, for the routes and for /openapi.json."""
-    texts = {"application/json": COMPLETION, "text/event-stream": _object(data={"type": "string"})}
+    texts = {"application/json": COMPLETION_SCHEMA, "text/event-stream": _object_schema(data={"type": "string"})}
     loading = [
-        Endpoint(
+        RouteSpec(
             path=path,
             method="POST",
             handler=handler,
-            summary=_summary(schema),
-            body=described(schema, service.limits),
-            answers={"application/json": _object(version={"type": "integer"})},
-            refusals=(503,),
+            summary=_first_doc_line(schema),
+            body=json_schema(schema, service.limits),
+            response_schemas={"application/json": _object_schema(version={"type": "integer"})},
+            error_statuses=(503,),
         )
         for path, handler, schema in (
             ("/v1/load_weights", service.load_weights, WeightsRequest),
@@ -108,54 +108,54 @@ def table(service: Service) -> list[Endpoint]:
         )
     ]
     asking = [
-        Endpoint(
+        RouteSpec(
             path=path,
             method="POST",
             handler=handler,
-            summary=_summary(schema),
-            body=described(schema, service.limits),
-            answers=texts,
-            refusals=(404, 503),
+            summary=_first_doc_line(schema),
+            body=json_schema(schema, service.limits),
+            response_schemas=texts,
+            error_statuses=(404, 503),
         )
         for path, handler, schema in (
             ("/v1/completions", service.completions, CompletionRequest),
             ("/v1/chat/completions", service.chat, service.chat_schema),
         )
     ]
-    health = _object(ready={"type": "boolean"}, version={"type": "integer"})
+    health = _object_schema(ready={"type": "boolean"}, version={"type": "integer"})
     return [
         *asking,
-        *([] if service.exact else loading),
-        Endpoint(path="/v1/models", handler=service.models, summary="What is served."),
-        Endpoint(
+        *([] if service.training_fields else loading),
+        RouteSpec(path="/v1/models", handler=service.models, summary="What is served."),
+        RouteSpec(
             path="/health",
             handler=service.health,
             summary="Whether requests are answered.",
-            answers={"application/json": health},
-            refusals=(503,),
+            response_schemas={"application/json": health},
+            error_statuses=(503,),
             keyless=True,
         ),
-        Endpoint(path="/version", handler=service.version, summary="Of the weights that are live."),
-        Endpoint(
+        RouteSpec(path="/version", handler=service.version, summary="Of the weights that are live."),
+        RouteSpec(
             path="/metrics",
             handler=service.metrics,
             summary="For Prometheus.",
-            answers={"text/plain": {"type": "string"}},
+            response_schemas={"text/plain": {"type": "string"}},
         ),
     ]
 
 
-def _summary(schema: type[Settings]) -> str:
+def _first_doc_line(schema: type[Settings]) -> str:
     return (schema.__doc__ or "").partition("\n")[0]
 
 
-def _object(**properties: Mapping[str, Any]) -> dict[str, Any]:
+def _object_schema(**properties: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-COMPLETION = _object(id={"type": "string"}, object={"type": "string"}, choices={"type": "array"})
-ERROR = _object(
-    error=_object(
+COMPLETION_SCHEMA = _object_schema(id={"type": "string"}, object={"type": "string"}, choices={"type": "array"})
+ERROR_SCHEMA = _object_schema(
+    error=_object_schema(
         message={"type": "string"},
         type={"type": "string"},
         param={"type": ["string", "null"]},
@@ -164,7 +164,7 @@ ERROR = _object(
 )
 
 
-def _told(handler: Handler) -> Handler:
+def _with_error_responses(handler: Handler) -> Handler:
     """The handler, with its exceptions as responses."""
 
     async def answer(request: Request) -> Response:

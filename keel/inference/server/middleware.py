@@ -16,21 +16,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from keel.errors import KeelError
 from keel.inference.protocol import EngineError
-from keel.inference.server.access import Access
+from keel.inference.server.access import AccessControl
 from keel.inference.server.openai_requests import Limits, RequestError
 
 log = logging.getLogger("keel.server")
 
-KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
-Answer = TypeVar("Answer")
+ResultT = TypeVar("Answer")
 
 
 class ClientGone(Exception):
     """The client closed its connection before it had its answer."""
 
 
-def as_request_error(error: Exception) -> RequestError:
+def to_request_error(error: Exception) -> RequestError:
     """What a client is told about an exception: its own mistakes in full, the server's without their insides."""
     if isinstance(error, RequestError):
         return error
@@ -44,13 +44,13 @@ def as_request_error(error: Exception) -> RequestError:
 
 def error_body(error: RequestError) -> dict[str, Any]:
     """An error in the OpenAI shape."""
-    kind = KINDS.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    kind = ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
 def error_response(error: Exception) -> JSONResponse:
     """The response to an exception."""
-    told = as_request_error(error)
+    told = to_request_error(error)
     headers = {}
     if told.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -59,15 +59,15 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(error_body(told), told.status, headers)
 
 
-class Guard:
+class AccessMiddleware:
     """Middleware that lets through who may ask, and answers everybody else in the protocol's shape."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: AccessControl) -> None:
         self.app, self.access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401, 403 or 429 here, or pass the request on."""
-        refusal = self.access.refusal(scope) if scope["type"] == "http" else None
+        refusal = self.access.check_request(scope) if scope["type"] == "http" else None
         if refusal is None:
             await self.app(scope, receive, send)
             return
@@ -88,19 +88,19 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     if not (length.isascii() and length.isdecimal()) or len(length) > 18 or int(length) > limit:
         raise too_large
     try:
-        async with asyncio.timeout(limits.body_seconds):
+        async with asyncio.timeout(limits.body_timeout):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > limit:
                     raise too_large
     except TimeoutError:
-        raise RequestError(408, f"the body did not arrive in {limits.body_seconds:g} s") from None
+        raise RequestError(408, f"the body did not arrive in {limits.body_timeout:g} s") from None
     except ClientDisconnect:
         raise ClientGone from None
     return bytes(body)
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """What `work` returns, or `ClientGone` with the work cancelled. The body must have been read."""
 
     async def gone() -> None:

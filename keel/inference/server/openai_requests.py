@@ -11,26 +11,26 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, WithJsonSchema, model_validator
 
-from keel.common.settings import Settings, explain, refuse
+from keel.common.settings import Settings, to_config_error, setting_error
 from keel.config import Sampling
-from keel.inference.server.access import Rate
+from keel.inference.server.access import RateLimit
 
 Count = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0)]
 Version = Annotated[int, Field(ge=0, lt=2**31)]
 
-MESSAGE = {
+MESSAGE_SCHEMA = {
     "type": "object",
     "properties": {"role": {"type": "string"}, "content": {"type": ["string", "array", "null"]}},
     "required": ["role"],
 }
-Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
+Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE_SCHEMA)]
 """What else a message may hold is its template's to say."""
 
-IGNORED = frozenset({"user", "metadata", "store", "service_tier", "priority", "cache_salt", "safety_identifier"})
+IGNORED_FIELDS = frozenset({"user", "metadata", "store", "service_tier", "priority", "cache_salt", "safety_identifier"})
 """Fields about the client, not about the answer."""
 
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NO_OP_VALUES: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True, False),
     "best_of": (1,),
@@ -76,9 +76,9 @@ class RequestError(Exception):
         self.retry_after = retry_after
 
 
-COLDEST = 1e-4
+MIN_TEMPERATURE = 1e-4
 """Divided by less, logits are no longer finite; 0 stands for the likeliest token."""
-RATE = Rate(per_second=1000, burst=2000)
+DEFAULT_RATE_LIMIT = RateLimit(per_second=1000, burst=2000)
 """More than one process answers here: it keeps a client in an endless loop from holding everybody else up."""
 
 
@@ -88,17 +88,17 @@ class Limits:
 
     body_bytes: int = 8 * 2**20
     """Of one request's body."""
-    prompts: int = 64
+    prompts_per_request: int = 64
     """Prompts of one request."""
     n: int = 128
     """Answers to one prompt."""
     max_tokens: int = 32768
     """Tokens of one answer."""
-    requests: int = 1024
+    max_in_flight: int = 1024
     """Answers under way at once, running and waiting; beyond it clients are told to come back (429)."""
-    rate: Rate | None = RATE
+    rate_limit: RateLimit | None = DEFAULT_RATE_LIMIT
     """Requests of one client, whatever they ask for; beyond it 429. None: no limit."""
-    body_seconds: float = 60.0
+    body_timeout: float = 60.0
     """In which a body must have arrived."""
 
 
@@ -110,7 +110,7 @@ class StreamOptions(Settings):
     include_obfuscation: bool = False
 
 
-class Asked(Settings):
+class CommonRequest(Settings):
     """What completions and chat completions have in common."""
 
     model: str | None = None
@@ -130,12 +130,12 @@ class Asked(Settings):
     """Keel's own: requests of one group have the same prompt, which is then computed once."""
 
     @model_validator(mode="after")
-    def _samples(self) -> Self:
-        if 0 < self.temperature < COLDEST:
-            raise refuse(f"{{temperature}} must be 0 or at least {COLDEST}", temperature=self.temperature)
+    def _check_temperature(self) -> Self:
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise setting_error(f"{{temperature}} must be 0 or at least {MIN_TEMPERATURE}", temperature=self.temperature)
         return self
 
-    def sampling(self, max_tokens: int, index: int) -> Sampling:
+    def to_sampling(self, max_tokens: int, index: int) -> Sampling:
         """For answer `index` of a prompt; with a seed every answer has one of its own."""
         return Sampling(
             temperature=self.temperature,
@@ -149,7 +149,7 @@ class Asked(Settings):
         )
 
 
-class CompletionRequest(Asked):
+class CompletionRequest(CommonRequest):
     """POST /v1/completions."""
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
@@ -159,7 +159,7 @@ class CompletionRequest(Asked):
     """0 or 1: the log-prob of each sampled token; those of other tokens are not computed."""
 
 
-class ChatRequest(Asked):
+class ChatRequest(CommonRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -170,7 +170,7 @@ class ChatRequest(Asked):
     """Given to the chat template, for example enable_thinking."""
 
     @property
-    def limit(self) -> tuple[str, int]:
+    def length_limit(self) -> tuple[str, int]:
         """The field that says how long an answer may be, and its value."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
@@ -222,13 +222,13 @@ class AdapterRequest(Settings):
     load_inplace: bool = True
 
 
-Schema = TypeVar("Schema", bound=Settings)
+RequestT = TypeVar("Schema", bound=Settings)
 
 
-def read(schema: type[Schema], body: bytes) -> Schema:
+def parse_request(schema: type[RequestT], body: bytes) -> RequestT:
     """A request from its JSON, or an error that names what is wrong with it."""
     try:
-        data = json.loads(body, parse_float=_number)
+        data = json.loads(body, parse_float=_parse_number)
         if b"\\ud" in body.lower():
             # half of a pair of surrogates is no text: no tokenizer takes it, and no answer could show it
             json.dumps(data, ensure_ascii=False).encode()
@@ -239,11 +239,11 @@ def read(schema: type[Schema], body: bytes) -> Schema:
     known = schema.model_fields
     given = {}
     for name, value in data.items():
-        if value is None or (name in IGNORED and name not in known):
+        if value is None or (name in IGNORED_FIELDS and name not in known):
             continue
-        if name in NEUTRAL and name not in known:
-            if value not in NEUTRAL[name]:
-                able = " or ".join(json.dumps(neutral) for neutral in NEUTRAL[name])
+        if name in NO_OP_VALUES and name not in known:
+            if value not in NO_OP_VALUES[name]:
+                able = " or ".join(json.dumps(neutral) for neutral in NO_OP_VALUES[name])
                 raise RequestError(400, f"{name} = {json.dumps(value)} is not supported; only {able} is", param=name)
             continue
         given[name] = value
@@ -253,16 +253,16 @@ def read(schema: type[Schema], body: bytes) -> Schema:
     except ValidationError as error:
         first = error.errors()[0]
         param = str(first["loc"][0]) if first["loc"] else first.get("ctx", {}).get("key")
-        raise RequestError(400, str(explain(error)), param=param) from None
+        raise RequestError(400, str(to_config_error(error)), param=param) from None
 
 
-def _number(text: str) -> int | float:
+def _parse_number(text: str) -> int | float:
     """A number of JSON, which has one kind of them: 3.0 is as whole as 3."""
     value = float(text)
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
-def described(schema: type[Settings], limits: Limits) -> dict[str, Any]:
+def json_schema(schema: type[Settings], limits: Limits) -> dict[str, Any]:
     """What `read` takes for this schema within the limits, as JSON schema: from the same fields and tables."""
     told = schema.model_json_schema(ref_template="#/$defs/{model}")
     needed = told.get("required", [])
@@ -271,24 +271,24 @@ def described(schema: type[Settings], limits: Limits) -> dict[str, Any]:
         told["properties"][name] = {"type": "integer", "minimum": 1, "maximum": most[name]}
     properties = {
         name: inner if name in needed else {"anyOf": [inner, {"type": "null"}]}
-        for name, inner in _inlined(told["properties"], told.get("$defs", {})).items()
+        for name, inner in _inline_refs(told["properties"], told.get("$defs", {})).items()
     }
-    for name, neutral in NEUTRAL.items():
+    for name, neutral in NO_OP_VALUES.items():
         properties.setdefault(name, {"enum": [*neutral, None]})
-    for name in IGNORED:
+    for name in IGNORED_FIELDS:
         properties.setdefault(name, {})
     return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
 
 
-def _inlined(tree: Any, definitions: Mapping[str, Any]) -> Any:
+def _inline_refs(tree: Any, definitions: Mapping[str, Any]) -> Any:
     """The schema without references: it is put into another document, where they would lead elsewhere."""
     if isinstance(tree, list):
-        return [_inlined(inner, definitions) for inner in tree]
+        return [_inline_refs(inner, definitions) for inner in tree]
     if not isinstance(tree, dict):
         return tree
     if "$ref" in tree:
-        return _inlined(definitions[tree["$ref"].removeprefix("#/$defs/")], definitions)
-    return {name: _inlined(inner, definitions) for name, inner in tree.items() if name != "default"}
+        return _inline_refs(definitions[tree["$ref"].removeprefix("#/$defs/")], definitions)
+    return {name: _inline_refs(inner, definitions) for name, inner in tree.items() if name != "default"}
 
 
 def check_limit(name: str, value: int, limit: int) -> None:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 Handler = Callable[[Request], Awaitable[Response]]
 Schema = Mapping[str, Any]
 
-REFUSALS: Mapping[int, str] = {
+ERROR_DESCRIPTIONS: Mapping[int, str] = {
     400: "what was asked for cannot be; the message names field and value",
     401: "no key, or a wrong one",
     403: "not from here, or not that path",
@@ -29,7 +29,7 @@ REFUSALS: Mapping[int, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Endpoint:
+class RouteSpec:
     """One path and method."""
 
     path: str
@@ -40,46 +40,46 @@ class Endpoint:
     """JSON schema of the request's body."""
     parameters: Sequence[Schema] = ()
     """OpenAPI parameters."""
-    answers: Mapping[str, Schema] = field(default_factory=lambda: {"application/json": {"type": "object"}})
+    response_schemas: Mapping[str, Schema] = field(default_factory=lambda: {"application/json": {"type": "object"}})
     """Of success: JSON schemas by media type."""
-    refusals: Sequence[int] = ()
+    error_statuses: Sequence[int] = ()
     """Statuses that it may answer with beside 200 and those that every path has."""
     keyless: bool = False
     """Answered without the server's key."""
 
 
-def describe(title: str, version: str, endpoints: Sequence[Endpoint], error: Schema, *, key: bool) -> dict[str, Any]:
+def openapi_document(title: str, version: str, endpoints: Sequence[RouteSpec], error_schema: Schema, *, requires_key: bool) -> dict[str, Any]:
     """The OpenAPI description of a server; `error` is the schema of all its refusals."""
     paths: dict[str, Any] = {}
     for one in endpoints:
-        paths.setdefault(one.path, {})[one.method.lower()] = _operation(one, key and not one.keyless)
+        paths.setdefault(one.path, {})[one.method.lower()] = _describe_operation(one, requires_key and not one.keyless)
     told: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
         "paths": paths,
-        "components": {"schemas": {"Error": dict(error)}},
+        "components": {"schemas": {"Error": dict(error_schema)}},
     }
-    if key:
+    if requires_key:
         told["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return told
 
 
-def _operation(one: Endpoint, key: bool) -> dict[str, Any]:
-    always = (401, 403, 405, 429) if key else (403, 405, 429)
-    content: dict[str, Any] = {kind: {"schema": dict(schema)} for kind, schema in one.answers.items()}
-    statuses = sorted({*always, *one.refusals, *((400, 408, 413, 415) if one.body is not None else ())})
+def _describe_operation(endpoint: RouteSpec, requires_key: bool) -> dict[str, Any]:
+    always = (401, 403, 405, 429) if requires_key else (403, 405, 429)
+    content: dict[str, Any] = {kind: {"schema": dict(schema)} for kind, schema in endpoint.response_schemas.items()}
+    statuses = sorted({*always, *endpoint.error_statuses, *((400, 408, 413, 415) if endpoint.body is not None else ())})
     said: dict[str, Any] = {
-        "summary": one.summary,
-        "operationId": f"{one.method.lower()}{one.path.replace('/', '_')}",
+        "summary": endpoint.summary,
+        "operationId": f"{endpoint.method.lower()}{endpoint.path.replace('/', '_')}",
         "responses": {"200": {"description": "as asked", "content": content}},
     }
     for status in statuses:
         content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-        said["responses"][str(status)] = {"description": REFUSALS[status], "content": content}
-    if one.parameters:
-        said["parameters"] = [dict(parameter) for parameter in one.parameters]
-    if one.body is not None:
-        said["requestBody"] = {"required": True, "content": {"application/json": {"schema": dict(one.body)}}}
-    if key:
+        said["responses"][str(status)] = {"description": ERROR_DESCRIPTIONS[status], "content": content}
+    if endpoint.parameters:
+        said["parameters"] = [dict(parameter) for parameter in endpoint.parameters]
+    if endpoint.body is not None:
+        said["requestBody"] = {"required": True, "content": {"application/json": {"schema": dict(endpoint.body)}}}
+    if requires_key:
         said["security"] = [{"key": []}]
     return said

@@ -4,12 +4,12 @@ from typing import Any, Literal
 
 import uvicorn
 
-KEEP_ALIVE = 75
+KEEP_ALIVE_SECONDS = 75
 """Seconds that an idle connection stays open: longer than in clients, so that none is closed under a request."""
 
 
-def server_of(
-    app: Any, *, patience: int, lifespan: Literal["on", "off"] = "on", log_level: str = "warning"
+def make_server(
+    app: Any, *, shutdown_timeout: int, lifespan: Literal["on", "off"] = "on", log_level: str = "warning"
 ) -> uvicorn.Server:
     """A server that is not started yet; when told to stop it answers what is under way for `patience` seconds."""
     return uvicorn.Server(
@@ -24,7 +24,7 @@ def server_of(
             # a client is who connects, not who a header says it is
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=patience,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=shutdown_timeout,
         )
     )

@@ -13,14 +13,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from keel.inference.protocol import Message
-from keel.rollout.environments.environment import Environment, Outcome, Split, Task
-from keel.rollout.environments.task_splits import Supply, draw
-from keel.rollout.policy_client import EpisodeOver, PolicyClient
+from keel.rollout.environments.environment import Environment, EpisodeResult, Split, Task
+from keel.rollout.environments.task_splits import TaskSetOptions, sample_tasks
+from keel.rollout.policy_client import EpisodeLimitReached, PolicyClient
 
 _NUMBER = re.compile(r"-?\d+")
 
 
-class QuestionOptions(Supply):
+class QuestionOptions(TaskSetOptions):
     """Of environments that ask one question."""
 
     shots: Annotated[int, Field(ge=0, le=8)] = 2
@@ -32,7 +32,7 @@ class NumberOptions(QuestionOptions):
     """Numbers have at most so many."""
 
 
-class Question:
+class QuestionEnvironment:
     """One question, one answer: reward 1 if the first number of the answer is the right one, else 0.
 
     Subclasses say what is asked: `ask` gives a question and its answer.
@@ -45,42 +45,42 @@ class Question:
     def __init__(self, **options: Any) -> None:
         self.options = self.Options(**options)
 
-    def ask(self, chance: random.Random) -> tuple[str, str]:
+    def sample_question(self, rng: random.Random) -> tuple[str, str]:
         raise NotImplementedError
 
-    def key(self, question: str) -> str:
+    def dedup_key(self, question: str) -> str:
         """What tells questions apart; questions that give each other away share one."""
         return question
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        drawn = draw(self.ask, lambda pair: f"{self.name}/{self.key(pair[0])}", split, self.options)
-        shots = draw(
-            self.ask,
-            lambda pair: f"{self.name}/{self.key(pair[0])}",
+        drawn = sample_tasks(self.sample_question, lambda pair: f"{self.name}/{self.dedup_key(pair[0])}", split, self.options)
+        shots = sample_tasks(
+            self.sample_question,
+            lambda pair: f"{self.name}/{self.dedup_key(pair[0])}",
             "train",
-            Supply(seed=-1 - self.options.seed, train_tasks=self.options.shots or 1),
+            TaskSetOptions(seed=-1 - self.options.seed, train_tasks=self.options.shots or 1),
         )[: self.options.shots]
         examples = [
             message
             for question, answer in shots
             for message in ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
         ]
-        given = {self.key(question) for question, _ in shots}
+        given = {self.dedup_key(question) for question, _ in shots}
         return [
             Task(f"{self.name}/{question}", {"question": question, "answer": answer, "examples": examples})
             for question, answer in drawn
-            if self.key(question) not in given
+            if self.dedup_key(question) not in given
         ]
 
-    async def episode(self, task: Task, client: PolicyClient) -> Outcome:
+    async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         system = [{"role": "system", "content": self.system}]
         reply = await client.chat([*system, *task.data["examples"], {"role": "user", "content": task.data["question"]}])
         found = _NUMBER.search(reply.text)
         right = found is not None and found[0] == task.data["answer"]
-        return Outcome(float(right), metrics={"answered": float(found is not None)})
+        return EpisodeResult(float(right), metrics={"answered": float(found is not None)})
 
 
-class LargerNumber(Question):
+class LargerNumber(QuestionEnvironment):
     """Which of two different numbers is larger."""
 
     name = "larger_number"
@@ -89,11 +89,11 @@ class LargerNumber(Question):
     Options = NumberOptions
     options: NumberOptions
 
-    def ask(self, chance: random.Random) -> tuple[str, str]:
-        first, second = chance.sample(range(10**self.options.digits), 2)
+    def sample_question(self, rng: random.Random) -> tuple[str, str]:
+        first, second = rng.sample(range(10**self.options.digits), 2)
         return f"Which is larger, {first} or {second}?", str(max(first, second))
 
-    def key(self, question: str) -> str:
+    def dedup_key(self, question: str) -> str:
         # the same pair the other way round is not a new question
         return "-".join(sorted(_NUMBER.findall(question)))
 
@@ -102,7 +102,7 @@ class ArithmeticOptions(NumberOptions):
     operations: Annotated[tuple[Literal["add", "subtract"], ...], Field(min_length=1)] = ("add", "subtract")
 
 
-class Arithmetic(Question):
+class Arithmetic(QuestionEnvironment):
     """A sum or a difference, never below zero."""
 
     name = "arithmetic"
@@ -111,13 +111,13 @@ class Arithmetic(Question):
     Options = ArithmeticOptions
     options: ArithmeticOptions
 
-    def ask(self, chance: random.Random) -> tuple[str, str]:
-        first, second = (chance.randrange(10**self.options.digits) for _ in range(2))
-        if chance.choice(self.options.operations) == "add":
+    def sample_question(self, rng: random.Random) -> tuple[str, str]:
+        first, second = (rng.randrange(10**self.options.digits) for _ in range(2))
+        if rng.choice(self.options.operations) == "add":
             return f"What is {first} + {second}?", str(first + second)
         return f"What is {max(first, second)} - {min(first, second)}?", str(abs(first - second))
 
-    def key(self, question: str) -> str:
+    def dedup_key(self, question: str) -> str:
         return "+".join(sorted(_NUMBER.findall(question))) if "+" in question else question
 
 
@@ -131,20 +131,20 @@ _WORDS = (
 )
 
 
-class CountLetters(Question):
+class CountLetters(QuestionEnvironment):
     """How often a letter is in a word."""
 
     name = "count_letters"
     system = "Answer with one number."
 
-    def ask(self, chance: random.Random) -> tuple[str, str]:
-        word = chance.choice(_WORDS.split())
+    def sample_question(self, rng: random.Random) -> tuple[str, str]:
+        word = rng.choice(_WORDS.split())
         # letters that are in the word, mostly: the answer 0 would be a good guess otherwise
-        letter = chance.choice(word) if chance.random() < 0.8 else chance.choice("abcdefghijklmnopqrstuvwxyz")
+        letter = rng.choice(word) if rng.random() < 0.8 else rng.choice("abcdefghijklmnopqrstuvwxyz")
         return f'How many times does the letter "{letter}" appear in "{word}"?', str(word.count(letter))
 
 
-class GuessOptions(Supply):
+class GuessOptions(TaskSetOptions):
     highest: Annotated[int, Field(ge=32)] = 100
     """The number is between 1 and this; with fewer, one of the splits might have none."""
     guesses: Annotated[int, Field(ge=1)] = 8
@@ -163,10 +163,10 @@ class GuessNumber:
 
     def tasks(self, split: Split) -> Sequence[Task]:
         top = self.options.highest
-        found = draw(lambda chance: chance.randint(1, top), lambda n: f"{self.name}/{n} of {top}", split, self.options)
+        found = sample_tasks(lambda chance: chance.randint(1, top), lambda n: f"{self.name}/{n} of {top}", split, self.options)
         return [Task(f"{self.name}/{number} of {top}", {"number": number, "highest": top}) for number in found]
 
-    async def episode(self, task: Task, client: PolicyClient) -> Outcome:
+    async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         number, guesses = task.data["number"], self.options.guesses
         rule = (
             f"I think of a number between 1 and {task.data['highest']}. Guess it with one number; I will say higher or"
@@ -176,17 +176,17 @@ class GuessNumber:
         for turn in range(guesses):
             try:
                 reply = await client.chat(messages)
-            except EpisodeOver:
-                return Outcome(0.0, metrics={"guesses": turn, "found": 0})
+            except EpisodeLimitReached:
+                return EpisodeResult(0.0, metrics={"guesses": turn, "found": 0})
             guess = _NUMBER.search(reply.text)
             if guess and int(guess[0]) == number:
-                return Outcome(1 - turn / guesses, metrics={"guesses": turn + 1, "found": 1})
+                return EpisodeResult(1 - turn / guesses, metrics={"guesses": turn + 1, "found": 1})
             hint = "Answer with one number." if not guess else "Higher." if int(guess[0]) < number else "Lower."
             messages += [reply.message, {"role": "user", "content": f"{hint} What is your guess?"}]
-        return Outcome(0.0, metrics={"guesses": guesses, "found": 0})
+        return EpisodeResult(0.0, metrics={"guesses": guesses, "found": 0})
 
 
-class CalculatorOptions(Supply):
+class CalculatorOptions(TaskSetOptions):
     digits: Annotated[int, Field(ge=1, le=9)] = 3
     calls: Annotated[int, Field(ge=1)] = 3
     """Calls that an episode may make before it has to answer."""
@@ -210,21 +210,21 @@ class Calculator:
     def __init__(self, **options: Any) -> None:
         self.options = CalculatorOptions(**options)
 
-    def _ask(self, chance: random.Random) -> tuple[int, str, int]:
-        first, second = (chance.randrange(10**self.options.digits) for _ in range(2))
-        return first, chance.choice("+-*"), second
+    def _sample_question(self, rng: random.Random) -> tuple[int, str, int]:
+        first, second = (rng.randrange(10**self.options.digits) for _ in range(2))
+        return first, rng.choice("+-*"), second
 
     def tasks(self, split: Split) -> Sequence[Task]:
         def named(asked: tuple[int, str, int]) -> str:
             return f"{self.name}/{asked[0]} {asked[1]} {asked[2]}"
 
-        found = draw(self._ask, named, split, self.options)
+        found = sample_tasks(self._sample_question, named, split, self.options)
         return [
-            Task(named(asked), {"question": f"What is {asked[0]} {asked[1]} {asked[2]}?", "answer": _apply(*asked)})
+            Task(named(asked), {"question": f"What is {asked[0]} {asked[1]} {asked[2]}?", "answer": _compute(*asked)})
             for asked in found
         ]
 
-    async def episode(self, task: Task, client: PolicyClient) -> Outcome:
+    async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         messages: list[Message] = [
             {"role": "system", "content": self.system},
             {"role": "user", "content": task.data["question"]},
@@ -234,7 +234,7 @@ class Calculator:
         for _ in range(self.options.calls + 1):
             try:
                 reply = await client.chat(messages)
-            except EpisodeOver:
+            except EpisodeLimitReached:
                 text = ""
                 break
             text = reply.text
@@ -243,7 +243,7 @@ class Calculator:
                 break
             messages.append(reply.message)
             for call in calls:
-                result = _use(call["function"])
+                result = _run_calculator(call["function"])
                 made, worked = made + 1, worked + (result is not None)
                 content = "error: give an expression of two numbers, as 2 * 3" if result is None else str(result)
                 messages.append({"role": "tool", "tool_call_id": call["id"], "name": self.name, "content": content})
@@ -252,10 +252,10 @@ class Calculator:
             "correct": float(bool(numbers) and int(numbers[-1]) == task.data["answer"]),
             "called": 0.1 * (worked > 0),
         }
-        return Outcome(sum(rewards.values()), rewards, {"calls": made, "failed_calls": made - worked})
+        return EpisodeResult(sum(rewards.values()), rewards, {"calls": made, "failed_calls": made - worked})
 
 
-def _use(function: Message) -> int | None:
+def _run_calculator(function: Message) -> int | None:
     """What the calculator says; none where it was not asked a question it understands."""
     try:
         arguments = json.loads(function["arguments"])
@@ -264,10 +264,10 @@ def _use(function: Message) -> int | None:
         return None
     if function["name"] != Calculator.name or match is None:
         return None
-    return _apply(int(match[1]), match[2], int(match[3]))
+    return _compute(int(match[1]), match[2], int(match[3]))
 
 
-def _apply(first: int, operation: str, second: int) -> int:
+def _compute(first: int, operation: str, second: int) -> int:
     return {"+": first + second, "-": first - second, "*": first * second}[operation]
 
 

@@ -18,15 +18,15 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from pydantic import ValidationError
 
-from keel.common.settings import explain, nearest
+from keel.common.settings import to_config_error, suggest_name
 from keel.config.rollout import EnvironmentSettings, EpisodeLimits
 from keel.errors import ConfigError
 from keel.inference.protocol import EngineError
-from keel.rollout.policy_client import EpisodeOver, PolicyClient
+from keel.rollout.policy_client import EpisodeLimitReached, PolicyClient
 from keel.rollout.rollout import ErrorKind, Rollout
 
 Split = Literal["train", "eval"]
-_LONGEST_MESSAGE = 300
+_MAX_MESSAGE_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class EpisodeResult:
     """What an episode came to."""
 
     reward: float
-    rewards: Mapping[str, float] = field(default_factory=dict)
+    reward_components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward, for the record."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class Environment(Protocol):
     def tasks(self, split: Split) -> Iterable[Task]:
         """The tasks of a split, in the same order each time; those of "eval" are never in "train"."""
 
-    async def episode(self, task: Task, client: PolicyClient) -> Outcome:
+    async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         """Play one task."""
 
 
@@ -69,21 +69,21 @@ def load_environment(settings: EnvironmentSettings) -> Environment:
     maker: Callable[..., Any]
     if settings.name in builtin.ENVIRONMENTS:
         maker = builtin.ENVIRONMENTS[settings.name]
-    elif name in integrations.ADAPTERS and rest:
-        adapter = integrations.ADAPTERS[name]
+    elif name in integrations.INTEGRATIONS and rest:
+        adapter = integrations.INTEGRATIONS[name]
         maker = lambda **options: adapter(rest, **options)  # noqa: E731
     elif rest:
-        maker = _imported(settings.name, name, rest)
+        maker = _import_factory(settings.name, name, rest)
     else:
-        known = [*builtin.ENVIRONMENTS, *(f"{adapter}:TASK" for adapter in integrations.ADAPTERS)]
+        known = [*builtin.ENVIRONMENTS, *(f"{adapter}:TASK" for adapter in integrations.INTEGRATIONS)]
         raise ConfigError(
-            f'environment.name = "{settings.name}" is not known; {nearest(settings.name, known)} (one of your own:'
+            f'environment.name = "{settings.name}" is not known; {suggest_name(settings.name, known)} (one of your own:'
             ' "module:attribute")'
         )
     try:
         environment = maker(**settings.options)
     except ValidationError as error:
-        raise explain(error, ("environment", "options")) from error
+        raise to_config_error(error, ("environment", "options")) from error
     except TypeError as error:
         raise ConfigError(f"environment.options = {settings.options} do not fit {settings.name}: {error}") from error
     if not isinstance(environment, Environment):
@@ -94,7 +94,7 @@ def load_environment(settings: EnvironmentSettings) -> Environment:
     return environment
 
 
-def _imported(name: str, module: str, attribute: str) -> Callable[..., Any]:
+def _import_factory(name: str, module: str, attribute: str) -> Callable[..., Any]:
     try:
         found = importlib.import_module(module)
         for part in attribute.split("."):
@@ -115,27 +115,27 @@ async def run_episode(
     """One episode, whatever happens in it. `limits`: by default the client's."""
     limits = limits or client.limits
     began = time.monotonic()
-    outcome: Outcome | None = None
+    outcome: EpisodeResult | None = None
     error: tuple[ErrorKind, str] | None = None
     scope = asyncio.timeout(limits.seconds)
     try:
         async with scope:
-            outcome = _checked(await environment.episode(task, client))
+            outcome = _validate_result(await environment.episode(task, client))
     except asyncio.CancelledError as cancelled:
         running = asyncio.current_task()
         if running is None or running.cancelling():
             raise
         # nobody cancelled the episode: something inside it cancelled itself
-        error = "exception", _message(cancelled)
+        error = "exception", _format_exception(cancelled)
     except (Exception, SystemExit) as raised:  # noqa: BLE001  whatever an environment raises is data
-        error = _kind(raised, timed_out=scope.expired(), seconds=limits.seconds)
+        error = _classify_error(raised, timed_out=scope.expired(), seconds=limits.seconds)
     if error is None and scope.expired():
         # the environment went on after it was told to stop, and returned late
         error = "timeout", f"limits.seconds = {limits.seconds:g} ran out"
     if error is None and client.engine_error is not None:
         # the environment swallowed it: its reward is for an answer that never came
-        error = "engine", _short(str(client.engine_error))
-    made = client.trajectory.samples(limits)
+        error = "engine", _truncate_message(str(client.engine_error))
+    made = client.trajectory.build_samples(limits)
     if error is None and not made.counts["sampled_tokens"]:
         error = "empty", "nothing was sampled"
     if error is None and not made.samples:
@@ -147,63 +147,63 @@ async def run_episode(
         attempt=attempt,
         samples=made.samples,
         reward=outcome.reward if outcome else None,
-        rewards=dict(outcome.rewards) if outcome else {},
+        reward_components=dict(outcome.reward_components) if outcome else {},
         metrics=dict(outcome.metrics) if outcome else {},
         counts=made.counts,
         error=error[1] if error else None,
         error_kind=error[0] if error else None,
         turns=len(client.trajectory.turns),
         seconds=time.monotonic() - began,
-        ended=time.time(),
+        ended_at=time.time(),
     )
 
 
-def _checked(outcome: Any) -> Outcome:
+def _validate_result(result: Any) -> EpisodeResult:
     """The outcome with plain finite floats."""
-    if isinstance(outcome, int | float):
-        outcome = Outcome(outcome)
-    if not isinstance(outcome, Outcome):
-        raise TypeError(f"an episode returns an Outcome or a number, not {type(outcome).__name__}")
-    numbers = {"reward": outcome.reward, **outcome.rewards, **outcome.metrics}
+    if isinstance(result, int | float):
+        result = EpisodeResult(result)
+    if not isinstance(result, EpisodeResult):
+        raise TypeError(f"an episode returns an Outcome or a number, not {type(result).__name__}")
+    numbers = {"reward": result.reward, **result.reward_components, **result.metrics}
     for name, value in numbers.items():
         if not math.isfinite(value):
             raise ValueError(f"{name} = {value} is not finite")
-    floats = [{name: float(value) for name, value in part.items()} for part in (outcome.rewards, outcome.metrics)]
-    return Outcome(float(outcome.reward), *floats)
+    floats = [{name: float(value) for name, value in part.items()} for part in (result.reward_components, result.metrics)]
+    return EpisodeResult(float(result.reward), *floats)
 
 
-def _kind(raised: BaseException, *, timed_out: bool, seconds: float) -> tuple[ErrorKind, str]:
-    causes = list(_causes(raised))
+def _classify_error(error: BaseException, *, timed_out: bool, seconds: float) -> tuple[ErrorKind, str]:
+    causes = list(_flatten_exception_group(error))
     if timed_out:
         return "timeout", f"limits.seconds = {seconds:g} ran out"
     for cause in causes:
         if isinstance(cause, EngineError):
-            return "engine", _short(str(cause))
+            return "engine", _truncate_message(str(cause))
     for cause in causes:
-        if isinstance(cause, EpisodeOver):
-            return "over_length", _short(str(cause))
-    return "exception", _message(causes[0])
+        if isinstance(cause, EpisodeLimitReached):
+            return "over_length", _truncate_message(str(cause))
+    return "exception", _format_exception(causes[0])
 
 
-def _causes(raised: BaseException) -> Iterator[BaseException]:
+def _flatten_exception_group(error: BaseException) -> Iterator[BaseException]:
     """The exception, or those of a group: a task group wraps whatever its tasks raise."""
-    if isinstance(raised, BaseExceptionGroup):
-        for inner in raised.exceptions:
-            yield from _causes(inner)
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _flatten_exception_group(inner)
     else:
-        yield raised
+        yield error
 
 
-def _message(raised: BaseException) -> str:
+def _format_exception(error: BaseException) -> str:
     """What was raised and where, in a line."""
-    frames = traceback.extract_tb(raised.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return _short(f"{type(raised).__name__}: {raised}") + where
+    return _truncate_message(f"{type(error).__name__}: {error}") + where
 
 
-def _short(message: str) -> str:
+def _truncate_message(message: str) -> str:
     line = " ".join(message.split())
-    return line if len(line) <= _LONGEST_MESSAGE else line[: _LONGEST_MESSAGE - 3] + "..."
+    return line if len(line) <= _MAX_MESSAGE_CHARS else line[: _MAX_MESSAGE_CHARS - 3] + "..."
 
 
-__all__ = ["Environment", "Outcome", "Split", "Task", "load_environment", "run_episode"]
+__all__ = ["Environment", "EpisodeResult", "Split", "Task", "load_environment", "run_episode"]

@@ -15,17 +15,17 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from keel.common.settings import Settings, explain, nearest
+from keel.common.settings import Settings, to_config_error, suggest_name
 from keel.errors import ConfigError
 from keel.inference.protocol import Message
-from keel.rollout.environments.environment import Environment, Outcome, Split, Task
-from keel.rollout.environments.task_splits import Supply, split_of
+from keel.rollout.environments.environment import Environment, EpisodeResult, Split, Task
+from keel.rollout.environments.task_splits import TaskSetOptions, split_of
 from keel.rollout.policy_client import PolicyClient
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-class ReasoningGymOptions(Supply):
+class ReasoningGymOptions(TaskSetOptions):
     shots: Annotated[int, Field(ge=0, le=8)] = 2
     """Solved examples before the question, never among the tasks."""
     system: str = "Answer with the final answer only."
@@ -44,12 +44,12 @@ class ReasoningGym:
 
     def __init__(self, task: str, **options: Any) -> None:
         self.options = ReasoningGymOptions(**options)
-        library = _library("reasoning_gym", "reasoning-gym")
+        library = _import_optional("reasoning_gym", "reasoning-gym")
         known = importlib.import_module("reasoning_gym.factory").DATASETS
         if task not in known:
-            raise ConfigError(f'environment.name = "reasoning_gym:{task}" is not known; {nearest(task, known)}')
+            raise ConfigError(f'environment.name = "reasoning_gym:{task}" is not known; {suggest_name(task, known)}')
         self.name = f"reasoning_gym:{task}"
-        size = _tries(max(self.options.train_tasks, self.options.eval_tasks))
+        size = _search_limit(max(self.options.train_tasks, self.options.eval_tasks))
 
         def create(seed: int) -> Any:
             try:
@@ -77,7 +77,7 @@ class ReasoningGym:
     def tasks(self, split: Split) -> Iterator[Task]:
         wanted = self.options.train_tasks if split == "train" else self.options.eval_tasks
         seen = {question for question, _ in self._examples}
-        for index in range(_tries(wanted)):
+        for index in range(_search_limit(wanted)):
             if wanted == 0:
                 return
             entry = self._dataset[index]
@@ -87,12 +87,12 @@ class ReasoningGym:
                 wanted -= 1
                 yield Task(f"{self.name}/{self.options.seed}-{index}", {"question": question, "entry": entry})
 
-    async def episode(self, task: Task, client: PolicyClient) -> Outcome:
+    async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         messages: list[Message] = [{"role": "system", "content": self.options.system}] if self.options.system else []
         for question, answer in self._examples:
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         reply = await client.chat([*messages, {"role": "user", "content": task.data["question"]}])
-        tagged = _ANSWER.search(reply.text)
+        tagged = _ANSWER_TAG.search(reply.text)
         answer = (tagged[1] if tagged else reply.text).strip()
         try:
             score = float(self._dataset.score_answer(answer, task.data["entry"]))
@@ -103,7 +103,7 @@ class ReasoningGym:
             unread = 0.0
         correct = float(score >= 1)
         metrics = {"score": score, "correct": correct, "unread": unread}
-        return Outcome(score if self.options.partial_credit else correct, metrics=metrics)
+        return EpisodeResult(score if self.options.partial_credit else correct, metrics=metrics)
 
 
 class VerifiersOptions(Settings):
@@ -122,7 +122,7 @@ class Verifiers:
 
     def __init__(self, taskset: str, **options: Any) -> None:
         self.options = VerifiersOptions(**options)
-        self._v1 = _library("verifiers.v1", "verifiers")
+        self._v1 = _import_optional("verifiers.v1", "verifiers")
         self._loaders = importlib.import_module("verifiers.v1.utils.loaders")
         self.name = f"verifiers:{taskset}"
         try:
@@ -133,12 +133,12 @@ class Verifiers:
         try:
             self._taskset = kind(config.model_validate({**self.options.taskset, "id": taskset}))
         except ValidationError as error:
-            raise explain(error, ("environment", "options", "taskset")) from error
-        why = self._why_not(taskset)
+            raise to_config_error(error, ("environment", "options", "taskset")) from error
+        why = self._unsupported_reason(taskset)
         if why:
             raise ConfigError(f'environment.name = "{self.name}" cannot be played in this process: {why}')
 
-    def _why_not(self, taskset: str) -> str | None:
+    def _unsupported_reason(self, taskset: str) -> str | None:
         """What of the taskset would be left out, or silently not scored."""
         task = self._taskset.task_type()
         if self._loaders.environment_class(taskset) is not self._v1.SingleAgentEnv:
@@ -161,14 +161,14 @@ class Verifiers:
         for task in self._taskset:
             if left == 0:
                 return
-            self._check(task)
+            self._check_task(task)
             said = f"{task.data.system_prompt}\n{task.data.prompt_text}"
             if split_of(said) == split:
                 left = left if left is None else left - 1
                 name = task.data.id or task.data.name or hashlib.sha256(said.encode()).hexdigest()[:16]
                 yield Task(f"{self.name}/{name}", {"task": task})
 
-    def _check(self, task: Any) -> None:
+    def _check_task(self, task: Any) -> None:
         """Refuse a task of which something would be left out."""
         where = f"{self.name}: task {task.data.idx}"
         if task.data.prompt is None:
@@ -180,26 +180,26 @@ class Verifiers:
             if runtime is not None and runtime.default is inspect.Parameter.empty:
                 raise ConfigError(f"{where}: {hook.__name__} needs a runtime, and there is none here")
 
-    async def episode(self, task: Task, client: PolicyClient) -> Outcome:
+    async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         played = task.data["task"]
         data = played.data
         prompt = data.prompt if not isinstance(data.prompt, str) else [self._v1.UserMessage(content=data.prompt)]
         if data.system_prompt is not None:
             prompt = [self._v1.SystemMessage(content=data.system_prompt), *prompt]
-        trace = await self._answered(played, list(prompt), client)
+        trace = await self._sample_trace(played, list(prompt), client)
         await played.score(trace, None)
         rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-        return Outcome(float(trace.reward), rewards, metrics)
+        return EpisodeResult(float(trace.reward), rewards, metrics)
 
-    async def _answered(self, played: Any, prompt: list[Any], client: PolicyClient) -> Any:
+    async def _sample_trace(self, verifiers_task: Any, prompt: list[Any], client: PolicyClient) -> Any:
         """The library's own record of one answer, which its rewards read."""
         records = importlib.import_module("verifiers.v1.trace")
         graph = importlib.import_module("verifiers.v1.graph")
         types = importlib.import_module("verifiers.v1.types")
-        state = importlib.import_module("verifiers.v1.state").state_cls(type(played))
+        state = importlib.import_module("verifiers.v1.state").state_cls(type(verifiers_task))
         trace = records.Trace(
-            task=records.TraceTask(type=type(played).__name__, data=played.data, key=played.key, hash=played.hash),
+            task=records.TraceTask(type=type(verifiers_task).__name__, data=verifiers_task.data, key=verifiers_task.key, hash=verifiers_task.hash),
             state=state(),
             agent=records.AgentInfo(config=self._v1.AgentConfig()),
         )
@@ -213,23 +213,23 @@ class Verifiers:
                 message=types.AssistantMessage(
                     content=reply.text, reasoning_content=reply.message.get("reasoning_content")
                 ),
-                finish_reason="length" if reply.generation.finish == "length" else "stop",
+                finish_reason="length" if reply.generation.finish_reason == "length" else "stop",
             )
         )
         trace.is_completed = trace.ok = True
         return trace
 
 
-def _tries(wanted: int) -> int:
+def _search_limit(num_tasks: int) -> int:
     """How many questions are looked at to find so many: they repeat, and one in eight is for evaluation."""
-    return 200 + 20 * wanted
+    return 200 + 20 * num_tasks
 
 
-def _library(module: str, package: str) -> Any:
+def _import_optional(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(f"environments of {package} need the library: pip install {package}") from error
 
 
-ADAPTERS: dict[str, Callable[..., Environment]] = {"reasoning_gym": ReasoningGym, "verifiers": Verifiers}
+INTEGRATIONS: dict[str, Callable[..., Environment]] = {"reasoning_gym": ReasoningGym, "verifiers": Verifiers}

@@ -14,15 +14,15 @@ from pydantic import Field
 from keel.common.settings import Settings
 from keel.rollout.environments.environment import Split
 
-EVAL_SHARE = 8
+EVAL_ONE_IN = 8
 """One in so many different questions is for evaluation."""
-_PATIENCE = 1000
+_MAX_IDLE_DRAWS = 1000
 """Draws in a row without anything new after which a supply counts as used up."""
 
-Drawn = TypeVar("Drawn", bound=Hashable)
+TaskT = TypeVar("Drawn", bound=Hashable)
 
 
-class Supply(Settings):
+class TaskSetOptions(Settings):
     """The options that every built-in environment has."""
 
     seed: int = 0
@@ -34,20 +34,20 @@ class Supply(Settings):
 
 def split_of(question: str) -> Split:
     """Where a question belongs, for ever."""
-    return "eval" if hashlib.sha256(question.encode()).digest()[0] % EVAL_SHARE == 0 else "train"
+    return "eval" if hashlib.sha256(question.encode()).digest()[0] % EVAL_ONE_IN == 0 else "train"
 
 
-def draw(
-    make: Callable[[random.Random], Drawn], named: Callable[[Drawn], str], split: Split, supply: Supply
-) -> list[Drawn]:
+def sample_tasks(
+    generate: Callable[[random.Random], TaskT], key: Callable[[TaskT], str], split: Split, options: TaskSetOptions
+) -> list[TaskT]:
     """Different tasks of a split, as many as asked for or as there are. `named` tells tasks apart."""
-    chance = random.Random(f"{supply.seed}/{split}")
-    wanted = supply.train_tasks if split == "train" else supply.eval_tasks
-    found: dict[str, Drawn] = {}
+    chance = random.Random(f"{options.seed}/{split}")
+    wanted = options.train_tasks if split == "train" else options.eval_tasks
+    found: dict[str, TaskT] = {}
     idle = 0
-    while len(found) < wanted and idle < _PATIENCE:
-        drawn = make(chance)
-        name = named(drawn)
+    while len(found) < wanted and idle < _MAX_IDLE_DRAWS:
+        drawn = generate(chance)
+        name = key(drawn)
         if name in found or split_of(name) != split:
             idle += 1
         else:

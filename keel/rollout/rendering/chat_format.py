@@ -13,20 +13,20 @@ from typing import Any
 
 from keel.inference.protocol import Message
 
-OPEN, CLOSE = "<think>", "</think>"
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
-def read_answer(text: str, *, thinking: bool = False) -> Message:
+def parse_completion(text: str, *, inside_thinking: bool = False) -> Message:
     """The assistant message in a sampled text. `thinking`: the prompt ended inside an opened `<think>`."""
-    reasoning, content = _split_thinking(text, thinking)
+    reasoning, content = _split_thinking(text, inside_thinking)
     message: Message = {"role": "assistant", "content": content}
     if reasoning is not None:
         message["reasoning_content"] = reasoning
     calls: list[Message] = []
 
     def take(found: re.Match[str]) -> str:
-        call = _read_call(found[1], len(calls))
+        call = _parse_tool_call(found[1], len(calls))
         if call is None:
             return found[0]
         calls.append(call)
@@ -38,17 +38,17 @@ def read_answer(text: str, *, thinking: bool = False) -> Message:
     return message
 
 
-def write_thinking(reasoning: str, content: str) -> str:
+def format_thinking(reasoning: str, content: str) -> str:
     """Thinking and content as one text, as the models that think write it."""
-    return f"{OPEN}\n{reasoning}\n{CLOSE}\n\n{content}"
+    return f"{THINK_OPEN}\n{reasoning}\n{THINK_CLOSE}\n\n{content}"
 
 
-def write_calls(message: Message) -> str:
+def inline_tool_calls(message: Message) -> str:
     """The content of a message with its tool calls written out, for templates that know of none."""
     content = message.get("content") or ""
     lines = [
         "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) + "\n</tool_call>"
-        for name, arguments in map(_call, message.get("tool_calls") or [])
+        for name, arguments in map(_name_and_arguments, message.get("tool_calls") or [])
     ]
     return "\n".join([content, *lines] if content else lines)
 
@@ -59,21 +59,21 @@ def with_decoded_arguments(message: Message) -> Message:
         return message
     calls = [
         {**call, "function": {"name": name, "arguments": arguments}}
-        for call, (name, arguments) in ((call, _call(call)) for call in message["tool_calls"])
+        for call, (name, arguments) in ((call, _name_and_arguments(call)) for call in message["tool_calls"])
     ]
     return {**message, "tool_calls": calls}
 
 
-def _split_thinking(text: str, inside: bool) -> tuple[str | None, str]:
-    started = inside or text.lstrip().startswith(OPEN)
+def _split_thinking(text: str, inside_thinking: bool) -> tuple[str | None, str]:
+    started = inside_thinking or text.lstrip().startswith(THINK_OPEN)
     if not started:
         return None, text
-    body = text if inside else text.lstrip()[len(OPEN) :]
-    thought, closed, content = body.partition(CLOSE)
+    body = text if inside_thinking else text.lstrip()[len(THINK_OPEN) :]
+    thought, closed, content = body.partition(THINK_CLOSE)
     return thought.strip(), content.lstrip("\n") if closed else ""
 
 
-def _read_call(text: str, number: int) -> Message | None:
+def _parse_tool_call(text: str, number: int) -> Message | None:
     try:
         call = json.loads(text)
     except ValueError:
@@ -84,7 +84,7 @@ def _read_call(text: str, number: int) -> Message | None:
     return {"id": f"call_{number}", "type": "function", "function": {"name": call["name"], "arguments": arguments}}
 
 
-def _call(call: Mapping[str, Any]) -> tuple[str, Any]:
+def _name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
     function = call.get("function", call)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):

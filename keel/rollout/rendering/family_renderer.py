@@ -10,12 +10,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from keel.common.settings import nearest
+from keel.common.settings import suggest_name
 from keel.config.rollout import RendererSettings
 from keel.errors import ConfigError
 from keel.inference.protocol import Message
 
-_SNAPSHOT = re.compile(r"models--([^/\\]+)--([^/\\]+)[/\\]snapshots[/\\]")
+_HUB_SNAPSHOT = re.compile(r"models--([^/\\]+)--([^/\\]+)[/\\]snapshots[/\\]")
 
 
 def find_family(tokenizer: Any, settings: RendererSettings) -> str | None:
@@ -32,14 +32,14 @@ def find_family(tokenizer: Any, settings: RendererSettings) -> str | None:
         ) from error
     if settings.family == "auto":
         name = str(getattr(tokenizer, "name_or_path", ""))
-        if found := _SNAPSHOT.search(name):
+        if found := _HUB_SNAPSHOT.search(name):
             name = f"{found[1]}/{found[2]}"
         family = library.MODEL_RENDERER_MAP.get(name)
         return None if family is None else str(family)
     library._populate_registry()
     if settings.family not in library.RENDERER_REGISTRY:
         known = set(library.RENDERER_REGISTRY) - {"default"} | {"auto", "template"}
-        raise ConfigError(f'renderer.family = "{settings.family}" is not known; {nearest(settings.family, known)}')
+        raise ConfigError(f'renderer.family = "{settings.family}" is not known; {suggest_name(settings.family, known)}')
     return settings.family
 
 
@@ -52,28 +52,28 @@ class FamilyRenderer:
             retention = "all"
         elif settings.preserve_thinking_between_tool_calls:
             retention = "tool_cycle"
-        self._renderer = _create(tokenizer, family, retention)
-        self._keeping = self._renderer if retention == "all" else _create(tokenizer, family, "all")
+        self._renderer = _create_renderer(tokenizer, family, retention)
+        self._keep_all_renderer = self._renderer if retention == "all" else _create_renderer(tokenizer, family, "all")
         self._tokenizer = tokenizer
         self.stop_token_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[int]:
-        ids = self._renderer.render_ids(list(messages), tools=_specs(tools), add_generation_prompt=True)
+        ids = self._renderer.render_ids(list(messages), tools=_tool_specs(tools), add_generation_prompt=True)
         return list(ids)
 
     def bridge(
         self,
         prompt: Sequence[int],
         sampled: Sequence[int],
-        new: Sequence[Message],
+        new_messages: Sequence[Message],
         tools: Sequence[Any] | None,
         *,
-        thinking: bool,
+        has_thinking: bool,
     ) -> list[int] | None:
         """The next prompt as an extension of these tokens, or none. `thinking`: there is some to strip."""
         # where nothing was thought there is nothing to strip, and the family's habit need not cost an extension
-        renderer = self._renderer if thinking else self._keeping
-        rendered = renderer.bridge_to_next_turn(list(prompt), list(sampled), list(new), tools=_specs(tools))
+        renderer = self._renderer if has_thinking else self._keep_all_renderer
+        rendered = renderer.bridge_to_next_turn(list(prompt), list(sampled), list(new_messages), tools=_tool_specs(tools))
         if rendered is None:
             return None
         ids, before = list(rendered.token_ids), [*prompt, *sampled]
@@ -81,7 +81,7 @@ class FamilyRenderer:
 
     def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Any] | None) -> Message:
         parsed = self._renderer.parse_response(
-            list(token_ids), tools=_specs(tools), prompt_ids=list(prompt_ids) or None
+            list(token_ids), tools=_tool_specs(tools), prompt_ids=list(prompt_ids) or None
         )
         message: Message = {"role": "assistant", "content": parsed.content or ""}
         if parsed.reasoning_content is not None:
@@ -92,14 +92,14 @@ class FamilyRenderer:
                 {
                     "id": call.id or f"call_{number}",
                     "type": "function",
-                    "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+                    "function": {"name": call.name, "arguments": _encode_arguments(call.arguments)},
                 }
                 for number, call in enumerate(calls)
             ]
         return message
 
 
-def _create(tokenizer: Any, family: str, retention: str | None) -> Any:
+def _create_renderer(tokenizer: Any, family: str, retention: str | None) -> Any:
     library = importlib.import_module("renderers")
     config = library.config_from_name(family)
     if retention is not None:
@@ -111,10 +111,10 @@ def _create(tokenizer: Any, family: str, retention: str | None) -> Any:
         raise ConfigError(f'renderer.family = "{family}" does not fit the tokenizer: {error}') from error
 
 
-def _specs(tools: Sequence[Any] | None) -> list[Any] | None:
+def _tool_specs(tools: Sequence[Any] | None) -> list[Any] | None:
     """Tools in the library's flat form."""
     return [tool.get("function", tool) for tool in tools] if tools else None
 
 
-def _arguments(arguments: Any) -> str:
+def _encode_arguments(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)

@@ -25,14 +25,14 @@ class Prompt:
     ids: tuple[int, ...]
     messages: tuple[Message, ...] = ()
     """What they say: as given, with the replies as they were sampled, thinking included."""
-    reason: str | None = None
+    split_reason: str | None = None
     """Why they do not extend an earlier turn; none when they do, and for the first turn."""
-    thinking: frozenset[int] = frozenset()
+    thinking_indices: frozenset[int] = frozenset()
     """The messages whose thinking is in the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class RenderedTurn:
     """A turn as the renderer needs it to go on from."""
 
     prompt: Prompt
@@ -41,15 +41,15 @@ class Spoken:
     reply: Message
     """What `parse` made of `sampled`."""
 
-    def continued_by(self, messages: Sequence[Message]) -> bool:
+    def is_prefix_of(self, messages: Sequence[Message]) -> bool:
         """Whether the messages begin with this turn, prompt and reply."""
         size = len(self.prompt.messages)
-        return len(messages) > size and self.repeated_by(messages) and _same(messages[size], self.reply)
+        return len(messages) > size and self.prompt_is_prefix_of(messages) and _same_message(messages[size], self.reply)
 
-    def repeated_by(self, messages: Sequence[Message]) -> bool:
+    def prompt_is_prefix_of(self, messages: Sequence[Message]) -> bool:
         """Whether the messages begin with those of this turn's prompt."""
         said = self.prompt.messages
-        return len(messages) >= len(said) and all(map(_same, messages, said))
+        return len(messages) >= len(said) and all(map(_same_message, messages, said))
 
 
 class Renderer:
@@ -59,111 +59,111 @@ class Renderer:
         self.settings = settings or RendererSettings()
         self.family = find_family(tokenizer, self.settings)
         """As the `renderers` library calls it; none: the model's own chat template is used."""
-        self._library = FamilyRenderer(tokenizer, self.family, self.settings) if self.family is not None else None
-        self._template = TemplateRenderer(tokenizer) if self._library is None else None
-        used = self._library or self._template
+        self._family_renderer = FamilyRenderer(tokenizer, self.family, self.settings) if self.family is not None else None
+        self._template_renderer = TemplateRenderer(tokenizer) if self._family_renderer is None else None
+        used = self._family_renderer or self._template_renderer
         assert used is not None
         self.stop_token_ids: tuple[int, ...] = used.stop_token_ids
         """The ids that end an answer."""
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """The whole conversation and the opening of the next answer."""
-        return list(self._whole(messages, tools, None).ids)
+        return list(self._render_full(messages, tools, None).ids)
 
     def parse(self, token_ids: Sequence[int], *, prompt_ids: Sequence[int] = (), tools: Tools = None) -> Message:
         """The assistant message that was sampled: content, and where there are any reasoning_content and tool_calls."""
-        if self._library is not None:
-            return self._library.parse(token_ids, prompt_ids, tools)
-        assert self._template is not None
-        return self._template.parse(token_ids, prompt_ids)
+        if self._family_renderer is not None:
+            return self._family_renderer.parse(token_ids, prompt_ids, tools)
+        assert self._template_renderer is not None
+        return self._template_renderer.parse(token_ids, prompt_ids)
 
-    def extend(self, turns_so_far: Sequence[Spoken], messages: Sequence[Message], tools: Tools = None) -> Prompt:
+    def extend(self, turns_so_far: Sequence[RenderedTurn], messages: Sequence[Message], tools: Tools = None) -> Prompt:
         """The prompt for these messages: where possible the tokens of the turn they go on from, and what is new."""
         if not turns_so_far:
-            return self._whole(messages, tools, None)
+            return self._render_full(messages, tools, None)
         last = max(
-            (turn for turn in turns_so_far if turn.continued_by(messages)),
+            (turn for turn in turns_so_far if turn.is_prefix_of(messages)),
             key=lambda turn: len(turn.prompt.messages),
             default=None,
         )
         if last is None:
-            again = any(turn.repeated_by(messages) for turn in turns_so_far)
-            return self._whole(messages, tools, "branch" if again else "compaction")
+            again = any(turn.prompt_is_prefix_of(messages) for turn in turns_so_far)
+            return self._render_full(messages, tools, "branch" if again else "compaction")
         said = last.prompt.messages
         messages = [*said, last.reply, *messages[len(said) + 1 :]]
-        if _list(tools) != _list(last.tools):
-            return self._whole(messages, tools, "tools")
-        return self._bridge_family(last, messages) if self._library is not None else self._bridge(last, messages)
+        if _as_list(tools) != _as_list(last.tools):
+            return self._render_full(messages, tools, "tools")
+        return self._bridge_family(last, messages) if self._family_renderer is not None else self._bridge_template(last, messages)
 
-    def _bridge_family(self, last: Spoken, messages: list[Message]) -> Prompt:
-        assert self._library is not None
-        thinking = bool(_thinking(messages))
+    def _bridge_family(self, last: RenderedTurn, messages: list[Message]) -> Prompt:
+        assert self._family_renderer is not None
+        thinking = bool(_thinking_indices(messages))
         new = messages[len(last.prompt.messages) + 1 :]
-        ids = self._library.bridge(last.prompt.ids, last.sampled, new, last.tools, thinking=thinking)
+        ids = self._family_renderer.bridge(last.prompt.ids, last.sampled, new, last.tools, has_thinking=thinking)
         if ids is not None:
             return Prompt(tuple(ids), tuple(messages))
-        whole = self._library.render(messages, last.tools)
+        whole = self._family_renderer.render(messages, last.tools)
         before = [*last.prompt.ids, *last.sampled]
         extends = whole[: len(before)] == before
         reason = None if extends else "thinking" if thinking else "template"
         return Prompt(tuple(whole), tuple(messages), reason)
 
-    def _bridge(self, last: Spoken, messages: list[Message]) -> Prompt:
+    def _bridge_template(self, last: RenderedTurn, messages: list[Message]) -> Prompt:
         """By the chat template: the tokens so far, and what it puts after the reply."""
-        assert self._template is not None
+        assert self._template_renderer is not None
         reply = len(last.prompt.messages)
-        present = last.prompt.thinking | ({reply} if reply in _thinking(messages) else frozenset())
-        if not present <= self._kept(messages, last.tools):
-            return self._whole(messages, last.tools, "thinking")
-        found = self._template.tail(messages, last.tools, reply)
+        present = last.prompt.thinking_indices | ({reply} if reply in _thinking_indices(messages) else frozenset())
+        if not present <= self._kept_thinking(messages, last.tools):
+            return self._render_full(messages, last.tools, "thinking")
+        found = self._template_renderer.tail_after_reply(messages, last.tools, reply)
         if found is None:
-            return self._whole(messages, last.tools, "template")
+            return self._render_full(messages, last.tools, "template")
         tail, closing = found
         done = next((n for n in range(closing, 0, -1) if tuple(tail[:n]) == last.sampled[-n:]), 0)
         return Prompt((*last.prompt.ids, *last.sampled, *tail[done:]), tuple(messages), None, frozenset(present))
 
-    def _whole(self, messages: Sequence[Message], tools: Tools, reason: str | None) -> Prompt:
-        if self._library is not None:
-            return Prompt(tuple(self._library.render(messages, tools)), tuple(messages), reason)
-        assert self._template is not None
-        kept = self._kept(messages, tools)
-        habit = self._template.surviving(messages, tools, _thinking(messages))
-        text = self._template.text(messages, tools, kept=sorted(kept - habit))
-        return Prompt(tuple(self._template.encode(text)), tuple(messages), reason, frozenset(kept))
+    def _render_full(self, messages: Sequence[Message], tools: Tools, split_reason: str | None) -> Prompt:
+        if self._family_renderer is not None:
+            return Prompt(tuple(self._family_renderer.render(messages, tools)), tuple(messages), split_reason)
+        assert self._template_renderer is not None
+        kept = self._kept_thinking(messages, tools)
+        habit = self._template_renderer.kept_thinking(messages, tools, _thinking_indices(messages))
+        text = self._template_renderer.render_text(messages, tools, kept_thinking=sorted(kept - habit))
+        return Prompt(tuple(self._template_renderer.encode(text)), tuple(messages), split_reason, frozenset(kept))
 
-    def _kept(self, messages: Sequence[Message], tools: Tools) -> set[int]:
+    def _kept_thinking(self, messages: Sequence[Message], tools: Tools) -> set[int]:
         """The messages whose thinking belongs in a prompt: by the settings, or by the template's habit."""
-        assert self._template is not None
-        thoughts = _thinking(messages)
+        assert self._template_renderer is not None
+        thoughts = _thinking_indices(messages)
         if self.settings.preserve_all_thinking:
             return set(thoughts)
-        habit = self._template.surviving(messages, tools, thoughts)
+        habit = self._template_renderer.kept_thinking(messages, tools, thoughts)
         if self.settings.preserve_thinking_between_tool_calls:
             asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
             return habit | {index for index in thoughts if index > asked}
         return habit
 
 
-def _thinking(messages: Sequence[Message]) -> list[int]:
+def _thinking_indices(messages: Sequence[Message]) -> list[int]:
     """The messages that hold thinking."""
     return [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("reasoning_content")]
 
 
-def _same(given: Message, said: Message) -> bool:
+def _same_message(candidate: Message, recorded: Message) -> bool:
     """Whether a message is one said before.
 
     Of an assistant's message an environment may give less than was sampled: without thinking, calls or space around it.
     """
-    if given.get("role") != said["role"]:
+    if candidate.get("role") != recorded["role"]:
         return False
-    if said["role"] == "assistant":
-        texts = [message.get("content") or "" for message in (given, said)]
+    if recorded["role"] == "assistant":
+        texts = [message.get("content") or "" for message in (candidate, recorded)]
         same = [text.strip() if isinstance(text, str) else text for text in texts]
         return same[0] == same[1] and all(
-            said.get(key) == given[key] for key in given if key != "content" and given[key]
+            recorded.get(key) == candidate[key] for key in candidate if key != "content" and candidate[key]
         )
-    return all((given.get(key) or None) == (said.get(key) or None) for key in {*given, *said})
+    return all((candidate.get(key) or None) == (recorded.get(key) or None) for key in {*candidate, *recorded})
 
 
-def _list(tools: Tools) -> list[Any]:
+def _as_list(tools: Tools) -> list[Any]:
     return list(tools or [])

@@ -14,17 +14,17 @@ from jinja2 import TemplateError
 from keel.errors import ConfigError
 from keel.inference.protocol import Message
 from keel.rollout.rendering.chat_format import (
-    CLOSE,
-    OPEN,
-    read_answer,
+    THINK_CLOSE,
+    THINK_OPEN,
+    parse_completion,
     with_decoded_arguments,
-    write_calls,
-    write_thinking,
+    inline_tool_calls,
+    format_thinking,
 )
 
 _MARK = "kq7Keel{}Mark9zk"
 """Letters and digits only, so that no template trims, escapes or splits it."""
-_NO_THOUGHT = re.compile(r"<think>\s*</think>\s*")
+_EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 
 
 class TemplateRenderer:
@@ -39,29 +39,29 @@ class TemplateRenderer:
             )
         self._tokenizer = tokenizer
         text = template if isinstance(template, str) else "".join(map(str, dict(template).values()))
-        self._knows = {word: word in text for word in ("reasoning_content", "tool_calls", "tools")}
-        self._specials = [token for token in tokenizer.all_special_tokens if token not in (OPEN, CLOSE)]
-        self.stop_token_ids = self._find_stops()
+        self._template_supports = {word: word in text for word in ("reasoning_content", "tool_calls", "tools")}
+        self._special_tokens = [token for token in tokenizer.all_special_tokens if token not in (THINK_OPEN, THINK_CLOSE)]
+        self.stop_token_ids = self._find_stop_ids()
 
     # ---- text
 
-    def text(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, kept: Sequence[int] = (), prompt: bool = True
+    def render_text(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, kept_thinking: Sequence[int] = (), add_generation_prompt: bool = True
     ) -> str:
         """What the template makes of the messages, with the thinking of those in `kept` whatever its habit."""
-        if tools and not self._knows["tools"]:
+        if tools and not self._template_supports["tools"]:
             raise ConfigError(
                 "the model's chat template has no place for tools; describe them in a system message and leave out"
                 " `tools`"
             )
-        plain = [self._plain(message) for message in messages]
+        plain = [self._normalise_message(message) for message in messages]
         shown = {}
-        for index in kept:
-            bare = self._plain({**messages[index], "reasoning_content": None})
-            shown[_MARK.format(index)] = write_thinking(messages[index]["reasoning_content"], bare["content"])
+        for index in kept_thinking:
+            bare = self._normalise_message({**messages[index], "reasoning_content": None})
+            shown[_MARK.format(index)] = format_thinking(messages[index]["reasoning_content"], bare["content"])
             plain[index] = {**bare, "content": _MARK.format(index)}
         text: str = self._tokenizer.apply_chat_template(
-            plain, tools=list(tools) if tools else None, add_generation_prompt=prompt, tokenize=False
+            plain, tools=list(tools) if tools else None, add_generation_prompt=add_generation_prompt, tokenize=False
         )
         for mark, words in shown.items():
             text = text.replace(mark, words)
@@ -70,7 +70,7 @@ class TemplateRenderer:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _plain(self, message: Message) -> Message:
+    def _normalise_message(self, message: Message) -> Message:
         """A message in the form that this template knows."""
         message = dict(message)
         if isinstance(message.get("content"), list):
@@ -83,19 +83,19 @@ class TemplateRenderer:
         message["content"] = message.get("content") or ""
         if message["role"] == "assistant":
             message = with_decoded_arguments(message)
-            if message.get("tool_calls") and not self._knows["tool_calls"]:
-                message["content"] = write_calls(message)
+            if message.get("tool_calls") and not self._template_supports["tool_calls"]:
+                message["content"] = inline_tool_calls(message)
                 del message["tool_calls"]
             reasoning = message.pop("reasoning_content", None)
-            if reasoning is not None and self._knows["reasoning_content"]:
+            if reasoning is not None and self._template_supports["reasoning_content"]:
                 message["reasoning_content"] = reasoning
             elif reasoning is not None:
-                message["content"] = write_thinking(reasoning, message["content"])
+                message["content"] = format_thinking(reasoning, message["content"])
         return message
 
     # ---- what a template does
 
-    def surviving(self, messages: Sequence[Message], tools: Sequence[Any] | None, indices: Sequence[int]) -> set[int]:
+    def kept_thinking(self, messages: Sequence[Message], tools: Sequence[Any] | None, indices: Sequence[int]) -> set[int]:
         """Those of the messages whose thinking the template shows when all of these are there."""
         if not indices:
             return set()
@@ -103,11 +103,11 @@ class TemplateRenderer:
             {**message, "reasoning_content": _MARK.format(index)} if index in indices else message
             for index, message in enumerate(messages)
         ]
-        text = self.text(marked, tools)
+        text = self.render_text(marked, tools)
         return {index for index in indices if _MARK.format(index) in text}
 
-    def tail(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, reply: int
+    def tail_after_reply(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, reply_index: int
     ) -> tuple[list[int], int] | None:
         """What the template puts after the reply at that index, and how many of those tokens end the reply's turn.
 
@@ -115,26 +115,26 @@ class TemplateRenderer:
         """
         plain = [{key: value for key, value in m.items() if key != "reasoning_content"} for m in messages]
         mark = _MARK.format("")
-        plain[reply] = {"role": "assistant", "content": mark}
+        plain[reply_index] = {"role": "assistant", "content": mark}
         try:
-            before = self.text(plain[:reply], tools)
-            alone = self.text(plain[: reply + 1], tools, prompt=False)
-            whole = self.text(plain, tools)
+            before = self.render_text(plain[:reply_index], tools)
+            alone = self.render_text(plain[: reply_index + 1], tools, add_generation_prompt=False)
+            whole = self.render_text(plain, tools)
         except TemplateError:
             return None
         head, found, tail = whole.partition(mark)
         close = alone.partition(mark)[2]
         # the opening of an answer may hold more than the template shows later, such as an opened <think>
-        if not found or not _bare(before).startswith(_bare(head)) or not tail.startswith(close):
+        if not found or not _strip_empty_thinking(before).startswith(_strip_empty_thinking(head)) or not tail.startswith(close):
             return None
         return self.encode(tail), len(self.encode(close))
 
-    def _find_stops(self) -> tuple[int, ...]:
+    def _find_stop_ids(self) -> tuple[int, ...]:
         """The end of text, and the special token with which the template ends an answer."""
         stops = [self._tokenizer.eos_token_id] if self._tokenizer.eos_token_id is not None else []
         try:
             example = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-            text = self.text(example, None, prompt=False)
+            text = self.render_text(example, None, add_generation_prompt=False)
         except TemplateError:
             return tuple(stops)
         close = self.encode(text.partition(_MARK)[2])
@@ -151,11 +151,11 @@ class TemplateRenderer:
             ids.pop()
         ending = self._tokenizer.decode(list(prompt_ids)[-16:]).rstrip() if prompt_ids else ""
         text = self._tokenizer.decode(ids)
-        for token in self._specials:
+        for token in self._special_tokens:
             text = text.replace(token, "")
-        return read_answer(text, thinking=ending.endswith(OPEN))
+        return parse_completion(text, inside_thinking=ending.endswith(THINK_OPEN))
 
 
-def _bare(text: str) -> str:
+def _strip_empty_thinking(text: str) -> str:
     """Without the empty thinking that some templates show here and not there: it says nothing about the messages."""
-    return _NO_THOUGHT.sub("", text)
+    return _EMPTY_THINKING.sub("", text)

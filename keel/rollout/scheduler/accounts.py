@@ -5,35 +5,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keel.errors import KeelError
-from keel.rollout.scheduler.groups import Group, Reason, Refusal
+from keel.rollout.scheduler.groups import Group, DropReason, DroppedRollout
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RolloutBatch:
     """What one step trains on, and what it does not."""
 
     version: int
     """That it was asked with: the trainer's."""
     groups: list[Group]
     """In order of dispatch."""
-    refused: list[Refusal]
+    dropped: list[DroppedRollout]
     """All rollouts refused since the last batch, whether their group is in this one or still in line."""
     counters: dict[str, int]
     """What happened since the last batch."""
 
 
-class Exhausted(KeelError):
+class TasksExhausted(KeelError):
     """All tasks are used up, and everything that was dispatched has been emitted."""
 
 
-class Closed(KeelError):
+class SchedulerClosed(KeelError):
     """The scheduler was closed."""
 
 
 class NothingToTrain(KeelError):
     """Batch after batch had nothing to train on."""
 
-    def __init__(self, message: str, batch: Batch, reasons: Mapping[Reason, int]) -> None:
+    def __init__(self, message: str, batch: RolloutBatch, reasons: Mapping[DropReason, int]) -> None:
         super().__init__(message)
         self.batch = batch
         """The last of them: what it refused is emitted here and nowhere else."""
@@ -41,46 +41,46 @@ class NothingToTrain(KeelError):
         """Rollouts refused since the last batch that trained, by reason."""
 
 
-class Ledger:
+class SchedulerAccounts:
     """Refusals since they were last taken, counters since the last batch, reasons since the last batch that trained."""
 
     def __init__(self) -> None:
-        self.refused: list[Refusal] = []
+        self.dropped: list[DroppedRollout] = []
         self.counts: Counter[str] = Counter()
-        self.reasons: Counter[Reason] = Counter()
-        self.barren = 0
+        self.reasons: Counter[DropReason] = Counter()
+        self.empty_batches = 0
         """Batches in a row with nothing to train on."""
         self.last_error: str | None = None
         """Of the last rollout that failed since a batch was cut."""
 
-    def refuse(self, refusal: Refusal) -> None:
-        self.refused.append(refusal)
-        self.last_error = refusal.error or self.last_error
-        self.counts[f"refused_{refusal.reason}"] += 1
-        self.reasons[refusal.reason] += 1
+    def record_drop(self, dropped: DroppedRollout) -> None:
+        self.dropped.append(dropped)
+        self.last_error = dropped.error or self.last_error
+        self.counts[f"refused_{dropped.reason}"] += 1
+        self.reasons[dropped.reason] += 1
 
-    def take(self) -> list[Refusal]:
-        refused, self.refused = self.refused, []
+    def drain(self) -> list[DroppedRollout]:
+        refused, self.dropped = self.dropped, []
         return refused
 
-    def batch(self, version: int, groups: list[Group], *, places: int) -> Batch:
+    def close_batch(self, version: int, groups: list[Group], *, capacity: int) -> RolloutBatch:
         """Close the account of a batch that had so many places, of which these were filled."""
         counts, self.counts, self.last_error = self.counts, Counter(), None
         counts["groups_trained"] = len(groups)
         if groups:
-            self.barren, self.reasons = 0, Counter()
-        elif places:
-            self.barren += 1
-        return Batch(version, groups, self.take(), dict(counts))
+            self.empty_batches, self.reasons = 0, Counter()
+        elif capacity:
+            self.empty_batches += 1
+        return RolloutBatch(version, groups, self.drain(), dict(counts))
 
-    def check(self, batch: Batch, limit: int | None) -> None:
+    def check_empty_batches(self, batch: RolloutBatch, limit: int | None) -> None:
         """Raise once `limit` batches in a row had nothing to train on."""
-        if batch.groups or limit is None or self.barren < limit:
+        if batch.groups or limit is None or self.empty_batches < limit:
             return
         reasons = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
-        error = next((refusal.error for refusal in reversed(batch.refused) if refusal.error), None)
+        error = next((refusal.error for refusal in reversed(batch.dropped) if refusal.error), None)
         raise NothingToTrain(
-            f"{self.barren} batches in a row had nothing to train on (scheduler.halt_after = {limit}); refused:"
+            f"{self.empty_batches} batches in a row had nothing to train on (scheduler.halt_after = {limit}); refused:"
             f" {reasons or 'nothing'}{f'; the last error: {error}' if error else ''}; mend what fails, or raise"
             " scheduler.max_error_reschedule_attempts or max_off_policy_steps",
             batch,

@@ -7,10 +7,10 @@ left) or it is not.
 from collections.abc import Iterator
 from itertools import islice
 
-from keel.rollout.scheduler.groups import OpenGroup
+from keel.rollout.scheduler.groups import PendingGroup
 
 
-class Line:
+class GroupQueue:
     """Groups in order of dispatch, none of which has been cut yet.
 
     The window rule, with B groups a batch and a window of w batches: a batch takes the first B resolved groups among
@@ -24,52 +24,52 @@ class Line:
     whoever overtakes a later one overtakes it too.
     """
 
-    def __init__(self, size: int, window: int) -> None:
-        self._reach = (window + 1) * size
-        self._allowed = window * size
-        self._groups: dict[str, OpenGroup] = {}
-        self._missing = 0
-        self._blocker: OpenGroup | None = None
+    def __init__(self, groups_per_batch: int, window_batches: int) -> None:
+        self._lookahead = (window_batches + 1) * groups_per_batch
+        self._max_overtakes = window_batches * groups_per_batch
+        self._groups: dict[str, PendingGroup] = {}
+        self._missing_groups = 0
+        self._blocker: PendingGroup | None = None
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def __iter__(self) -> Iterator[OpenGroup]:
+    def __iter__(self) -> Iterator[PendingGroup]:
         return iter(self._groups.values())
 
-    def find(self, group: str) -> OpenGroup | None:
-        return self._groups.get(group)
+    def get(self, group_id: str) -> PendingGroup | None:
+        return self._groups.get(group_id)
 
-    def append(self, group: OpenGroup) -> None:
+    def append(self, group: PendingGroup) -> None:
         self._groups[group.id] = group
 
-    def leave(self, group: OpenGroup) -> None:
+    def remove(self, group: PendingGroup) -> None:
         """Without being cut: it overtakes nobody."""
         del self._groups[group.id]
-        self.look_again()
+        self.invalidate()
 
-    def resolved(self, group: OpenGroup) -> None:
+    def on_resolved(self, group: PendingGroup) -> None:
         if self._blocker is None or self._blocker is group:
-            self._missing -= 1
+            self._missing_groups -= 1
 
     @property
-    def hopeful(self) -> bool:
+    def may_have_batch(self) -> bool:
         """Whether `select` may find more than it did last time. In constant time, so that a line that waits for one
         group is not walked along whenever another one is resolved."""
-        return self._missing <= 0
+        return self._missing_groups <= 0
 
-    def look_again(self) -> None:
-        self._missing, self._blocker = 0, None
+    def invalidate(self) -> None:
+        self._missing_groups, self._blocker = 0, None
 
-    def select(self, count: int) -> list[OpenGroup] | None:
+    def select(self, count: int) -> list[PendingGroup] | None:
         """The groups of the next batch, `count` of them, or None while the rule says to wait. Takes nothing away."""
-        chosen: list[OpenGroup] = []
-        slowest: OpenGroup | None = None
+        chosen: list[PendingGroup] = []
+        slowest: PendingGroup | None = None
         budget = count
-        for group in islice(self._groups.values(), self._reach):
+        for group in islice(self._groups.values(), self._lookahead):
             if group.state == "open":
                 if slowest is None:
-                    slowest, budget = group, self._allowed - group.overtaken
+                    slowest, budget = group, self._max_overtakes - group.overtaken
             elif slowest is None or budget > 0:
                 chosen.append(group)
                 if slowest is not None:
@@ -80,13 +80,13 @@ class Line:
                 break
         blocked = slowest is not None and budget <= 0
         self._blocker = slowest if blocked else None
-        self._missing = 1 if blocked else count - len(chosen)
+        self._missing_groups = 1 if blocked else count - len(chosen)
         return None if len(chosen) < count else chosen
 
-    def take(self, chosen: list[OpenGroup]) -> None:
+    def pop(self, chosen: list[PendingGroup]) -> None:
         """Cut these, as `select` gave them."""
         later = len(chosen)
-        for group in islice(self._groups.values(), self._reach):
+        for group in islice(self._groups.values(), self._lookahead):
             if not later:
                 break
             if group.state == "open":
@@ -95,4 +95,4 @@ class Line:
                 later -= 1
         for group in chosen:
             del self._groups[group.id]
-        self.look_again()
+        self.invalidate()

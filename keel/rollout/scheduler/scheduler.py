@@ -14,15 +14,15 @@ from typing import Any, Self
 
 from keel.config import SchedulerSettings
 from keel.errors import KeelError, StorageError
-from keel.rollout.scheduler.accounts import Batch, Closed, Exhausted, Ledger
-from keel.rollout.scheduler.group_queue import Line
-from keel.rollout.scheduler.groups import Dispatch, OpenGroup, Reason, Refusal, Result, Seat
-from keel.rollout.scheduler.in_flight import Flights, read
-from keel.rollout.scheduler.state import Recall, freeze, thaw
-from keel.rollout.scheduler.status import Status
-from keel.rollout.scheduler.task_sources import Source, Sources
+from keel.rollout.scheduler.accounts import RolloutBatch, SchedulerClosed, TasksExhausted, SchedulerAccounts
+from keel.rollout.scheduler.group_queue import GroupQueue
+from keel.rollout.scheduler.groups import RolloutRequest, PendingGroup, DropReason, DroppedRollout, RolloutLike, RolloutSlot
+from keel.rollout.scheduler.in_flight import InFlightTasks, read_result
+from keel.rollout.scheduler.state import RolloutLookup, dump_state, load_state
+from keel.rollout.scheduler.status import SchedulerStatus
+from keel.rollout.scheduler.task_sources import TaskSource, TaskSampler
 
-PAUSE, LONGEST_PAUSE = 0.1, 30.0
+RETRY_BACKOFF, MAX_RETRY_BACKOFF = 0.1, 30.0
 """Seconds before a second retry, doubled for each one after, up to the longest: a failure that comes back at once, for
 ever, would otherwise keep a core busy. The first retry is not delayed."""
 
@@ -56,111 +56,111 @@ class Scheduler:
 
     def __init__(
         self,
-        run: Callable[[Dispatch], Awaitable[Result]],
-        sources: Iterable[Source],
+        run: Callable[[RolloutRequest], Awaitable[RolloutLike]],
+        sources: Iterable[TaskSource],
         settings: SchedulerSettings | None = None,
     ) -> None:
         self.settings = settings = settings or SchedulerSettings()
-        self._run = run
-        self._sources = Sources(sources)
-        self._line = Line(settings.groups, settings.window)
-        self._flights = Flights(settings.watchdog, self._landed, self._lost)
-        self._queue: list[tuple[int, int, Seat]] = []
-        self._fresh: list[Seat] = []
+        self._run_rollout = run
+        self._task_sampler = TaskSampler(sources)
+        self._group_queue = GroupQueue(settings.groups, settings.window)
+        self._in_flight = InFlightTasks(settings.watchdog, self._on_done, self._on_timeout)
+        self._slot_queue: list[tuple[int, int, RolloutSlot]] = []
+        self._new_slots: list[RolloutSlot] = []
         """Seats of the newest group that were never dispatched, the next one last."""
-        self._needed = settings.min_group_size or settings.group_size
-        self._number = 0
-        self._version = 0
-        self._live: int | None = None
+        self._min_valid = settings.min_group_size or settings.group_size
+        self._next_group_number = 0
+        self._trainer_version = 0
+        self._engine_version: int | None = None
         """Of the engines, where somebody tells."""
-        self._called = self._closed = False
+        self._batch_requested = self._closed = False
         self._waiter: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
-        self._ledger = Ledger()
-        self.landed = 0
+        self._accounts = SchedulerAccounts()
+        self.completed = 0
         """Rollouts that ended well: grows as long as there is progress."""
 
     # -- what callers use ---------------------------------------------------------------------------------------------
 
-    async def next_batch(self, version: int) -> Batch:
+    async def next_batch(self, version: int) -> RolloutBatch:
         """The next batch, for a trainer that holds weights `version`.
 
         May be cancelled at any time, and loses nothing by it: what is under way goes on. Raises `NothingToTrain` after
         `halt_after` empty batches in a row, `Exhausted` when tasks have run out and `Closed` after `close`.
         """
-        self._enter(version)
+        self._begin_call(version)
         try:
-            while (batch := self._cut()) is None:
+            while (batch := self._try_cut_batch()) is None:
                 self._waiter = asyncio.get_running_loop().create_future()
                 await self._waiter
         finally:
-            self._called, self._waiter = False, None
-        self._ledger.check(batch, self.settings.halt_after)
+            self._batch_requested, self._waiter = False, None
+        self._accounts.check_empty_batches(batch, self.settings.halt_after)
         return batch
 
-    def live(self, version: int) -> None:
+    def set_engine_version(self, version: int) -> None:
         """The engines sample with this version from now on. Who never says so is taken to keep up."""
-        before, self._live = self._live, version
+        before, self._engine_version = self._engine_version, version
         if before is not None:
-            self._fill()
+            self._fill_in_flight()
 
-    def find(self, group: str) -> OpenGroup | None:
+    def find_group(self, group_id: str) -> PendingGroup | None:
         """A group that is not yet cut, by its id."""
-        return self._line.find(group)
+        return self._group_queue.get(group_id)
 
-    def take_refused(self) -> list[Refusal]:
+    def drain_dropped(self) -> list[DroppedRollout]:
         """Emit what was refused so far now, instead of with the next batch."""
-        return self._ledger.take()
+        return self._accounts.drain()
 
-    def status(self) -> Status:
+    def status(self) -> SchedulerStatus:
         """What is under way and what is waited for; takes time proportional to both."""
         settings = self.settings
-        return Status.of(
-            self._line,
-            self._flights,
-            called=self._called,
-            groups=settings.groups,
-            dry=self._sources.dry,
-            last_error=self._ledger.last_error,
+        return SchedulerStatus.collect(
+            self._group_queue,
+            self._in_flight,
+            waiting=self._batch_requested,
+            groups_per_step=settings.groups,
+            exhausted=self._task_sampler.exhausted,
+            last_error=self._accounts.last_error,
         )
 
-    async def close(self, grace: float = 10.0) -> list[Refusal]:
+    async def close(self, grace: float = 10.0) -> list[DroppedRollout]:
         """Cancel everything, and emit all that was not: each rollout that is in flight or in line as "closed".
 
         Waits until what was cancelled has ended, at most `grace` seconds. Closing twice is harmless, and gives what is
         left if the first call was itself cancelled.
         """
         self._closed = True
-        for group in list(self._line):
-            self._empty(group, "closed")
-            group.retire("gone")
-            self._line.leave(group)
-        self._queue, self._fresh = [], []
+        for group in list(self._group_queue):
+            self._drop_group(group, "closed")
+            group.clear("gone")
+            self._group_queue.remove(group)
+        self._slot_queue, self._new_slots = [], []
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-        await self._flights.end(grace)
-        return self._ledger.take()
+        await self._in_flight.drain(grace)
+        return self._accounts.drain()
 
     def snapshot(self) -> dict[str, Any]:
         """All there is to go on from here later, as JSON-able data; rollouts are in it by name only."""
         return {
-            "number": self._number,
-            "barren": self._ledger.barren,
-            "reasons": dict(self._ledger.reasons),
-            "counts": dict(self._ledger.counts),
-            "positions": dict(self._sources.positions),
-            **freeze(self._line, self._ledger.refused),
+            "number": self._next_group_number,
+            "barren": self._accounts.empty_batches,
+            "reasons": dict(self._accounts.reasons),
+            "counts": dict(self._accounts.counts),
+            "positions": dict(self._task_sampler.positions),
+            **dump_state(self._group_queue, self._accounts.dropped),
         }
 
     @classmethod
     def restore(
         cls,
         snapshot: Mapping[str, Any],
-        run: Callable[[Dispatch], Awaitable[Result]],
-        sources: Iterable[Source],
+        run: Callable[[RolloutRequest], Awaitable[RolloutLike]],
+        sources: Iterable[TaskSource],
         settings: SchedulerSettings | None = None,
         *,
-        recall: Recall | None = None,
+        lookup: RolloutLookup | None = None,
     ) -> Self:
         """Go on from a snapshot: the same groups in the same places, the same tasks after them.
 
@@ -169,214 +169,214 @@ class Scheduler:
         must give the same tasks again.
         """
         scheduler = cls(run, sources, settings)
-        ledger = scheduler._ledger
-        groups, ledger.refused = thaw(snapshot, scheduler._sources, recall)
-        scheduler._number, ledger.barren = snapshot["number"], snapshot["barren"]
+        ledger = scheduler._accounts
+        groups, ledger.dropped = load_state(snapshot, scheduler._task_sampler, lookup)
+        scheduler._next_group_number, ledger.empty_batches = snapshot["number"], snapshot["barren"]
         ledger.reasons, ledger.counts = Counter(snapshot["reasons"]), Counter(snapshot["counts"])
         for group in groups:
-            scheduler._line.append(group)
-            for seat in group.seats:
+            scheduler._group_queue.append(group)
+            for seat in group.slots:
                 if seat.state == "flying":
-                    ledger.refuse(seat.refusal("restart"))
-                    seat.again(afresh=False)
+                    ledger.record_drop(seat.to_dropped("restart"))
+                    seat.requeue(reset_failures=False)
                 if seat.state == "queued":
                     scheduler._enqueue(seat)
         return scheduler
 
     # -- what a batch is made of --------------------------------------------------------------------------------------
 
-    def _enter(self, version: int) -> None:
-        if self._called:
+    def _begin_call(self, version: int) -> None:
+        if self._batch_requested:
             raise KeelError("next_batch is already waiting; one caller at a time")
         if self._closed:
-            raise Closed("the scheduler is closed; it gives no more batches")
-        self._called, self._version = True, version
+            raise SchedulerClosed("the scheduler is closed; it gives no more batches")
+        self._batch_requested, self._trainer_version = True, version
 
-    def _cut(self) -> Batch | None:
+    def _try_cut_batch(self) -> RolloutBatch | None:
         """A batch if the line holds one. There is no await between taking and returning it, so none is ever lost."""
         while True:
-            self._fill()
+            self._fill_in_flight()
             if self._closed:
-                raise Closed("the scheduler was closed while a batch was waited for")
+                raise SchedulerClosed("the scheduler was closed while a batch was waited for")
             if self._failure is not None:
                 raise self._failure
-            if self.settings.max_off_policy_steps == 0 and self._flights:
-                self._line.look_again()
+            if self.settings.max_off_policy_steps == 0 and self._in_flight:
+                self._group_queue.invalidate()
                 return None
-            count = min(self.settings.groups, len(self._line)) if self._sources.dry else self.settings.groups
-            chosen = self._line.select(count)
+            count = min(self.settings.groups, len(self._group_queue)) if self._task_sampler.exhausted else self.settings.groups
+            chosen = self._group_queue.select(count)
             if chosen is None:
                 return None
-            renewed = sum(self._renew(group) for group in chosen if self._stale(group))
+            renewed = sum(self._handle_stale(group) for group in chosen if self._is_stale(group))
             if not renewed:
                 break
-        if not chosen and not self._ledger.refused:
-            raise Exhausted("all tasks are used up and every rollout has been emitted; give the sources more tasks")
-        self._line.take(chosen)
-        groups = [group.emitted() for group in chosen if group.state == "ready"]
+        if not chosen and not self._accounts.dropped:
+            raise TasksExhausted("all tasks are used up and every rollout has been emitted; give the sources more tasks")
+        self._group_queue.pop(chosen)
+        groups = [group.to_group() for group in chosen if group.state == "ready"]
         for group in chosen:
-            group.retire("gone")
-        return self._ledger.batch(self._version, groups, places=len(chosen))
+            group.clear("gone")
+        return self._accounts.close_batch(self._trainer_version, groups, capacity=len(chosen))
 
-    def _stale(self, group: OpenGroup) -> bool:
-        if group.state != "ready" or group.oldest is None:
+    def _is_stale(self, group: PendingGroup) -> bool:
+        if group.state != "ready" or group.oldest_version is None:
             return False
-        return self._version - group.oldest > self.settings.max_off_policy_steps
+        return self._trainer_version - group.oldest_version > self.settings.max_off_policy_steps
 
-    def _renew(self, group: OpenGroup) -> bool:
+    def _handle_stale(self, group: PendingGroup) -> bool:
         """Refuse a stale group, and say whether another, or itself again, is to take its place."""
-        self._ledger.counts["groups_stale"] += 1
-        lagging = group.version >= self._version
-        self._empty(group, "stale")
+        self._accounts.counts["groups_stale"] += 1
+        lagging = group.version >= self._trainer_version
+        self._drop_group(group, "stale")
         if lagging:
-            group.retire("dropped")
+            group.clear("dropped")
             return False
         if self.settings.stale == "refuse":
-            group.retire("gone")
-            self._line.leave(group)
+            group.clear("gone")
+            self._group_queue.remove(group)
             return True
-        self._ledger.counts["groups_resampled"] += 1
-        group.renew(self._version)
-        for seat in group.seats:
-            seat.again(afresh=True)
+        self._accounts.counts["groups_resampled"] += 1
+        group.restart(self._trainer_version)
+        for seat in group.slots:
+            seat.requeue(reset_failures=True)
             self._enqueue(seat)
         return True
 
     # -- what is dispatched -------------------------------------------------------------------------------------------
 
-    def _fill(self) -> None:
+    def _fill_in_flight(self) -> None:
         """Dispatch until nothing more may be in flight: what is queued first, the oldest group first."""
-        flights, queue, limit = self._flights, self._queue, self.settings.max_in_flight
+        flights, queue, limit = self._in_flight, self._slot_queue, self.settings.max_in_flight
         while len(flights) < limit:
             if queue:
                 seat = heapq.heappop(queue)[2]
-            elif self._fresh:
-                seat = self._fresh.pop()
-            elif self._open():
+            elif self._new_slots:
+                seat = self._new_slots.pop()
+            elif self._open_group():
                 continue
             else:
                 break
             if seat.group.state == "open":
                 self._launch(seat)
 
-    def _open(self) -> bool:
+    def _open_group(self) -> bool:
         """Begin a new group, if the line has room and there are tasks."""
-        behind = 0 if self._live is None else max(self._version - self._live, 0)
-        ahead = max(self.settings.max_off_policy_steps - behind, 0) + self._called
-        if self._closed or self._failure or self._sources.dry or len(self._line) >= ahead * self.settings.groups:
+        behind = 0 if self._engine_version is None else max(self._trainer_version - self._engine_version, 0)
+        ahead = max(self.settings.max_off_policy_steps - behind, 0) + self._batch_requested
+        if self._closed or self._failure or self._task_sampler.exhausted or len(self._group_queue) >= ahead * self.settings.groups:
             return False
         try:
-            drawn = self._sources.draw()
+            drawn = self._task_sampler.next_task()
             if drawn is None:
-                self._line.look_again()
+                self._group_queue.invalidate()
                 return False
             size = self.settings.group_size
-            group = OpenGroup(self._number, drawn.environment, drawn.number, drawn.task, size, self._version)
+            group = PendingGroup(self._next_group_number, drawn.environment, drawn.task_index, drawn.task, size, self._trainer_version)
         except Exception as error:  # noqa: BLE001 - next_batch raises it: an environment without tasks is no rollout's error
             self._failure = error
             return False
-        self._number += 1
-        self._line.append(group)
-        self._fresh = group.seats[::-1]
+        self._next_group_number += 1
+        self._group_queue.append(group)
+        self._new_slots = group.slots[::-1]
         return True
 
-    def _launch(self, seat: Seat) -> None:
-        seat.state = "flying"
-        self._ledger.counts["dispatched"] += 1
+    def _launch(self, slot: RolloutSlot) -> None:
+        slot.state = "flying"
+        self._accounts.counts["dispatched"] += 1
         try:
-            self._flights.launch(seat, self._run(seat.dispatch()))
+            self._in_flight.launch(slot, self._run_rollout(slot.to_request()))
         except Exception as error:  # noqa: BLE001 - a runner that cannot even begin has failed like any other
-            self._failed(seat, None, "exception", f"{type(error).__name__}: {error}")
+            self._on_failure(slot, None, "exception", f"{type(error).__name__}: {error}")
 
-    def _enqueue(self, seat: Seat) -> None:
-        heapq.heappush(self._queue, (seat.group.number, seat.member, seat))
+    def _enqueue(self, slot: RolloutSlot) -> None:
+        heapq.heappush(self._slot_queue, (slot.group.number, slot.member, slot))
 
     # -- what comes back ----------------------------------------------------------------------------------------------
 
-    def _landed(self, seat: Seat, task: asyncio.Future[Any]) -> None:
+    def _on_done(self, slot: RolloutSlot, task: asyncio.Future[Any]) -> None:
         """A task has ended. If its group is gone, it was emitted when it was cancelled, and only its place is freed."""
-        rollout, kind, error, version = read(task)
+        rollout, kind, error, version = read_result(task)
         if not task.cancelled() and isinstance(broken := task.exception(), StorageError):
             self._failure = broken  # no rollout's error: trying again would sample for ever and keep nothing
-        if seat.group.state == "open":
-            seat.task = None
+        if slot.group.state == "open":
+            slot.task = None
             if kind is None:
-                self._ledger.counts["succeeded"] += 1
-                self.landed += 1
-                seat.group.saw(version)
-                seat.finish(rollout)
-                self._resolved_if_done(seat.group)
+                self._accounts.counts["succeeded"] += 1
+                self.completed += 1
+                slot.group.note_version(version)
+                slot.finish(rollout)
+                self._mark_ready_if_done(slot.group)
             else:
-                self._failed(seat, rollout, kind, error)
-        self._fill()
-        self._nudge()
+                self._on_failure(slot, rollout, kind, error)
+        self._fill_in_flight()
+        self._wake()
 
-    def _lost(self, seat: Seat) -> None:
+    def _on_timeout(self, slot: RolloutSlot) -> None:
         """The watchdog gave a task up; it may still run, but nobody waits for it."""
-        if seat.group.state == "open":
-            seat.task = None
-            self._failed(seat, None, "timeout", f"no result after scheduler.watchdog = {self.settings.watchdog:g} s")
-        self._fill()
-        self._nudge()
+        if slot.group.state == "open":
+            slot.task = None
+            self._on_failure(slot, None, "timeout", f"no result after scheduler.watchdog = {self.settings.watchdog:g} s")
+        self._fill_in_flight()
+        self._wake()
 
-    def _failed(self, seat: Seat, rollout: Any, kind: Reason, error: str | None) -> None:
-        group, limit = seat.group, self.settings.max_error_reschedule_attempts
-        self._ledger.counts["failed"] += 1
-        seat.failures += 1
-        if limit is None or seat.failures <= limit:
-            self._ledger.refuse(seat.refusal(kind, error, rollout))
-            seat.again(afresh=False)
-            if seat.failures > group.rounds:
-                group.rounds = seat.failures
-                self._ledger.counts["retry_rounds"] += 1
-            self._retry(seat)
+    def _on_failure(self, slot: RolloutSlot, rollout: Any, kind: DropReason, error: str | None) -> None:
+        group, limit = slot.group, self.settings.max_error_reschedule_attempts
+        self._accounts.counts["failed"] += 1
+        slot.failures += 1
+        if limit is None or slot.failures <= limit:
+            self._accounts.record_drop(slot.to_dropped(kind, error, rollout))
+            slot.requeue(reset_failures=False)
+            if slot.failures > group.retry_rounds:
+                group.retry_rounds = slot.failures
+                self._accounts.counts["retry_rounds"] += 1
+            self._schedule_retry(slot)
             return
-        seat.finish(rollout, kind, error)
-        if len(group.seats) - group.failed < min(self._needed, len(group.seats)):
-            self._ledger.counts["groups_dropped"] += 1
-            self._empty(group, "group_dropped")
-            group.retire("dropped")
-            self._line.resolved(group)
+        slot.finish(rollout, kind, error)
+        if len(group.slots) - group.failed < min(self._min_valid, len(group.slots)):
+            self._accounts.counts["groups_dropped"] += 1
+            self._drop_group(group, "group_dropped")
+            group.clear("dropped")
+            self._group_queue.on_resolved(group)
         else:
-            self._resolved_if_done(group)
+            self._mark_ready_if_done(group)
 
-    def _resolved_if_done(self, group: OpenGroup) -> None:
+    def _mark_ready_if_done(self, group: PendingGroup) -> None:
         if not group.pending:
             group.state = "ready"
-            self._line.resolved(group)
+            self._group_queue.on_resolved(group)
 
-    def _retry(self, seat: Seat) -> None:
-        if seat.failures == 1:
-            self._enqueue(seat)
+    def _schedule_retry(self, slot: RolloutSlot) -> None:
+        if slot.failures == 1:
+            self._enqueue(slot)
             return
-        pause = min(PAUSE * 2 ** min(seat.failures - 2, 20), LONGEST_PAUSE)
-        seat.timer = asyncio.get_running_loop().call_later(pause, self._paused, seat)
+        pause = min(RETRY_BACKOFF * 2 ** min(slot.failures - 2, 20), MAX_RETRY_BACKOFF)
+        slot.timer = asyncio.get_running_loop().call_later(pause, self._retry_now, slot)
 
-    def _paused(self, seat: Seat) -> None:
-        seat.timer = None
-        self._enqueue(seat)
-        self._fill()
-        self._nudge()
+    def _retry_now(self, slot: RolloutSlot) -> None:
+        slot.timer = None
+        self._enqueue(slot)
+        self._fill_in_flight()
+        self._wake()
 
-    def _empty(self, group: OpenGroup, reason: Reason) -> None:
+    def _drop_group(self, group: PendingGroup, reason: DropReason) -> None:
         """Emit all that a group has dispatched and not emitted; for this reason, unless it has one of its own."""
-        for seat in group.seats:
+        for seat in group.slots:
             if seat.task is not None:
-                self._ledger.refuse(seat.refusal(reason))
-                self._ledger.counts["cancelled"] += 1
+                self._accounts.record_drop(seat.to_dropped(reason))
+                self._accounts.counts["cancelled"] += 1
                 seat.task.cancel()
                 seat.task = None
             elif seat.timer is not None:
                 seat.timer.cancel()
                 seat.timer = None
             elif seat.state == "done":
-                self._ledger.refuse(seat.refusal(seat.reason or reason, seat.error, seat.rollout))
+                self._accounts.record_drop(seat.to_dropped(seat.reason or reason, seat.error, seat.rollout))
 
-    def _nudge(self) -> None:
+    def _wake(self) -> None:
         """Let `next_batch` look again, if there may be something to see."""
         waiter = self._waiter
         if waiter is None or waiter.done():
             return
-        at_rest = self.settings.max_off_policy_steps > 0 or not self._flights
-        if self._failure is not None or (self._line.hopeful and at_rest):
+        at_rest = self.settings.max_off_policy_steps > 0 or not self._in_flight
+        if self._failure is not None or (self._group_queue.may_have_batch and at_rest):
             waiter.set_result(None)

@@ -9,29 +9,29 @@ from dataclasses import fields
 from typing import Any
 
 from keel.errors import KeelError
-from keel.rollout.scheduler.groups import OpenGroup, Refusal, Result
-from keel.rollout.scheduler.task_sources import Sources
+from keel.rollout.scheduler.groups import PendingGroup, DroppedRollout, RolloutLike
+from keel.rollout.scheduler.task_sources import TaskSampler
 
-Recall = Callable[[str, int, int], Result | None]
+RolloutLookup = Callable[[str, int, int], RolloutLike | None]
 """From group, member and attempt to the rollout that ended under that name; None: it did not end, or was not stored."""
 
 FORMAT = 1
 """Of a snapshot; a change that an older version could not read, or that cannot read an older one, raises it."""
 
-GROUP = ("number", "environment", "index", "task_id", "version", "oldest", "overtaken", "rounds", "state")
-SEAT = ("member", "attempt", "failures", "state", "reason", "error")
-REFUSAL = tuple(field.name for field in fields(Refusal) if field.name != "rollout")
+GROUP_FIELDS = ("number", "environment", "index", "task_id", "version", "oldest", "overtaken", "rounds", "state")
+SLOT_FIELDS = ("member", "attempt", "failures", "state", "reason", "error")
+DROPPED_FIELDS = tuple(field.name for field in fields(DroppedRollout) if field.name != "rollout")
 
 
-def freeze(line: Iterable[OpenGroup], refused: Iterable[Refusal]) -> dict[str, Any]:
+def dump_state(groups: Iterable[PendingGroup], dropped: Iterable[DroppedRollout]) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "groups": [_fields(group, GROUP) | {"seats": [_fields(seat, SEAT) for seat in group.seats]} for group in line],
-        "refused": [_fields(refusal, REFUSAL) for refusal in refused],
+        "groups": [_pick_fields(group, GROUP_FIELDS) | {"seats": [_pick_fields(seat, SLOT_FIELDS) for seat in group.slots]} for group in groups],
+        "refused": [_pick_fields(refusal, DROPPED_FIELDS) for refusal in dropped],
     }
 
 
-def thaw(snapshot: Mapping[str, Any], sources: Sources, recall: Recall | None) -> tuple[list[OpenGroup], list[Refusal]]:
+def load_state(snapshot: Mapping[str, Any], task_sampler: TaskSampler, lookup: RolloutLookup | None) -> tuple[list[PendingGroup], list[DroppedRollout]]:
     """The groups in line and the refusals not yet emitted.
 
     A seat whose rollout is not recalled counts as in flight, and one that was in flight when the snapshot was taken
@@ -45,38 +45,38 @@ def thaw(snapshot: Mapping[str, Any], sources: Sources, recall: Recall | None) -
     wanted: dict[str, set[int]] = {}
     for written in snapshot["groups"]:
         wanted.setdefault(written["environment"], set()).add(written["index"])
-    tasks = sources.resume(snapshot["positions"], wanted)
+    tasks = task_sampler.resume(snapshot["positions"], wanted)
 
-    recall = recall or (lambda _group, _member, _attempt: None)
+    lookup = lookup or (lambda _group, _member, _attempt: None)
     refused = [
-        Refusal(**_fields(written, REFUSAL), rollout=recall(written["group"], written["member"], written["attempt"]))
+        DroppedRollout(**_pick_fields(written, DROPPED_FIELDS), rollout=lookup(written["group"], written["member"], written["attempt"]))
         for written in snapshot["refused"]
     ]
     groups = [
-        _group(written, tasks[written["environment"], written["index"]], recall) for written in snapshot["groups"]
+        _load_group(written, tasks[written["environment"], written["index"]], lookup) for written in snapshot["groups"]
     ]
     return groups, refused
 
 
-def _group(written: Mapping[str, Any], task: Any, recall: Recall) -> OpenGroup:
-    size = len(written["seats"])
-    group = OpenGroup(written["number"], written["environment"], written["index"], task, size, written["version"])
-    if group.task_id != written["task_id"]:
+def _load_group(saved: Mapping[str, Any], task: Any, lookup: RolloutLookup) -> PendingGroup:
+    size = len(saved["seats"])
+    group = PendingGroup(saved["number"], saved["environment"], saved["index"], task, size, saved["version"])
+    if group.task_id != saved["task_id"]:
         raise KeelError(
-            f"task {group.index} of environment {group.environment} is {group.task_id}, and was {written['task_id']}"
+            f"task {group.task_index} of environment {group.environment} is {group.task_id}, and was {saved['task_id']}"
             " when the snapshot was taken; restore with the same tasks in the same order"
         )
-    group.overtaken, group.rounds, group.state = written["overtaken"], written["rounds"], written["state"]
-    for seat, was in zip(group.seats, written["seats"], strict=True):
+    group.overtaken, group.retry_rounds, group.state = saved["overtaken"], saved["rounds"], saved["state"]
+    for seat, was in zip(group.slots, saved["seats"], strict=True):
         seat.attempt, seat.failures, seat.state = was["attempt"], was["failures"], was["state"]
         if seat.state == "queued":
             continue
-        rollout = recall(group.id, seat.member, seat.attempt)
+        rollout = lookup(group.id, seat.member, seat.attempt)
         if was["reason"]:
             seat.finish(rollout, was["reason"], was["error"])
         elif rollout is not None and rollout.error_kind is None:
             seat.finish(rollout)
-            group.saw(rollout.oldest_version)
+            group.note_version(rollout.oldest_version)
         else:
             seat.state = "flying"
     if group.state != "dropped":
@@ -84,6 +84,6 @@ def _group(written: Mapping[str, Any], task: Any, recall: Recall) -> OpenGroup:
     return group
 
 
-def _fields(thing: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    get = thing.__getitem__ if isinstance(thing, Mapping) else lambda name: getattr(thing, name)
+def _pick_fields(record: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    get = record.__getitem__ if isinstance(record, Mapping) else lambda name: getattr(record, name)
     return {name: get(name) for name in names}

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Self
 
-from keel.rollout.scheduler.group_queue import Line
-from keel.rollout.scheduler.in_flight import Flights
+from keel.rollout.scheduler.group_queue import GroupQueue
+from keel.rollout.scheduler.in_flight import InFlightTasks
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class SchedulerStatus:
     """Counts of what is under way."""
 
     waiting: bool
@@ -16,7 +16,7 @@ class Status:
     in_flight: int
     cancelling: int
     """Of those in flight: cancelled, and not ended yet."""
-    given_up: int
+    abandoned: int
     """Given up by the watchdog, and not ended yet; not counted as in flight."""
     queued: int
     """Rollouts of groups in line that are to be dispatched, or wait to be tried again."""
@@ -25,31 +25,31 @@ class Status:
     """In line, and whole: they train, or were dropped and only take their place."""
     missing_groups: int
     """How many more a batch needs; the window rule may ask for particular ones."""
-    first: str | None
+    first_pending_group: str | None
     """The first group in line that is not ready: what the line waits for."""
-    oldest: str | None
+    oldest_rollout: str | None
     """group/member/attempt of what was dispatched first and is in flight."""
-    oldest_age: float
+    oldest_seconds: float
     """Its seconds in flight."""
     last_error: str | None = None
     """Of the last rollout that failed since a batch was cut."""
 
     @classmethod
-    def of(
-        cls, line: Line, flights: Flights, *, called: bool, groups: int, dry: bool, last_error: str | None = None
+    def collect(
+        cls, queue: GroupQueue, tasks: InFlightTasks, *, waiting: bool, groups_per_step: int, exhausted: bool, last_error: str | None = None
     ) -> Self:
-        unresolved = [group for group in line if group.state == "open"]
-        ready = len(line) - len(unresolved)
-        seat, age = flights.oldest or (None, 0.0)
+        unresolved = [group for group in queue if group.state == "open"]
+        ready = len(queue) - len(unresolved)
+        seat, age = tasks.oldest or (None, 0.0)
         return cls(
-            waiting=called,
-            in_flight=len(flights),
-            cancelling=flights.cancelling,
-            given_up=flights.given_up,
-            queued=sum(seat.state == "queued" for group in unresolved for seat in group.seats),
+            waiting=waiting,
+            in_flight=len(tasks),
+            cancelling=tasks.cancelling,
+            given_up=tasks.abandoned,
+            queued=sum(seat.state == "queued" for group in unresolved for seat in group.slots),
             open_groups=len(unresolved),
             ready_groups=ready,
-            missing_groups=max((min(groups, len(line)) if dry else groups) - ready, 0),
+            missing_groups=max((min(groups_per_step, len(queue)) if exhausted else groups_per_step) - ready, 0),
             first=unresolved[0].id if unresolved else None,
             oldest=f"{seat.group.id}/{seat.member}/{seat.attempt}" if seat else None,
             oldest_age=age,
@@ -57,10 +57,10 @@ class Status:
         )
 
     def __str__(self) -> str:
-        oldest = f", the oldest {self.oldest} for {self.oldest_age:.0f} s" if self.oldest else ""
+        oldest = f", the oldest {self.oldest_rollout} for {self.oldest_seconds:.0f} s" if self.oldest_rollout else ""
         error = f"; the last error: {self.last_error}" if self.last_error else ""
         return (
-            f"{self.ready_groups} groups ready, {self.missing_groups} more needed, first of them {self.first};"
+            f"{self.ready_groups} groups ready, {self.missing_groups} more needed, first of them {self.first_pending_group};"
             f" {self.in_flight} rollouts in flight ({self.cancelling} being cancelled){oldest}; {self.queued} queued"
             f"{error}"
         )

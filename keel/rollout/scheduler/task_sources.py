@@ -14,7 +14,7 @@ from keel.errors import KeelError
 
 
 @dataclass(frozen=True)
-class Source:
+class TaskSource:
     """The tasks of one environment; a task has an `id`."""
 
     environment: str
@@ -29,7 +29,7 @@ class Source:
         if isinstance(self.tasks, Sequence) and not self.tasks:
             raise KeelError(f"environment {self.environment} has no tasks; leave it out")
 
-    def numbered(self, start: int) -> Iterator[tuple[int, Any]]:
+    def enumerate_from(self, start: int) -> Iterator[tuple[int, Any]]:
         """Its tasks with their numbers, from `start` on."""
         if isinstance(self.tasks, Sequence):
             tasks = self.tasks
@@ -37,21 +37,21 @@ class Source:
         return enumerate(self.tasks, start)
 
 
-class Draw(NamedTuple):
+class DrawnTask(NamedTuple):
     environment: str
-    number: int
+    task_index: int
     """Of the task among those of its environment."""
     task: Any
 
 
-class Sources:
+class TaskSampler:
     """Draws the next task.
 
     Invariant: while both have tasks, environments i and j that were drawn from c_i and c_j times, with weights w_i and
     w_j, satisfy c_i / w_i - c_j / w_j <= 1 / w_i: neither is ever ahead by more than one group of its own.
     """
 
-    def __init__(self, sources: Iterable[Source]) -> None:
+    def __init__(self, sources: Iterable[TaskSource]) -> None:
         listed = list(sources)
         self._sources = {source.environment: source for source in listed}
         if not listed or len(self._sources) < len(listed):
@@ -59,39 +59,39 @@ class Sources:
             raise KeelError(f"environments {names}: there must be at least one, and each name only once")
         self.positions = dict.fromkeys(self._sources, 0)
         """How many tasks were drawn of each."""
-        self._tasks = {name: source.numbered(0) for name, source in self._sources.items()}
-        self._turns = [(0.0, place, source) for place, source in enumerate(listed)]
+        self._task_iterators = {name: source.enumerate_from(0) for name, source in self._sources.items()}
+        self._stride_heap = [(0.0, place, source) for place, source in enumerate(listed)]
 
     @property
-    def dry(self) -> bool:
+    def exhausted(self) -> bool:
         """Whether no task is left. Known only once an attempt to draw has failed."""
-        return not self._turns
+        return not self._stride_heap
 
-    def draw(self) -> Draw | None:
-        while self._turns:
-            _, place, source = self._turns[0]
+    def next_task(self) -> DrawnTask | None:
+        while self._stride_heap:
+            _, place, source = self._stride_heap[0]
             name = source.environment
-            found = next(self._tasks[name], None)
+            found = next(self._task_iterators[name], None)
             if found is None:
-                heapq.heappop(self._turns)
+                heapq.heappop(self._stride_heap)
                 continue
             self.positions[name] += 1
-            heapq.heapreplace(self._turns, (self.positions[name] / source.weight, place, source))
-            return Draw(name, *found)
+            heapq.heapreplace(self._stride_heap, (self.positions[name] / source.weight, place, source))
+            return DrawnTask(name, *found)
         return None
 
-    def resume(self, positions: Mapping[str, int], wanted: Mapping[str, set[int]]) -> dict[tuple[str, int], Any]:
+    def resume(self, positions: Mapping[str, int], task_indices: Mapping[str, set[int]]) -> dict[tuple[str, int], Any]:
         """Go on after these positions, and find again the tasks of these numbers."""
-        self._check(positions)
+        self._check_environments(positions)
         again: dict[tuple[str, int], Any] = {}
         for name, source in self._sources.items():
-            position, numbers = positions[name], wanted.get(name, set())
+            position, numbers = positions[name], task_indices.get(name, set())
             if isinstance(source.tasks, Sequence):
                 again.update({(name, number): source.tasks[number % len(source.tasks)] for number in numbers})
-                self._tasks[name] = source.numbered(position)
+                self._task_iterators[name] = source.enumerate_from(position)
             else:
                 for _ in range(position):
-                    found = next(self._tasks[name], None)
+                    found = next(self._task_iterators[name], None)
                     if found is None:
                         raise KeelError(
                             f"environment {name} had given {position} tasks before the restart, and has fewer"
@@ -99,14 +99,14 @@ class Sources:
                     if found[0] in numbers:
                         again[name, found[0]] = found[1]
             self.positions[name] = position
-        self._turns = [
+        self._stride_heap = [
             (self.positions[name] / source.weight, place, source)
             for place, (name, source) in enumerate(self._sources.items())
         ]
-        heapq.heapify(self._turns)
+        heapq.heapify(self._stride_heap)
         return again
 
-    def _check(self, positions: Mapping[str, int]) -> None:
+    def _check_environments(self, positions: Mapping[str, int]) -> None:
         if set(positions) != set(self._sources):
             raise KeelError(
                 f"the snapshot is of environments {sorted(positions)}, and these are {sorted(self._sources)};"

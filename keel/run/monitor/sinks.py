@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from keel.common.atomic_files import read_json, replace_file
+from keel.common.atomic_files import read_json, atomic_file
 from keel.config import MetricsSettings, RunSettings
 from keel.errors import ConfigError, KeelError
-from keel.run.evaluate import Evaluation
+from keel.run.evaluate import EvaluationResult
 from keel.run.folder import RunFolder
 from keel.run.ledger import Ledger
-from keel.run.monitor.callbacks import Silent
+from keel.run.monitor.callbacks import NullCallback
 
 FORMAT = 1
 """Of sinks.json."""
@@ -35,10 +35,10 @@ class Sink(Protocol):
     Numbers are finite, and their names are those of the ledger.
     """
 
-    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is trained. Steps come in order, each once."""
 
-    def evaluated(self, step: int, environment: str, numbers: Mapping[str, float]) -> None:
+    def evaluated(self, step: int, environment: str, metrics: Mapping[str, float]) -> None:
         """An environment was evaluated after that step; 0: before the first. After the numbers of the step, if any."""
 
     def close(self) -> None:
@@ -46,44 +46,44 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True)
-class About:
+class RunInfo:
     """What a sink is told about the run that it is opened for."""
 
     folder: Path
-    key: str
+    run_id: str
     """Of this run and no other, in all of its lives."""
     settings: RunSettings
 
     @property
-    def title(self) -> str:
+    def unique_name(self) -> str:
         """What people call the run; other runs of that name have another key."""
-        return f"{self.folder.name}-{self.key}"
+        return f"{self.folder.name}-{self.run_id}"
 
 
-Open = Callable[[About], Sink]
+SinkFactory = Callable[[RunInfo], Sink]
 
 
-def require(settings: MetricsSettings) -> dict[str, Open]:
+def resolve_sinks(settings: MetricsSettings) -> dict[str, SinkFactory]:
     """What opens each sink that the settings name; a package or module that is not there is refused here."""
     # here, not above: who wants no sink pays for none
     from keel.run.monitor import sink_backends as packages
 
-    found: dict[str, Open] = {}
+    found: dict[str, SinkFactory] = {}
     if settings.tensorboard:
-        _package("tensorboard", "true", "tensorboardX")
+        _check_package("tensorboard", "true", "tensorboardX")
         found["tensorboard"] = packages.TensorBoard
     if settings.wandb != "off":
-        _package("wandb", f'"{settings.wandb}"', "wandb")
+        _check_package("wandb", f'"{settings.wandb}"', "wandb")
         found["wandb"] = packages.Wandb
     if settings.trackio:
-        _package("trackio", "true", "trackio")
+        _check_package("trackio", "true", "trackio")
         found["trackio"] = packages.Trackio
     if settings.custom is not None:
-        found["custom"] = _custom(settings.custom)
+        found["custom"] = _import_custom_sink(settings.custom)
     return found
 
 
-def _package(setting: str, value: str, package: str) -> None:
+def _check_package(setting: str, value: str, package: str) -> None:
     try:
         importlib.import_module(package)
     except ImportError as error:
@@ -92,7 +92,7 @@ def _package(setting: str, value: str, package: str) -> None:
         ) from error
 
 
-def _custom(path: str) -> Open:
+def _import_custom_sink(path: str) -> SinkFactory:
     module_name, _, name = path.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
@@ -106,7 +106,7 @@ def _custom(path: str) -> Open:
     if not callable(found):
         raise ConfigError(f'metrics.custom = "{path}" is a {type(found).__name__}; it must make a sink when called')
 
-    def opened(about: About) -> Sink:
+    def opened(about: RunInfo) -> Sink:
         sink: Sink = found(about.folder, about.settings)
         for method in ("step", "evaluated", "close"):
             if not callable(getattr(sink, method, None)):
@@ -116,16 +116,16 @@ def _custom(path: str) -> Open:
     return opened
 
 
-class Late(NamedTuple):
+class PendingMetrics(NamedTuple):
     """What a sink has not been told."""
 
     step: int
     environment: str
     """Of an evaluation; empty for a step, which therefore comes before its evaluations in the order of tuples."""
-    numbers: Mapping[str, float]
+    metrics: Mapping[str, float]
 
 
-class Marks:
+class DeliveryLog:
     """`sinks.json`: the run's key, and for each sink what it was told."""
 
     def __init__(self, path: Path) -> None:
@@ -136,7 +136,7 @@ class Marks:
         try:
             if content["format"] != FORMAT:
                 raise KeelError(f"{path} has format {content['format']}, and this version of keel reads {FORMAT}")
-            self.key = str(content["key"])
+            self.run_id = str(content["key"])
             self._steps = {name: int(told["step"]) for name, told in content["told"].items()}
             self._evaluations = {
                 name: {(int(step), str(environment)) for step, environment in told["evaluations"]}
@@ -147,74 +147,74 @@ class Marks:
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise KeelError(f"{path} is damaged ({error!r}); without it every sink is told everything again") from None
 
-    def is_new(self, name: str, one: Late) -> bool:
+    def is_pending(self, name: str, entry: PendingMetrics) -> bool:
         """Whether the sink has not been told."""
-        if one.environment:
-            return (one.step, one.environment) not in self._evaluations.get(name, ())
-        return one.step > self._steps.get(name, 0)
+        if entry.environment:
+            return (entry.step, entry.environment) not in self._evaluations.get(name, ())
+        return entry.step > self._steps.get(name, 0)
 
-    def tell(self, name: str, late: list[Late]) -> None:
+    def mark_delivered(self, name: str, entries: list[PendingMetrics]) -> None:
         """Written before the sink is told: nothing is told twice, whenever the process ends."""
-        steps = [one.step for one in late if not one.environment]
+        steps = [one.step for one in entries if not one.environment]
         self._steps[name] = max([self._steps.get(name, 0), *steps])
         asked = self._evaluations.setdefault(name, set())
-        asked.update((one.step, one.environment) for one in late if one.environment)
+        asked.update((one.step, one.environment) for one in entries if one.environment)
         self.write()
 
     def write(self) -> None:
         told = {
             name: {"step": step, "evaluations": sorted(self._evaluations[name])} for name, step in self._steps.items()
         }
-        with replace_file(self._path) as temporary:
-            temporary.write_text(json.dumps({"format": FORMAT, "key": self.key, "told": told}) + "\n")
+        with atomic_file(self._path) as temporary:
+            temporary.write_text(json.dumps({"format": FORMAT, "key": self.run_id, "told": told}) + "\n")
 
 
-class Sinks(Silent):
+class Sinks(NullCallback):
     """All sinks of a run, as one observer that never fails.
 
     What sinks are told is what the ledger holds, which is written before observers are called.
     """
 
-    def __init__(self, sinks: Mapping[str, Sink], marks: Marks, ledger: Ledger, notice: Callable[[str], None]) -> None:
+    def __init__(self, sinks: Mapping[str, Sink], delivery_log: DeliveryLog, ledger: Ledger, notice: Callable[[str], None]) -> None:
         self._sinks = dict(sinks)
-        self._marks, self._ledger, self._notice = marks, ledger, notice
+        self._delivery_log, self._ledger, self._notice = delivery_log, ledger, notice
 
-    def step(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._tell_all([Late(step, "", numbers)])
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._deliver_all([PendingMetrics(step, "", metrics)])
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+    def evaluated(self, step: int, evaluation: EvaluationResult) -> None:
         # the ledger calls an environment by its table in the settings, an evaluation by its own name
         del step, evaluation
         if self._sinks:
-            self._tell_all([Late(*row) for row in self._ledger.evaluations()])
+            self._deliver_all([PendingMetrics(*row) for row in self._ledger.evaluations()])
 
     def catch_up(self) -> None:
         """Tell each sink all that the ledger has and the sink was not told."""
         if self._sinks:
-            evaluations = [Late(*row) for row in self._ledger.evaluations()]
-            self._tell_all([*(Late(row.step, "", row.numbers) for row in self._ledger.steps()), *evaluations])
+            evaluations = [PendingMetrics(*row) for row in self._ledger.evaluations()]
+            self._deliver_all([*(PendingMetrics(row.step, "", row.metrics) for row in self._ledger.steps()), *evaluations])
 
     def ended(self, summary: str) -> None:
         del summary
         for name, sink in list(self._sinks.items()):
-            self._try(name, sink.close)
+            self._call_or_disable(name, sink.close)
         self._sinks = {}
 
-    def _tell_all(self, known: list[Late]) -> None:
+    def _deliver_all(self, entries: list[PendingMetrics]) -> None:
         for name, sink in list(self._sinks.items()):
-            late = sorted((one for one in known if self._marks.is_new(name, one)), key=lambda one: one[:2])
+            late = sorted((one for one in entries if self._delivery_log.is_pending(name, one)), key=lambda one: one[:2])
             if late:
-                self._try(name, partial(self._tell, name, sink, late))
+                self._call_or_disable(name, partial(self._deliver, name, sink, late))
 
-    def _tell(self, name: str, sink: Sink, late: list[Late]) -> None:
-        self._marks.tell(name, late)
-        for one in late:
+    def _deliver(self, name: str, sink: Sink, entries: list[PendingMetrics]) -> None:
+        self._delivery_log.mark_delivered(name, entries)
+        for one in entries:
             if one.environment:
-                sink.evaluated(one.step, one.environment, finite(one.numbers))
+                sink.evaluated(one.step, one.environment, finite_metrics(one.metrics))
             else:
-                sink.step(one.step, finite(one.numbers))
+                sink.step(one.step, finite_metrics(one.metrics))
 
-    def _try(self, name: str, call: Callable[[], None]) -> None:
+    def _call_or_disable(self, name: str, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:  # noqa: BLE001 - whatever a sink does, the run goes on
@@ -225,11 +225,11 @@ class Sinks(Silent):
 def open_sinks(folder: RunFolder, notice: Callable[[str], None]) -> Sinks:
     """The sinks of a run's settings, told what they have missed. Opening fails as a whole, and then nothing is open."""
     metrics = folder.settings.metrics
-    wanted = require(metrics)
-    marks = Marks(folder.path / "sinks.json")
+    wanted = resolve_sinks(metrics)
+    marks = DeliveryLog(folder.path / "sinks.json")
     if wanted:
         marks.write()
-    about = About(folder.path, marks.key, folder.settings)
+    about = RunInfo(folder.path, marks.run_id, folder.settings)
     sinks: dict[str, Sink] = {}
     for name, opened in wanted.items():
         try:
@@ -243,6 +243,6 @@ def open_sinks(folder: RunFolder, notice: Callable[[str], None]) -> Sinks:
     return told
 
 
-def finite(numbers: Mapping[str, float]) -> dict[str, float]:
+def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Without what is not finite: a step that trained nothing has no mean of anything."""
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
-from keel.common.settings import nearest
+from keel.common.settings import suggest_name
 from keel.errors import ConfigError
 from keel.objectives import Composition
 
@@ -50,7 +50,7 @@ class Declaration:
 
 def _check(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ConfigError(f'declaration.{name} = "{value}" is not known; {nearest(str(value), known)}')
+        raise ConfigError(f'declaration.{name} = "{value}" is not known; {suggest_name(str(value), known)}')
 
 
 def declare(**declared: Any) -> Callable[[Function], Function]:
@@ -69,7 +69,7 @@ def revise(declaration: Declaration, declared: Mapping[str, Any]) -> Declaration
     known = [field.name for field in fields(Declaration)]
     for name in declared:
         if name not in known:
-            raise ConfigError(f"declaration.{name} is not known; {nearest(name, known)}")
+            raise ConfigError(f"declaration.{name} is not known; {suggest_name(name, known)}")
     changes = dict(declared)
     if "decisions" in changes:
         decisions = changes["decisions"]

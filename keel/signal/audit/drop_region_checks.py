@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from keel.objectives.scalar_gates import refuses
+from keel.objectives.scalar_gates import dropped_side
 from keel.signal import TokenBatch
 from keel.signal.audit.observe import active
 from keel.signal.audit.probe_batches import with_advantages
@@ -45,7 +45,7 @@ def check_drop_region(target: Target) -> str | None:
     is_active = active(target, batch)
     kept = target.objective(batch).keep
     for index, (p, q, sign) in enumerate(points):
-        dropped = any(refuses(gate, p, q, sign) is not None for gate in gates)
+        dropped = any(dropped_side(gate, p, q, sign) is not None for gate in gates)
         if bool(kept[index]) == dropped or (dropped and bool(is_active[index])):
             expected = "dropped" if dropped else "kept"
             return f"at p = {p}, q = {q}, A = {sign:+.0f} the token should be {expected}, and it is not"

@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 from torch import Tensor
 
-from keel.config import load
+from keel.config import load_settings
 from keel.errors import KeelError
-from keel.objectives import RECIPES, Composition
+from keel.objectives import PRESETS, Composition
 from keel.signal import Objective, TokenBatch, objective
 from keel.signal.audit.declaration import Declaration, declaration_of, revise
 
@@ -154,7 +154,7 @@ def _load(what: str, parameters: dict[str, Any]) -> Objective | Callable[..., An
     if what.endswith(".toml"):
         if parameters:
             raise TargetError("parameters can only be given with the name of a preset, not with a file")
-        return objective(load(what).settings.objective)
+        return objective(load_settings(what).settings.objective)
     module_name, colon, name = what.partition(":")
     if not colon:
         return objective(what, **parameters)
@@ -184,7 +184,7 @@ def _preset_options(preset: Objective) -> Options:
     if preset.name is None:
         return {}
     options: Options = {}
-    for name, setting in RECIPES[preset.name].settings.model_fields.items():
+    for name, setting in PRESETS[preset.name].parameters_class.model_fields.items():
         if name != "metric_tokens":  # it bounds the cost of the metrics and has no effect on the loss
             options[name] = preset.parameters[name], _values(setting.annotation)
     return options

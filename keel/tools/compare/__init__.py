@@ -8,6 +8,6 @@ reads. `tokens` reads, `evaluate` evaluates, `report` tabulates, `page` and `lon
 from keel.tools.compare.candidates import Candidate, parse_candidates
 from keel.tools.compare.evaluate import Comparison
 from keel.tools.compare.readers import Recording, parse_steps
-from keel.tools.compare.report import Report
+from keel.tools.compare.report import ComparisonReport
 
-__all__ = ["Candidate", "Comparison", "Recording", "Report", "parse_candidates", "parse_steps"]
+__all__ = ["Candidate", "Comparison", "Recording", "ComparisonReport", "parse_candidates", "parse_steps"]

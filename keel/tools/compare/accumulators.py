@@ -15,7 +15,7 @@ Array = NDArray[Any]
 
 
 @dataclass
-class Tally:
+class ObjectiveCounts:
     """One objective over one step, or over several."""
 
     steps: int = 0
@@ -24,7 +24,7 @@ class Tally:
     kept: int = 0
     dropped: int = 0
     """Refused by a gate."""
-    unusable: int = 0
+    invalid_logprobs: int = 0
     """Without a usable sampler log-prob."""
     other_role: int = 0
     clipped: float = 0.0
@@ -32,7 +32,7 @@ class Tally:
     sequences: int = 0
     sequences_dropped: int = 0
     """Those of which no token trains."""
-    sequences_touched: int = 0
+    sequences_hit: int = 0
     """Those with a token that a gate refused, the dropped ones included."""
     loss: float = 0.0
     """Sum over steps, as are the terms and the norm."""
@@ -56,7 +56,7 @@ class Tally:
     dropped_positive: Counter[str] = field(default_factory=Counter)
     """Dropped tokens with a positive advantage, by text."""
 
-    def add(self, other: "Tally") -> None:
+    def add(self, other: "ObjectiveCounts") -> None:
         """Take another step, or other steps, in."""
         for item in fields(self):
             mine, theirs = getattr(self, item.name), getattr(other, item.name)
@@ -67,22 +67,22 @@ class Tally:
 
     @property
     def dropped_share(self) -> float:
-        return _share(self.dropped, self.tokens)
+        return _fraction(self.dropped, self.tokens)
 
     @property
     def dropped_advantage(self) -> float:
         """The share of the advantage, in size, that the dropped tokens carry."""
-        return _share(self.advantage_dropped, self.advantage_sum)
+        return _fraction(self.advantage_dropped, self.advantage_sum)
 
     @property
     def effective_sample_size(self) -> float:
         """(sum r)^2 / (N * sum r^2) with r = 0 at tokens that do not train: a share of all N."""
-        return _share(self.ratio_sum**2, self.tokens * self.ratio_square)
+        return _fraction(self.ratio_sum**2, self.tokens * self.ratio_square)
 
     @property
-    def gradient_tokens(self) -> float:
+    def effective_gradient_tokens(self) -> float:
         """(sum |g|)^2 / (N * sum g^2): the share of the tokens that the gradient in effect rests on."""
-        return _share(self.gradient_sum**2, self.tokens * self.gradient_square)
+        return _fraction(self.gradient_sum**2, self.tokens * self.gradient_square)
 
 
 def _merge(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -93,26 +93,26 @@ def _merge(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
             mine[name] = mine.get(name, 0) + value
 
 
-def _share(part: float, whole: float) -> float:
+def _fraction(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 
 @dataclass
-class Pairs:
+class ObjectivePairs:
     """Every two objectives over one step, or over several."""
 
     gram: Array
     """Sums of the products of their gradients."""
-    common: Array
+    both_dropped: Array
     """How many tokens both dropped."""
 
     @classmethod
-    def none(cls, size: int) -> "Pairs":
+    def zeros(cls, size: int) -> "ObjectivePairs":
         return cls(np.zeros((size, size)), np.zeros((size, size), np.int64))
 
-    def add(self, other: "Pairs") -> None:
+    def add(self, other: "ObjectivePairs") -> None:
         self.gram += other.gram
-        self.common += other.common
+        self.both_dropped += other.both_dropped
 
     @property
     def cosine(self) -> Array:
@@ -122,25 +122,25 @@ class Pairs:
     @property
     def overlap(self) -> Array:
         """Of the tokens that the row's objective drops, the share that the column's drops too."""
-        dropped = self.common.diagonal()[:, None]
-        return _divided(self.common, dropped)
+        dropped = self.both_dropped.diagonal()[:, None]
+        return _divide_or_nan(self.both_dropped, dropped)
 
     @property
     def jaccard(self) -> Array:
         """Of the tokens that either drops, the share that both drop."""
-        dropped = self.common.diagonal()
-        either = dropped[:, None] + dropped[None, :] - self.common
-        return _divided(self.common, either)
+        dropped = self.both_dropped.diagonal()
+        either = dropped[:, None] + dropped[None, :] - self.both_dropped
+        return _divide_or_nan(self.both_dropped, either)
 
 
 def cosine_of(gram: Array) -> Array:
     """Cosines from a matrix of inner products."""
     size = np.sqrt(gram.diagonal())
     scale = size[:, None] * size[None, :]
-    return _divided(gram, scale).clip(-1, 1)
+    return _divide_or_nan(gram, scale).clip(-1, 1)
 
 
-def _divided(part: Array, whole: Array) -> Array:
+def _divide_or_nan(part: Array, whole: Array) -> Array:
     """NaN where there is nothing to divide by."""
     found: Array = np.full(part.shape, np.nan)
     np.divide(part, whole, out=found, where=whole > 0)

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keel.common.settings import nearest
-from keel.config import load
+from keel.common.settings import suggest_name
+from keel.config import load_settings
 from keel.config.load import parse_overrides
 from keel.errors import ConfigError
-from keel.objectives import RECIPES
+from keel.objectives import PRESETS
 from keel.signal import Objective, objective
 
-DEFAULT = "icepop,ipo_kl,dppo_tv,dppo_kl,opsm"
+DEFAULT_OBJECTIVES = "icepop,ipo_kl,dppo_tv,dppo_kl,opsm"
 """What is compared when nothing is said."""
 
-_OPENING, _CLOSING = "([{", ")]}"
+_OPENING_BRACKETS, _CLOSING_BRACKETS = "([{", ")]}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Candidate:
 
 def parse_candidates(text: str) -> list[Candidate]:
     """Every objective of a list, checked, before any file is read."""
-    candidates = [_candidate(part) for part in split(text) if part]
+    candidates = [_parse_candidate(part) for part in split_list(text) if part]
     if not candidates:
         raise ConfigError("--objectives is empty; write names with commas between them: icepop,ipo_kl(kl_tau=0.01)")
     names = [candidate.name for candidate in candidates]
@@ -44,7 +44,7 @@ def parse_candidates(text: str) -> list[Candidate]:
     return candidates
 
 
-def split(text: str, flag: str = "--objectives") -> list[str]:
+def split_list(text: str, flag: str = "--objectives") -> list[str]:
     """Parts between commas, except those inside brackets or quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
@@ -52,9 +52,9 @@ def split(text: str, flag: str = "--objectives") -> list[str]:
             quote = "" if character == quote else quote
         elif character in "\"'":
             quote = character
-        elif character in _OPENING:
+        elif character in _OPENING_BRACKETS:
             depth += 1
-        elif character in _CLOSING:
+        elif character in _CLOSING_BRACKETS:
             depth -= 1
         if character == "," and not depth and not quote:
             parts.append("")
@@ -67,26 +67,26 @@ def split(text: str, flag: str = "--objectives") -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _candidate(text: str) -> Candidate:
+def _parse_candidate(text: str) -> Candidate:
     name, parenthesis, rest = text.partition("(")
     name = name.strip()
     if not parenthesis and name.endswith(".toml"):
-        settings = load(name).settings.objective
+        settings = load_settings(name).settings.objective
         table = {key: value for key, value in settings.table.items() if value is not None}
         return Candidate(text, objective(settings), table)
-    if name not in RECIPES:
-        hint = nearest(name, RECIPES)
+    if name not in PRESETS:
+        hint = suggest_name(name, PRESETS)
         raise ConfigError(f'--objectives: "{name}" is not an objective; {hint} A file must end in .toml')
     if parenthesis and not rest.endswith(")"):
         raise ConfigError(f"--objectives {text}: parameters end with a parenthesis")
-    given = _parameters(split(rest[:-1]), text) if parenthesis else {}
+    given = _parse_parameters(split_list(rest[:-1]), text) if parenthesis else {}
     try:
         return Candidate(text, objective(name, **given), {"name": name, **given})
     except ConfigError as error:
         raise ConfigError("\n".join(f"{text}: {line}" for line in str(error).splitlines())) from None
 
 
-def _parameters(parts: Sequence[str], text: str) -> dict[str, object]:
+def _parse_parameters(parts: Sequence[str], text: str) -> dict[str, object]:
     given: dict[str, object] = {}
     for part in parts:
         name, equals, value = (piece.strip() for piece in part.partition("="))

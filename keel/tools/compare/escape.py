@@ -7,23 +7,23 @@ can forget it. Marks of HTML are ordinary characters here; whoever writes HTML e
 
 import unicodedata
 
-LONGEST = 40
+MAX_CHARACTERS = 40
 """Characters of a token that are shown; the length of a longer one is said."""
 
-_SHORT = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", '"': '\\"'}
+_SHORT_ESCAPES = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", '"': '\\"'}
 
 
-def quoted(raw: bytes) -> str:
+def escape_token(raw: bytes) -> str:
     """A token's bytes for people. Different short tokens have different texts."""
     text = raw.decode("utf-8", "surrogateescape")
-    shown = "".join(_visible(character, first=place == 0) for place, character in enumerate(text[:LONGEST]))
-    rest = f" ({len(text):,} characters)" if len(text) > LONGEST else ""
+    shown = "".join(_escape_character(character, first=place == 0) for place, character in enumerate(text[:MAX_CHARACTERS]))
+    rest = f" ({len(text):,} characters)" if len(text) > MAX_CHARACTERS else ""
     return f'"{shown}{"..." if rest else ""}"{rest}'
 
 
-def _visible(character: str, *, first: bool) -> str:
-    if character in _SHORT:
-        return _SHORT[character]
+def _escape_character(character: str, *, first: bool) -> str:
+    if character in _SHORT_ESCAPES:
+        return _SHORT_ESCAPES[character]
     code = ord(character)
     if 0xDC80 <= code <= 0xDCFF:  # a byte that was no UTF-8
         return f"\\x{code - 0xDC00:02x}"

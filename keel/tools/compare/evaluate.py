@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from keel.errors import BatchError, KeelError, SignalRefused
-from keel.signal import Metric, Result, TokenBatch
+from keel.signal import Metric, ObjectiveResult, TokenBatch
 from keel.signal.active_tokens import ratio
-from keel.signal.gates import FIRST_GATE, OTHER_ROLE, TRAINED, UNUSABLE
-from keel.tools.compare.accumulators import Array, Pairs, Tally, cosine_of
+from keel.signal.gates import FIRST_GATE, OTHER_ROLE, TRAINED, INVALID_LOGPROB
+from keel.tools.compare.accumulators import Array, ObjectivePairs, ObjectiveCounts, cosine_of
 from keel.tools.compare.candidates import Candidate
-from keel.tools.compare.schema import COLUMNS, Step
+from keel.tools.compare.schema import COLUMNS, RecordedStep
 
-_BLOCK = 65536
+_BLOCK_TOKENS = 65536
 """Tokens whose gradients are multiplied at once, in float64."""
 
 
-class Moment(NamedTuple):
+class StepPoint(NamedTuple):
     """One objective at one step: a point of a curve."""
 
     step: int
@@ -41,13 +41,13 @@ class Moment(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Compared:
+class StepComparison:
     """One step: a tally for each objective that goes on, and their pairs."""
 
-    step: Step
+    step: RecordedStep
     names: list[str]
-    tallies: list[Tally]
-    pairs: Pairs
+    counts: list[ObjectiveCounts]
+    pairs: ObjectivePairs
     gradients: list[Tensor]
 
 
@@ -57,68 +57,68 @@ class Comparison:
     def __init__(self, candidates: Sequence[Candidate], *, proximal_is_policy: bool = False) -> None:
         self.candidates = list(candidates)
         self.proximal_is_policy = proximal_is_policy
-        self.refused: dict[str, str] = {}
+        self.failures: dict[str, str] = {}
         """Objectives that could not be evaluated, and why."""
-        self.tallies = {candidate.name: Tally() for candidate in candidates}
-        self.pairs = Pairs.none(len(candidates))
-        self.moments: list[Moment] = []
+        self.counts = {candidate.name: ObjectiveCounts() for candidate in candidates}
+        self.pairs = ObjectivePairs.zeros(len(candidates))
+        self.points: list[StepPoint] = []
         self.steps: list[int] = []
         self.groups = 0
         self.sequences = 0
-        self.seen: dict[str, Counter[str]] = {}
+        self.token_counts: dict[str, Counter[str]] = {}
         """All trainable tokens by position, staleness, advantage and text."""
 
-    def add(self, step: Step) -> Compared:
+    def add(self, step: RecordedStep) -> StepComparison:
         """Evaluate every objective on one more step. Refused when none can be."""
         batch = step.batch
         if self.proximal_is_policy and batch.proximal_logprobs is None:
             batch = batch.replace(proximal_logprobs=batch.logprobs)
         results = {}
         for candidate in self.candidates:
-            if candidate.name not in self.refused:
+            if candidate.name not in self.failures:
                 try:
-                    results[candidate.name] = _called(candidate, batch)
+                    results[candidate.name] = _evaluate(candidate, batch)
                 except KeelError as error:
-                    self._refuse(candidate.name, f"step {step.number}: {error}")
+                    self._mark_failed(candidate.name, f"step {step.number}: {error}")
         if not results:
-            raise KeelError("\n".join(f"{name} was refused: {why}" for name, why in self.refused.items()))
-        compared = _compare(step, results)
-        self._take(compared)
+            raise KeelError("\n".join(f"{name} was refused: {why}" for name, why in self.failures.items()))
+        compared = _compare_results(step, results)
+        self._accumulate(compared)
         return compared
 
-    def _refuse(self, name: str, why: str) -> None:
+    def _mark_failed(self, name: str, reason: str) -> None:
         if self.names[0] == name:
             # what was measured against it says nothing of the objective that is now the first
-            self.moments = [moment._replace(cosine=math.nan) for moment in self.moments]
-        self.refused[name] = why
+            self.points = [moment._replace(cosine=math.nan) for moment in self.points]
+        self.failures[name] = reason
 
     @property
     def names(self) -> list[str]:
         """The objectives that were evaluated on every step."""
-        return [candidate.name for candidate in self.candidates if candidate.name not in self.refused]
+        return [candidate.name for candidate in self.candidates if candidate.name not in self.failures]
 
-    def places(self) -> list[int]:
+    def evaluated_indices(self) -> list[int]:
         """Where those stand in the matrices of pairs."""
-        return [place for place, one in enumerate(self.candidates) if one.name not in self.refused]
+        return [place for place, one in enumerate(self.candidates) if one.name not in self.failures]
 
-    def _take(self, compared: Compared) -> None:
-        step = compared.step
+    def _accumulate(self, comparison: StepComparison) -> None:
+        step = comparison.step
         self.steps.append(step.number)
         self.sequences += len(torch.unique(step.batch.sequence))
         self.groups += 0 if step.batch.group is None else len(torch.unique(step.batch.group))
-        for kind, keys in step.keys.items():
-            self.seen.setdefault(kind, Counter()).update(keys.count())
-        places = np.ix_(self.places(), self.places())
-        self.pairs.gram[places] += compared.pairs.gram
-        self.pairs.common[places] += compared.pairs.common
-        cosine = cosine_of(compared.pairs.gram)[0].tolist()
-        for name, tally, angle in zip(compared.names, compared.tallies, cosine, strict=True):
-            self.tallies[name].add(tally)
-            moment = Moment(step.number, name, tally.tokens, tally.dropped, tally.loss, tally.gradient_norm, angle)
-            self.moments.append(moment)
+        for kind, keys in step.token_labels.items():
+            self.token_counts.setdefault(kind, Counter()).update(keys.count())
+        places = np.ix_(self.evaluated_indices(), self.evaluated_indices())
+        self.pairs.gram[places] += comparison.pairs.gram
+        self.pairs.both_dropped[places] += comparison.pairs.both_dropped
+        cosine = cosine_of(comparison.pairs.gram)[0].tolist()
+        for name, tally, angle in zip(comparison.names, comparison.counts, cosine, strict=True):
+            self.counts[name].add(tally)
+            moment = StepPoint(step.number, name, tally.tokens, tally.dropped, tally.loss, tally.gradient_norm, angle)
+            self.points.append(moment)
 
 
-def _called(candidate: Candidate, batch: TokenBatch) -> Result:
+def _evaluate(candidate: Candidate, batch: TokenBatch) -> ObjectiveResult:
     """The objective on the step, or the reason why not in words about columns."""
     composition = candidate.objective.composition
     needs = {f"{who}_logprobs" for who in ("reference", "teacher") if composition.reads(who)}
@@ -140,24 +140,24 @@ def _called(candidate: Candidate, batch: TokenBatch) -> Result:
     return result
 
 
-def _compare(step: Step, results: dict[str, Result]) -> Compared:
+def _compare_results(step: RecordedStep, results: dict[str, ObjectiveResult]) -> StepComparison:
     reasons = [result.reasons.numpy() for result in results.values()]
     gradients = [result.gradient for result in results.values()]
     dropped = np.stack([codes >= FIRST_GATE for codes in reasons])
     pairs = zip(results.values(), reasons, strict=True)
-    tallies = [_tally(step, result, codes) for result, codes in pairs]
+    tallies = [_count(step, result, codes) for result, codes in pairs]
     gram = np.zeros((len(results), len(results)))
     common = np.zeros((len(results), len(results)), np.int64)
     stacked = torch.stack(gradients).numpy()
-    for start in range(0, stacked.shape[1], _BLOCK):
-        part = stacked[:, start : start + _BLOCK].astype(np.float64)
+    for start in range(0, stacked.shape[1], _BLOCK_TOKENS):
+        part = stacked[:, start : start + _BLOCK_TOKENS].astype(np.float64)
         gram += part @ part.T
-        both = dropped[:, start : start + _BLOCK].astype(np.float64)
+        both = dropped[:, start : start + _BLOCK_TOKENS].astype(np.float64)
         common += (both @ both.T).astype(np.int64)
-    return Compared(step, list(results), tallies, Pairs(gram, common), gradients)
+    return StepComparison(step, list(results), tallies, ObjectivePairs(gram, common), gradients)
 
 
-def _tally(step: Step, result: Result, codes: Array) -> Tally:
+def _count(step: RecordedStep, result: ObjectiveResult, codes: Array) -> ObjectiveCounts:
     """All that is counted of one objective at one step."""
     batch, names = step.batch, result.objective.reasons
     dropped = codes >= FIRST_GATE
@@ -173,17 +173,17 @@ def _tally(step: Step, result: Result, codes: Array) -> Tally:
     importance = importance[np.isfinite(importance)]
     clipped = result.metrics.get("is_clipped")
     refused = [code for code in range(FIRST_GATE, len(names)) if counts[code]]
-    return Tally(
+    return ObjectiveCounts(
         steps=1,
         tokens=len(codes),
         kept=int(counts[TRAINED]),
         dropped=int(dropped.sum()),
-        unusable=int(counts[UNUSABLE]),
+        invalid_logprobs=int(counts[INVALID_LOGPROB]),
         other_role=int(counts[OTHER_ROLE]),
         clipped=clipped.sum if isinstance(clipped, Metric) else 0.0,
         sequences=int(present.sum()),
         sequences_dropped=int((present & ~trained).sum()),
-        sequences_touched=int(touched.sum()),
+        sequences_hit=int(touched.sum()),
         loss=float(result.loss),
         gradient_norm=float(gradient.norm()),
         gradient_sum=float(gradient.abs().sum()),
@@ -195,12 +195,12 @@ def _tally(step: Step, result: Result, codes: Array) -> Tally:
         terms={name: float(value) for name, value in result.terms.items()},
         gates=Counter({names[code]: int(counts[code]) for code in refused}),
         gate_sequences=Counter({names[code]: len(np.unique(row[codes == code])) for code in refused}),
-        dropped_by={kind: keys.count(dropped) for kind, keys in step.keys.items()},
-        dropped_positive=_positive(step, dropped),
+        dropped_by={kind: keys.count(dropped) for kind, keys in step.token_labels.items()},
+        dropped_positive=_dropped_positive(step, dropped),
     )
 
 
-def _positive(step: Step, dropped: Array) -> Counter[str]:
-    if "text" not in step.keys:
+def _dropped_positive(step: RecordedStep, dropped: Array) -> Counter[str]:
+    if "text" not in step.token_labels:
         return Counter()
-    return step.keys["text"].count(dropped & (step.batch.advantages.numpy() > 0))
+    return step.token_labels["text"].count(dropped & (step.batch.advantages.numpy() > 0))

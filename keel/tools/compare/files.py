@@ -9,7 +9,7 @@ from keel.errors import KeelError
 
 
 @contextmanager
-def replaced(target: Path) -> Iterator[Path]:
+def atomic_file(target: Path) -> Iterator[Path]:
     """A temporary file to write, which takes the place of `target` when the block ends well.
 
     `keel.common.atomic_files` does the same and more, but to import it loads every model's code, which takes seconds.

@@ -8,9 +8,9 @@ import html
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from keel.tools.compare.evaluate import Moment
-from keel.tools.compare.report import KINDS, Report, Row
-from keel.tools.compare.svg import bars, legend, lines, number
+from keel.tools.compare.evaluate import StepPoint
+from keel.tools.compare.report import SPLIT_KINDS, ComparisonReport, ObjectiveSummary
+from keel.tools.compare.svg import bar_chart, legend, line_chart, format_number
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --dim: #888; }
@@ -24,19 +24,19 @@ figure { margin: 0 } figcaption { font-weight: 600 } svg text { fill: currentCol
 .grid { stroke: var(--line) } .key { margin-right: 1.2rem; white-space: nowrap } .key svg { margin-right: .3rem }
 .none, .note { color: var(--dim) }
 """
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
-_COLUMNS = ("objective", "dropped", "of advantage", "sequences", "touched", "clipped", "sample size")
-_COLUMNS_LOSS = ("loss", "gradient norm", "gradient on")
+_DROP_COLUMNS = ("objective", "dropped", "of advantage", "sequences", "touched", "clipped", "sample size")
+_LOSS_COLUMNS = ("loss", "gradient norm", "gradient on")
 
 
-def page(report: Report) -> str:
+def render_report(report: ComparisonReport) -> str:
     """The whole file."""
     parts = [
-        _head(report),
+        _header(report),
         legend(report.names),
         "<h2>What each keeps</h2>",
-        table((*_COLUMNS, *_COLUMNS_LOSS), (_cells(row) for row in report.objectives)),
+        html_table((*_DROP_COLUMNS, *_LOSS_COLUMNS), (_objective_cells(row) for row in report.objectives)),
         '<p class="note">Dropped: share of the trainable tokens that a gate refused, and of the size of all advantage.'
         " Sequences: those of which nothing trains. Touched: those with a dropped token. Sample size: effective, as a"
         " share of the tokens. Loss and gradient norm: mean over steps, by log-prob. Gradient on: share of the tokens"
@@ -47,55 +47,55 @@ def page(report: Report) -> str:
         "<h2>Overlap</h2>",
         '<p class="note">Of the tokens that the row drops, the share that the column drops too.</p>',
         _matrix(report.names, report.overlap),
-        _weights(report),
-        *(_details(row) for row in report.objectives),
+        _weight_gradients(report),
+        *(_objective_details(row) for row in report.objectives),
     ]
-    return document("keel compare", parts)
+    return html_document("keel compare", parts)
 
 
-def document(title: str, parts: Iterable[str]) -> str:
+def html_document(title: str, parts: Iterable[str]) -> str:
     """A page that needs nothing else, from parts that are HTML already."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_SECURITY_POLICY}">'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
         f"<body>{''.join(parts)}</body></html>\n"
     )
 
 
-def percent(share: float) -> str:
+def format_percent(fraction: float) -> str:
     """A share for people."""
-    return "-" if not math.isfinite(share) else f"{100 * share:.2f} %"
+    return "-" if not math.isfinite(fraction) else f"{100 * fraction:.2f} %"
 
 
-def _head(report: Report) -> str:
+def _header(report: ComparisonReport) -> str:
     said = [
         f"{len(report.steps):,} steps ({report.steps[0]} to {report.steps[-1]}), {report.sequences:,} sequences,"
         f" {report.tokens:,} trainable tokens"
     ]
-    said += [f"left out: {count:,} sequences {why}" for why, count in report.left_out.items()]
-    said += [f"{name} was refused: {why}" for name, why in report.refused.items()]
+    said += [f"left out: {count:,} sequences {why}" for why, count in report.skipped.items()]
+    said += [f"{name} was refused: {why}" for name, why in report.failures.items()]
     return f"<h1>keel compare: {html.escape(report.source)}</h1>" + "".join(
         f"<p>{html.escape(line)}</p>" for line in said
     )
 
 
-def _cells(row: Row) -> list[str]:
+def _objective_cells(row: ObjectiveSummary) -> list[str]:
     return [
         row.objective,
-        percent(row.dropped_share),
-        percent(row.dropped_advantage),
+        format_percent(row.dropped_share),
+        format_percent(row.dropped_advantage),
         f"{row.sequences_dropped:,} of {row.sequences:,}",
-        f"{row.sequences_touched:,}",
-        percent(row.clipped_share),
-        percent(row.effective_sample_size),
-        number(row.loss),
-        number(row.gradient_norm),
-        percent(row.gradient_tokens),
+        f"{row.sequences_hit:,}",
+        format_percent(row.clipped_share),
+        format_percent(row.effective_sample_size),
+        format_number(row.loss),
+        format_number(row.gradient_norm),
+        format_percent(row.effective_gradient_tokens),
     ]
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, text_first: bool = False) -> str:
+def html_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, text_first: bool = False) -> str:
     """Rows of cells, which are escaped here."""
     head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in columns)
     body = []
@@ -121,53 +121,53 @@ def _matrix(names: Sequence[str], matrix: Sequence[Sequence[float]]) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def _charts(report: Report) -> str:
+def _charts(report: ComparisonReport) -> str:
     by_name = {name: [moment for moment in report.by_step if moment.objective == name] for name in report.names}
-    curves: dict[str, Callable[[Moment], float]] = {
+    curves: dict[str, Callable[[StepPoint], float]] = {
         "share dropped, by step": lambda m: m.dropped / m.tokens if m.tokens else math.nan,
         "loss, by step": lambda m: m.loss,
         "gradient norm by log-prob, by step": lambda m: m.gradient_norm,
         f"cosine with {report.names[0]}, by step": lambda m: m.cosine,
     }
     drawn = [
-        lines(label, {name: [(float(m.step), value(m)) for m in moments] for name, moments in by_name.items()})
+        line_chart(label, {name: [(float(m.step), value(m)) for m in moments] for name, moments in by_name.items()})
         for label, value in curves.items()
     ]
-    for kind in KINDS:
-        groups = [share.label for share in report.objectives[0].by.get(kind, [])]
+    for kind in SPLIT_KINDS:
+        groups = [share.label for share in report.objectives[0].splits.get(kind, [])]
         if groups:
             series = {
-                row.objective: [share.dropped / share.tokens if share.tokens else math.nan for share in row.by[kind]]
+                row.objective: [share.dropped / share.tokens if share.tokens else math.nan for share in row.splits[kind]]
                 for row in report.objectives
             }
-            drawn.append(bars(f"share dropped, by {kind}", groups, series))
+            drawn.append(bar_chart(f"share dropped, by {kind}", groups, series))
     return f'<div class="charts">{"".join(drawn)}</div>'
 
 
-def _weights(report: Report) -> str:
+def _weight_gradients(report: ComparisonReport) -> str:
     found = report.weights
     if found is None:
         return ""
     steps = ", ".join(map(str, found.steps))
     said = (
         f"{found.model}, {found.parameters:,} weights, steps {steps}; its log-probs differ from the recorded ones by"
-        f" {number(found.difference)} in the mean"
+        f" {format_number(found.logprob_difference)} in the mean"
     )
-    norms = [[name, number(norm)] for name, norm in zip(report.names, found.gradient_norm, strict=True)]
+    norms = [[name, format_number(norm)] for name, norm in zip(report.names, found.gradient_norm, strict=True)]
     return (
         f"<h2>Gradients by weight</h2><p>{html.escape(said)}</p>"
-        f"{table(('objective', 'gradient norm'), norms)}<h3>Cosine</h3>{_matrix(report.names, found.cosine)}"
+        f"{html_table(('objective', 'gradient norm'), norms)}<h3>Cosine</h3>{_matrix(report.names, found.cosine)}"
     )
 
 
-def _details(row: Row) -> str:
+def _objective_details(row: ObjectiveSummary) -> str:
     """Terms, gates and texts of one objective."""
-    terms = table(("term", "loss"), [[name, number(value)] for name, value in row.terms.items()])
-    gates = table(
+    terms = html_table(("term", "loss"), [[name, format_number(value)] for name, value in row.terms.items()])
+    gates = html_table(
         ("gate", "tokens", "sequences"),
         [[gate.reason, f"{gate.tokens:,}", f"{gate.sequences:,}"] for gate in row.gates],
     )
-    words = table(
+    words = html_table(
         ("token", "occurs", "dropped", "with A > 0", "share"),
         [
             [
@@ -175,7 +175,7 @@ def _details(row: Row) -> str:
                 f"{word.tokens:,}",
                 f"{word.dropped:,}",
                 f"{word.dropped_positive:,}",
-                percent(word.dropped / word.tokens),
+                format_percent(word.dropped / word.tokens),
             ]
             for word in row.texts
         ],

@@ -11,9 +11,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from keel.tools.compare.accumulators import Tally
-from keel.tools.compare.evaluate import Compared
-from keel.tools.compare.files import replaced
+from keel.tools.compare.accumulators import ObjectiveCounts
+from keel.tools.compare.evaluate import StepComparison
+from keel.tools.compare.files import atomic_file
 
 SCHEMA = pa.schema(
     [
@@ -26,19 +26,19 @@ SCHEMA = pa.schema(
 )
 """The columns of `--parquet FILE`."""
 
-_NUMBERS = (
+_SCALARS = (
     *("tokens", "kept", "dropped", "unusable", "other_role", "clipped"),
     *("sequences", "sequences_dropped", "sequences_touched"),
     *("loss", "gradient_norm", "effective_sample_size", "gradient_tokens", "dropped_advantage"),
 )
 
-Line = tuple[int, str, str, str | None, float]
+LongRow = tuple[int, str, str, str | None, float]
 
 
 @contextmanager
-def writer(path: Path) -> Iterator["LongTable"]:
+def open_long_table(path: Path) -> Iterator["LongTable"]:
     """An open table, which becomes the file when the block ends well."""
-    with replaced(path) as temporary, pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as file:
+    with atomic_file(path) as temporary, pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as file:
         yield LongTable(file)
 
 
@@ -48,32 +48,32 @@ class LongTable:
     def __init__(self, file: pq.ParquetWriter) -> None:
         self._file = file
 
-    def add(self, compared: Compared) -> None:
+    def add(self, comparison: StepComparison) -> None:
         """All numbers of one step."""
-        lines = list(_lines(compared))
+        lines = list(_rows(comparison))
         columns = dict(zip(SCHEMA.names, map(list, zip(*lines, strict=True)), strict=True))
         self._file.write_table(pa.table(columns, schema=SCHEMA))
 
 
-def _lines(compared: Compared) -> Iterator[Line]:
-    step, pairs = compared.step.number, compared.pairs
+def _rows(comparison: StepComparison) -> Iterator[LongRow]:
+    step, pairs = comparison.step.number, comparison.pairs
     cosine, overlap = pairs.cosine.tolist(), pairs.overlap.tolist()
-    for place, (name, tally) in enumerate(zip(compared.names, compared.tallies, strict=True)):
-        for measure, key, value in _of_tally(tally):
+    for place, (name, tally) in enumerate(zip(comparison.names, comparison.counts, strict=True)):
+        for measure, key, value in _count_rows(tally):
             yield step, name, measure, key, value
-        for other, angle, share in zip(compared.names, cosine[place], overlap[place], strict=True):
+        for other, angle, share in zip(comparison.names, cosine[place], overlap[place], strict=True):
             yield step, name, "cosine", other, angle
             yield step, name, "overlap", other, share
 
 
-def _of_tally(tally: Tally) -> Iterator[tuple[str, str | None, float]]:
-    for measure in _NUMBERS:
-        yield measure, None, getattr(tally, measure)
-    for term, value in tally.terms.items():
+def _count_rows(objective_counts: ObjectiveCounts) -> Iterator[tuple[str, str | None, float]]:
+    for measure in _SCALARS:
+        yield measure, None, getattr(objective_counts, measure)
+    for term, value in objective_counts.terms.items():
         yield "loss_of_term", term, value
-    for reason, count in tally.gates.items():
+    for reason, count in objective_counts.gates.items():
         yield "dropped_by_gate", reason, count
-        yield "sequences_by_gate", reason, tally.gate_sequences[reason]
-    for kind, counts in tally.dropped_by.items():
+        yield "sequences_by_gate", reason, objective_counts.gate_sequences[reason]
+    for kind, counts in objective_counts.dropped_by.items():
         for label, count in counts.items():
             yield f"dropped_by_{kind}", label, count

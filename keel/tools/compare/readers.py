@@ -14,21 +14,21 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from keel.common.safe_read import check_values
+from keel.common.safe_read import check_parquet_size
 from keel.errors import KeelError
-from keel.tools.compare.schema import COLUMNS, Step, check_columns, is_list, step_of, used
+from keel.tools.compare.schema import COLUMNS, RecordedStep, check_columns, is_list, build_step, select_trained_rows
 
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
-_ROWS = 256
+_BATCH_ROWS = 256
 """Rows of a parquet file that are read at once."""
 
-Ranges = list[tuple[int, int | None]]
+StepRanges = list[tuple[int, int | None]]
 """Chosen steps: first and last, both included; without a last, all from the first on."""
 
 
-def parse_steps(text: str) -> Ranges:
+def parse_steps(text: str) -> StepRanges:
     """`1-20,30,40-` as ranges."""
-    ranges: Ranges = []
+    ranges: StepRanges = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(-\s*(\d*))?\s*", part)
         if match is None:
@@ -41,52 +41,52 @@ def parse_steps(text: str) -> Ranges:
     return ranges
 
 
-def _among(number: int, ranges: Ranges | None) -> bool:
+def _in_ranges(number: int, ranges: StepRanges | None) -> bool:
     return ranges is None or any(first <= number and (last is None or number <= last) for first, last in ranges)
 
 
 class Recording:
     """Recorded tokens on disk."""
 
-    def __init__(self, path: Path, chosen: Ranges | None = None) -> None:
-        self.path, self.chosen = path, chosen
-        self.left_out: Counter[str] = Counter()
+    def __init__(self, path: Path, step_ranges: StepRanges | None = None) -> None:
+        self.path, self.step_ranges = path, step_ranges
+        self.skipped: Counter[str] = Counter()
         """Sequences of the steps read so far that cannot be evaluated, by why."""
         if path.is_dir():
             self._files = _step_files(path)
         elif not path.is_file():
             raise KeelError(f"{path} does not exist; give a run folder, a parquet file or a file of JSON lines")
 
-    def numbers(self) -> list[int]:
+    def step_numbers(self) -> list[int]:
         """The chosen steps that are there, in order, without reading their tokens where the format allows it."""
         if self.path.is_dir():
-            return [number for number, _ in self._chosen_files()]
+            return [number for number, _ in self._selected_files()]
         return [number for number, _ in self._tables(["step"])]
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[RecordedStep]:
         """Each chosen step that has a trainable token with log-probs."""
         found: list[int] = []
         for number, table in self._tables(None):
-            rows, left_out = used(table)
-            self.left_out.update(left_out)
-            step = step_of(number, rows, str(self.path))
+            rows, left_out = select_trained_rows(table)
+            self.skipped.update(left_out)
+            step = build_step(number, rows, str(self.path))
             found.append(number)
             if step is not None:
                 yield step
         if not found:
-            what = "no rows" if self.chosen is None else "no step that was chosen"
+            what = "no rows" if self.step_ranges is None else "no step that was chosen"
             raise KeelError(f"{self.path} has {what}")
 
-    def _tables(self, only: list[str] | None) -> Iterator[tuple[int, pa.Table]]:
+    def _tables(self, column_names: list[str] | None) -> Iterator[tuple[int, pa.Table]]:
         if self.path.is_dir():
-            for number, path in self._chosen_files():
-                yield number, pa.concat_tables([table for _, table in _parquet_parts(path, only)])
+            for number, path in self._selected_files():
+                yield number, pa.concat_tables([table for _, table in _read_parquet(path, column_names)])
         else:
-            parts = _parquet_parts(self.path, only) if _is_parquet(self.path) else _json_parts(self.path)
-            yield from _joined(parts, self.chosen, self.path)
+            parts = _read_parquet(self.path, column_names) if _is_parquet(self.path) else _read_json_lines(self.path)
+            yield from _merge_steps(parts, self.step_ranges, self.path)
 
-    def _chosen_files(self) -> list[tuple[int, Path]]:
-        chosen = [(number, path) for number, path in self._files if _among(number, self.chosen)]
+    def _selected_files(self) -> list[tuple[int, Path]]:
+        chosen = [(number, path) for number, path in self._files if _in_ranges(number, self.step_ranges)]
         if not chosen:
             first, last = self._files[0][0], self._files[-1][0]
             raise KeelError(f"{self.path} has none of the chosen steps; it has {first} to {last}")
@@ -109,8 +109,8 @@ def _is_parquet(path: Path) -> bool:
         return file.read(4) == b"PAR1"
 
 
-def _joined(
-    parts: Iterator[tuple[int | None, pa.Table]], chosen: Ranges | None, path: Path
+def _merge_steps(
+    parts: Iterator[tuple[int | None, pa.Table]], step_ranges: StepRanges | None, path: Path
 ) -> Iterator[tuple[int, pa.Table]]:
     """Parts of steps, in the order of the file, as whole steps."""
     number, held, done = None, list[pa.Table](), set[int]()
@@ -123,24 +123,24 @@ def _joined(
                 raise KeelError(f"{path}: the rows of step {here} do not stand together; sort the file by step")
             number, held = here, []
             done.add(here)
-        if _among(here, chosen):
+        if _in_ranges(here, step_ranges):
             held.append(table)
     if held:
         yield number or 0, pa.concat_tables(held)
 
 
-def _parquet_parts(path: Path, only: list[str] | None) -> Iterator[tuple[int | None, pa.Table]]:
+def _read_parquet(path: Path, column_names: list[str] | None) -> Iterator[tuple[int | None, pa.Table]]:
     """Stretches of rows of one step, with that step."""
     try:
         with pq.ParquetFile(path) as file:
-            check_values(path, file.metadata)
+            check_parquet_size(path, file.metadata)
             there = file.schema_arrow.names
             check_columns(there, str(path))
-            names = [name for name in only or COLUMNS if name in there] or ["advantage"]
-            empty = canonical(file.schema_arrow.empty_table().select(names), path)
+            names = [name for name in column_names or COLUMNS if name in there] or ["advantage"]
+            empty = cast_columns(file.schema_arrow.empty_table().select(names), path)
             yielded = False
-            for batch in file.iter_batches(batch_size=_ROWS, columns=names):
-                for part in _by_step(canonical(pa.Table.from_batches([batch]), path)):
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=names):
+                for part in _split_by_step(cast_columns(pa.Table.from_batches([batch]), path)):
                     yielded = True
                     yield part
             if not yielded:
@@ -149,7 +149,7 @@ def _parquet_parts(path: Path, only: list[str] | None) -> Iterator[tuple[int | N
         raise KeelError(f"{path} cannot be read: {error}") from error
 
 
-def _by_step(table: pa.Table) -> Iterator[tuple[int | None, pa.Table]]:
+def _split_by_step(table: pa.Table) -> Iterator[tuple[int | None, pa.Table]]:
     if "step" not in table.column_names:
         yield None, table
         return
@@ -160,7 +160,7 @@ def _by_step(table: pa.Table) -> Iterator[tuple[int | None, pa.Table]]:
             start = place
 
 
-def canonical(table: pa.Table, path: Path) -> pa.Table:
+def cast_columns(table: pa.Table, path: Path) -> pa.Table:
     """The known columns, each with the type that it has here."""
     columns = {}
     for name in table.column_names:
@@ -181,23 +181,23 @@ def canonical(table: pa.Table, path: Path) -> pa.Table:
     return pa.table(columns)
 
 
-def _json_parts(path: Path) -> Iterator[tuple[int | None, pa.Table]]:
+def _read_json_lines(path: Path) -> Iterator[tuple[int | None, pa.Table]]:
     """Some lines at a time, none of two steps."""
     held: list[dict[str, Any]] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            row = _json_row(line, f"{path}, line {number}")
-            if held and (len(held) == _ROWS or row.get("step") != held[0].get("step")):
-                yield held[0].get("step"), _json_table(held, path)
+            row = _parse_json_line(line, f"{path}, line {number}")
+            if held and (len(held) == _BATCH_ROWS or row.get("step") != held[0].get("step")):
+                yield held[0].get("step"), _json_rows_to_table(held, path)
                 held = []
             held.append(row)
     if held:
-        yield held[0].get("step"), _json_table(held, path)
+        yield held[0].get("step"), _json_rows_to_table(held, path)
 
 
-def _json_row(line: bytes, where: str) -> dict[str, Any]:
+def _parse_json_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError) as error:
@@ -211,16 +211,16 @@ def _json_row(line: bytes, where: str) -> dict[str, Any]:
     return {name: row[name] for name in COLUMNS if name in row}
 
 
-def _json_table(rows: list[dict[str, Any]], path: Path) -> pa.Table:
+def _json_rows_to_table(rows: list[dict[str, Any]], path: Path) -> pa.Table:
     columns = {}
     for name, column in COLUMNS.items():
         values = [row.get(name) for row in rows]
-        if all(value is None for value in values) and not column.needed:
+        if all(value is None for value in values) and not column.required:
             continue
         listed = any(isinstance(value, list) for value in values)
         kind = pa.list_(column.type) if listed or column.shape == "tokens" else column.type
         if name == "pieces":
-            values = [_encoded(value) for value in values]
+            values = [_encode_texts(value) for value in values]
         elif name == "group":
             values = [None if value is None else str(value) for value in values]
         try:
@@ -228,21 +228,21 @@ def _json_table(rows: list[dict[str, Any]], path: Path) -> pa.Table:
             columns[name] = pa.array(values) if name == "trainable" else pa.array(values, kind)
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise KeelError(f"{path}: {name} cannot be read as {kind}: {error} ({column.meaning})") from error
-    return canonical(pa.table(columns), path)
+    return cast_columns(pa.table(columns), path)
 
 
-def _encoded(pieces: Any) -> Any:
+def _encode_texts(texts: Any) -> Any:
     """Texts as bytes: JSON may hold half of a surrogate pair, which is no text that could be stored."""
-    if not isinstance(pieces, list):
-        return pieces
+    if not isinstance(texts, list):
+        return texts
     return [
-        piece.encode("utf-8", "surrogateescape" if _escaped(piece) else "surrogatepass")
+        piece.encode("utf-8", "surrogateescape" if _is_surrogateescaped(piece) else "surrogatepass")
         if isinstance(piece, str)
         else piece
-        for piece in pieces
+        for piece in texts
     ]
 
 
-def _escaped(piece: str) -> bool:
+def _is_surrogateescaped(text: str) -> bool:
     """Whether all of its surrogates stand for bytes that were no UTF-8."""
-    return all(not 0xD800 <= ord(character) <= 0xDFFF or 0xDC80 <= ord(character) <= 0xDCFF for character in piece)
+    return all(not 0xD800 <= ord(character) <= 0xDFFF or 0xDC80 <= ord(character) <= 0xDCFF for character in text)

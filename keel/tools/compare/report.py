@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keel.tools.compare.accumulators import Array, Tally
-from keel.tools.compare.evaluate import Comparison, Moment
+from keel.tools.compare.accumulators import Array, ObjectiveCounts
+from keel.tools.compare.evaluate import Comparison, StepPoint
 from keel.tools.compare.readers import Recording
 
-KINDS = ("position", "staleness", "advantage")
+SPLIT_KINDS = ("position", "staleness", "advantage")
 """How dropped tokens are split, beside by text."""
 
 
-class Share(NamedTuple):
+class LabelCount(NamedTuple):
     """The tokens under one label, and how many of them were dropped."""
 
     label: str
@@ -26,7 +26,7 @@ class Share(NamedTuple):
     dropped: int
 
 
-class Text(NamedTuple):
+class TextCount(NamedTuple):
     """A token text, how often it occurs and how often it was dropped."""
 
     text: str
@@ -36,7 +36,7 @@ class Text(NamedTuple):
     """Of the dropped ones, those with a positive advantage."""
 
 
-class Gate(NamedTuple):
+class GateCount(NamedTuple):
     """What was refused for one reason."""
 
     reason: str
@@ -46,7 +46,7 @@ class Gate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class ObjectiveSummary:
     """One objective."""
 
     objective: str
@@ -54,32 +54,32 @@ class Row:
     kept: int
     dropped: int
     dropped_share: float
-    unusable: int
+    invalid_logprobs: int
     other_role: int
     clipped_share: float
     sequences: int
     sequences_dropped: int
-    sequences_touched: int
+    sequences_hit: int
     dropped_advantage: float
     effective_sample_size: float
-    gradient_tokens: float
+    effective_gradient_tokens: float
     loss: float
     """Mean over steps, as are the terms and the norm."""
     terms: dict[str, float]
     gradient_norm: float
-    gates: list[Gate]
-    by: dict[str, list[Share]]
-    texts: list[Text]
+    gates: list[GateCount]
+    splits: dict[str, list[LabelCount]]
+    texts: list[TextCount]
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightGradientSummary:
     """The gradients with respect to a model's weights."""
 
     model: str
     steps: list[int]
     parameters: int
-    difference: float
+    logprob_difference: float
     """Mean absolute difference between the model's log-probs and the recorded ones."""
     gradient_norm: list[float]
     """Of each objective; root of the mean of squares over steps."""
@@ -87,7 +87,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Report:
+class ComparisonReport:
     """The whole comparison."""
 
     source: str
@@ -95,18 +95,18 @@ class Report:
     tokens: int
     sequences: int
     groups: int
-    left_out: dict[str, int]
+    skipped: dict[str, int]
     """Sequences that were not evaluated, by why."""
-    refused: dict[str, str]
-    objectives: list[Row]
+    failures: dict[str, str]
+    objectives: list[ObjectiveSummary]
     cosine: list[list[float]]
     """Of the gradients with respect to the log-probs, over all steps."""
     overlap: list[list[float]]
     """Of the tokens that the row's objective drops, the share that the column's drops too."""
     jaccard: list[list[float]]
     """Of the tokens that either drops, the share that both drop."""
-    by_step: list[Moment]
-    weights: Weights | None = field(default=None)
+    by_step: list[StepPoint]
+    weights: WeightGradientSummary | None = field(default=None)
 
     @property
     def names(self) -> list[str]:
@@ -119,37 +119,37 @@ class Report:
         for row, found in zip(plain["objectives"], self.objectives, strict=True):
             row["gates"] = [gate._asdict() for gate in found.gates]
             row["texts"] = [text._asdict() for text in found.texts]
-            row["by"] = {kind: [share._asdict() for share in shares] for kind, shares in found.by.items()}
-        cleaned: dict[str, Any] = finite(plain)
+            row["by"] = {kind: [share._asdict() for share in shares] for kind, shares in found.splits.items()}
+        cleaned: dict[str, Any] = replace_non_finite(plain)
         return cleaned
 
 
-def report_of(
-    comparison: Comparison, recording: Recording, *, texts: int = 10, weights: Weights | None = None
-) -> Report:
+def build_report(
+    comparison: Comparison, recording: Recording, *, texts: int = 10, weights: WeightGradientSummary | None = None
+) -> ComparisonReport:
     """The numbers of a comparison; the `texts` most dropped token texts of each objective."""
-    places = np.ix_(comparison.places(), comparison.places())
+    places = np.ix_(comparison.evaluated_indices(), comparison.evaluated_indices())
     pairs = comparison.pairs
-    return Report(
+    return ComparisonReport(
         source=str(recording.path),
         steps=comparison.steps,
-        tokens=comparison.seen.get("advantage", Counter()).total(),
+        tokens=comparison.token_counts.get("advantage", Counter()).total(),
         sequences=comparison.sequences,
         groups=comparison.groups,
-        left_out=dict(recording.left_out),
-        refused=dict(comparison.refused),
-        objectives=[_row(name, comparison, texts) for name in comparison.names],
-        cosine=_rows(pairs.cosine[places]),
-        overlap=_rows(pairs.overlap[places]),
-        jaccard=_rows(pairs.jaccard[places]),
-        by_step=[moment for moment in comparison.moments if moment.objective not in comparison.refused],
+        skipped=dict(recording.skipped),
+        failures=dict(comparison.failures),
+        objectives=[_objective_summary(name, comparison, texts) for name in comparison.names],
+        cosine=_to_lists(pairs.cosine[places]),
+        overlap=_to_lists(pairs.overlap[places]),
+        jaccard=_to_lists(pairs.jaccard[places]),
+        by_step=[moment for moment in comparison.points if moment.objective not in comparison.failures],
         weights=weights,
     )
 
 
-def _row(name: str, comparison: Comparison, texts: int) -> Row:
-    tally, steps = comparison.tallies[name], max(len(comparison.steps), 1)
-    return Row(
+def _objective_summary(name: str, comparison: Comparison, texts: int) -> ObjectiveSummary:
+    tally, steps = comparison.counts[name], max(len(comparison.steps), 1)
+    return ObjectiveSummary(
         objective=name,
         **{field: getattr(tally, field) for field in ("tokens", "kept", "dropped", "unusable", "other_role")},
         dropped_share=tally.dropped_share,
@@ -159,20 +159,20 @@ def _row(name: str, comparison: Comparison, texts: int) -> Row:
         loss=tally.loss / steps,
         terms={term: value / steps for term, value in tally.terms.items()},
         gradient_norm=tally.gradient_norm / steps,
-        gates=[Gate(reason, count, tally.gate_sequences[reason]) for reason, count in tally.gates.most_common()],
-        by={kind: shares(comparison, tally, kind) for kind in KINDS if kind in comparison.seen},
-        texts=_texts(comparison, tally, texts),
+        gates=[GateCount(reason, count, tally.gate_sequences[reason]) for reason, count in tally.gates.most_common()],
+        splits={kind: count_by_label(comparison, tally, kind) for kind in SPLIT_KINDS if kind in comparison.token_counts},
+        texts=_most_dropped_texts(comparison, tally, texts),
     )
 
 
-def shares(comparison: Comparison, tally: Tally, kind: str) -> list[Share]:
+def count_by_label(comparison: Comparison, counts: ObjectiveCounts, kind: str) -> list[LabelCount]:
     """Dropped tokens by label, in the order of the labels."""
-    dropped = tally.dropped_by.get(kind, Counter())
-    labels = sorted(comparison.seen[kind], key=_order)
-    return [Share(label, comparison.seen[kind][label], dropped[label]) for label in labels]
+    dropped = counts.dropped_by.get(kind, Counter())
+    labels = sorted(comparison.token_counts[kind], key=_label_sort_key)
+    return [LabelCount(label, comparison.token_counts[kind][label], dropped[label]) for label in labels]
 
 
-def _order(label: str) -> tuple[float, str]:
+def _label_sort_key(label: str) -> tuple[float, str]:
     """Numbers and ranges by their size, and words after them: negative staleness too."""
     head = label.split("-")[0] or label
     try:
@@ -181,24 +181,24 @@ def _order(label: str) -> tuple[float, str]:
         return math.inf, {"positive": "0", "negative": "1", "zero": "2"}.get(label, label)
 
 
-def _texts(comparison: Comparison, tally: Tally, count: int) -> list[Text]:
-    dropped = tally.dropped_by.get("text")
+def _most_dropped_texts(comparison: Comparison, counts: ObjectiveCounts, count: int) -> list[TextCount]:
+    dropped = counts.dropped_by.get("text")
     if not dropped:
         return []
-    seen = comparison.seen["text"]
+    seen = comparison.token_counts["text"]
     most = sorted(dropped.items(), key=lambda item: (-item[1], item[0]))[:count]
-    return [Text(text, seen[text], times, tally.dropped_positive[text]) for text, times in most]
+    return [TextCount(text, seen[text], times, counts.dropped_positive[text]) for text, times in most]
 
 
-def _rows(matrix: Array) -> list[list[float]]:
+def _to_lists(matrix: Array) -> list[list[float]]:
     found: list[list[float]] = matrix.tolist()
     return found
 
 
-def finite(value: Any) -> Any:
+def replace_non_finite(value: Any) -> Any:
     """A value that JSON can say: what is not finite is null."""
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [replace_non_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -17,21 +17,21 @@ from torch import Tensor
 from keel.config import ModelSettings
 from keel.errors import KeelError
 from keel.tools.compare.accumulators import cosine_of
-from keel.tools.compare.evaluate import Compared
-from keel.tools.compare.report import Weights
-from keel.tools.compare.schema import Step
-from keel.training import Forward, Model, Sample, Tokens, load_model
+from keel.tools.compare.evaluate import StepComparison
+from keel.tools.compare.report import WeightGradientSummary
+from keel.tools.compare.schema import RecordedStep
+from keel.training import Forward, Model, Sample, TrainableTokens, load_model
 from keel.training.step.forward import MicroBatch
-from keel.training.step.lm_head import back_through
+from keel.training.step.lm_head import backward_into
 
 
-def spread(numbers: Sequence[int], count: int) -> list[int]:
+def evenly_spaced_steps(steps: Sequence[int], count: int) -> list[int]:
     """So many of the steps, evenly spaced, the first and the last among them."""
-    if count >= len(numbers):
-        return list(numbers)
+    if count >= len(steps):
+        return list(steps)
     if count == 1:
-        return [numbers[len(numbers) // 2]]
-    return [numbers[round(place * (len(numbers) - 1) / (count - 1))] for place in range(count)]
+        return [steps[len(steps) // 2]]
+    return [steps[round(place * (len(steps) - 1) / (count - 1))] for place in range(count)]
 
 
 class WeightGradients:
@@ -41,59 +41,59 @@ class WeightGradients:
         self.model = load_model(ModelSettings(name=model)) if isinstance(model, str) else model
         self.forward = Forward(self.model, max_tokens=max_tokens)
         self.steps: list[int] = []
-        self.grams: dict[tuple[str, str], float] = {}
-        self.difference = 0.0
+        self.inner_products: dict[tuple[str, str], float] = {}
+        self.logprob_difference = 0.0
         self.tokens = 0
 
-    def add(self, compared: Compared) -> None:
+    def add(self, comparison: StepComparison) -> None:
         """The weight gradients of every objective at one step."""
-        step = compared.step
-        tokens = Tokens(samples_of(step))
+        step = comparison.step
+        tokens = TrainableTokens(to_samples(step))
         plan = self.forward.plan(tokens)
         found = self.forward.score(tokens, plan=plan).logprobs.cpu()
-        self.difference += float((found - step.batch.logprobs).abs().sum())
+        self.logprob_difference += float((found - step.batch.logprobs).abs().sum())
         self.tokens += len(tokens)
         flat: list[list[Tensor]] = []
-        for name, gradient in zip(compared.names, compared.gradients, strict=True):
+        for name, gradient in zip(comparison.names, comparison.gradients, strict=True):
             flat.append(self._backward(plan, gradient.to(self.model.device)))
-            for other, theirs in zip(compared.names, flat, strict=False):
+            for other, theirs in zip(comparison.names, flat, strict=False):
                 product = math.fsum(_dot(mine, their) for mine, their in zip(flat[-1], theirs, strict=True))
-                self.grams[name, other] = self.grams[other, name] = self.grams.get((name, other), 0.0) + product
+                self.inner_products[name, other] = self.inner_products[other, name] = self.inner_products.get((name, other), 0.0) + product
         self.steps.append(step.number)
 
     def _backward(self, plan: Sequence[MicroBatch], gradient: Tensor) -> list[Tensor]:
         """One forward and backward pass over the step, for a known gradient by each log-prob."""
         weights, head = list(self.model.parameters().values()), self.forward.head
-        with self.forward.attending():
+        with self.forward.tree_attention_enabled():
             for batch in plan:
-                worth = gradient[batch.tokens]
+                worth = gradient[batch.token_index]
                 if worth.any():
                     hidden = self.forward.hidden(batch)
                     known = head.backward(hidden.detach(), batch.targets, batch.temperature, worth)
-                    back_through(head, hidden, known)
+                    backward_into(head, hidden, known)
         found = [torch.zeros_like(weight) if weight.grad is None else weight.grad.detach() for weight in weights]
         for weight in weights:
             weight.grad = None
         return found
 
-    def summary(self, names: Sequence[str]) -> Weights:
+    def summary(self, names: Sequence[str]) -> WeightGradientSummary:
         """Norms and cosines of these objectives."""
-        gram = np.array([[self.grams.get((one, other), math.nan) for other in names] for one in names])
-        return Weights(
+        gram = np.array([[self.inner_products.get((one, other), math.nan) for other in names] for one in names])
+        return WeightGradientSummary(
             model=self.model.source.name,
             steps=self.steps,
             parameters=sum(weight.numel() for weight in self.model.parameters().values()),
-            difference=self.difference / max(self.tokens, 1),
+            logprob_difference=self.logprob_difference / max(self.tokens, 1),
             gradient_norm=np.sqrt(gram.diagonal() / max(len(self.steps), 1)).tolist(),
             cosine=cosine_of(gram).tolist(),
         )
 
 
-def _dot(one: Tensor, other: Tensor) -> float:
-    return float(torch.dot(one.flatten().double(), other.flatten().double()))
+def _dot(left: Tensor, right: Tensor) -> float:
+    return float(torch.dot(left.flatten().double(), right.flatten().double()))
 
 
-def samples_of(step: Step) -> list[Sample]:
+def to_samples(step: RecordedStep) -> list[Sample]:
     """The step's sequences for a model, in the order of its tokens."""
     rows = step.rows
     if "token_ids" not in rows.column_names or rows["token_ids"].null_count:

@@ -16,9 +16,9 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-END, KILL = b"end\n", b"kill\n"
+TERMINATE_COMMAND, KILL_COMMAND = b"end\n", b"kill\n"
 """What a holder may say: finish in order, or now."""
-KILLED = 128
+SIGNAL_EXIT_BASE = 128
 """Exit codes above it are signals, as a shell has them."""
 
 _PR_SET_PDEATHSIG = 1
@@ -26,54 +26,54 @@ _PR_SET_PDEATHSIG = 1
 
 def main(argv: Sequence[str]) -> int:
     """Run the command until it ends; its exit code."""
-    options, words = _split(argv)
+    options, words = _split_argv(argv)
     environment = dict(os.environ)
     for name, _, file in (option.partition("=") for option in options):
         environment[name] = Path(file).read_text().strip()
     # Ray blocks SIGINT in what it starts, and a mask is inherited
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     child = subprocess.Popen(
-        words, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_parent()
+        words, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent()
     )
-    threading.Thread(target=_listen, args=(child,), daemon=True).start()
+    threading.Thread(target=_handle_commands, args=(child,), daemon=True).start()
     code = child.wait()
-    _kill(child)  # what it started and left behind
-    return code_of(code)
+    _kill_group(child)  # what it started and left behind
+    return shell_exit_code(code)
 
 
-def code_of(code: int) -> int:
+def shell_exit_code(code: int) -> int:
     """An exit code as a shell has it, with signals above `KILLED`."""
-    return code if code >= 0 else KILLED - code
+    return code if code >= 0 else SIGNAL_EXIT_BASE - code
 
 
-def words_of(python: str, words: Sequence[str], secret: tuple[str, str] | None) -> list[str]:
+def guard_argv(python: str, command: Sequence[str], secret: tuple[str, str] | None) -> list[str]:
     """The command line that runs `words` under a warden."""
     told = ["--secret", f"{secret[0]}={secret[1]}"] if secret is not None else []
-    return [python, "-m", "keel.tools.launch.process_guard", *told, "--", *words]
+    return [python, "-m", "keel.tools.launch.process_guard", *told, "--", *command]
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split_argv(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     at = argv.index("--")
     return [word for word in argv[:at] if word != "--secret"], list(argv[at + 1 :])
 
 
-def _listen(child: "subprocess.Popen[bytes]") -> None:
+def _handle_commands(child: "subprocess.Popen[bytes]") -> None:
     """Do what the holder says; when it says nothing any more, it is gone."""
     # not by sys.stdin: a thread that waits in its buffer cannot be ended with the interpreter
     while said := os.read(0, 64):
-        if KILL in said:
-            _kill(child)
-        elif END in said:
+        if KILL_COMMAND in said:
+            _kill_group(child)
+        elif TERMINATE_COMMAND in said:
             child.terminate()  # the part alone: it tells its own processes
-    _kill(child)
+    _kill_group(child)
 
 
-def _kill(child: "subprocess.Popen[bytes]") -> None:
+def _kill_group(child: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
 
 
-def _end_with_parent() -> Callable[[], None] | None:
+def _die_with_parent() -> Callable[[], None] | None:
     """For the child, before it becomes the part: ask the kernel to end it with this process. Linux alone can."""
     if not sys.platform.startswith("linux"):
         return None

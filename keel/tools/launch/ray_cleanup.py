@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-MINE = b"RAY_AUTH_TOKEN="
+TOKEN_PREFIX = b"RAY_AUTH_TOKEN="
 
 
 def start(token: str) -> "subprocess.Popen[bytes]":
@@ -37,10 +37,10 @@ def close(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def sweep(token: bytes) -> None:
+def kill_processes_with_token(token: bytes) -> None:
     """End every process whose environment holds the token, until there is none."""
     for _ in range(10):
-        found = [pid for pid in _processes() if MINE + token in _environment(pid)]
+        found = [pid for pid in _list_pids() if TOKEN_PREFIX + token in _read_environ(pid)]
         if not found:
             return
         for pid in found:
@@ -50,14 +50,14 @@ def sweep(token: bytes) -> None:
                 continue
 
 
-def _processes() -> list[int]:
+def _list_pids() -> list[int]:
     folder = Path("/proc")
     if not folder.is_dir():
         return []
     return [int(one.name) for one in folder.iterdir() if one.name.isdecimal() and int(one.name) != os.getpid()]
 
 
-def _environment(pid: int) -> list[bytes]:
+def _read_environ(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # it has ended, or is another user's
@@ -69,4 +69,4 @@ if __name__ == "__main__":
     while sys.stdin.buffer.read(64):
         pass
     if first:
-        sweep(first)
+        kill_processes_with_token(first)

@@ -16,133 +16,133 @@ from typing import Any
 
 from keel.errors import KeelError
 from keel.tools.lens.database import Database
-from keel.tools.lens.run_reader import Run, finite
-from keel.tools.lens.trust_region_bands import BINS, Statistic
+from keel.tools.lens.run_reader import RunReader, replace_non_finite
+from keel.tools.lens.trust_region_bands import BINS_PER_UNIT, Statistic
 
-CHUNK = 24_000_000
+CHUNK_BYTES = 24_000_000
 """Bytes of parquet that one query reads: a fraction of a second."""
-OLDEST = 8
+MAX_STALENESS = 8
 """Staleness from which tokens are counted together."""
-TEXTS = 200_000
+MAX_TEXTS = 200_000
 """Different texts that are counted; more than a vocabulary has."""
-SHOWN = 50
+MAX_ROWS = 50
 """Lines of a list."""
 
-OUTCOME = (
+OUTCOME_SQL = (
     "CASE WHEN kept = 'trained' THEN 'trained' WHEN kept LIKE '% high' THEN 'high' WHEN kept LIKE '% low' THEN 'low'"
     " ELSE 'other' END"
 )
 """A gate refuses on a side; what else keeps a token out (its role) has none."""
-OUTS = ("trained", "low", "high", "other")
-SIDE = "CASE WHEN advantage > 0 THEN 'positive' WHEN advantage < 0 THEN 'negative' ELSE 'zero' END"
-SIDES = ("positive", "negative", "zero")
+TOKEN_OUTCOMES = ("trained", "low", "high", "other")
+ADVANTAGE_SIGN_SQL = "CASE WHEN advantage > 0 THEN 'positive' WHEN advantage < 0 THEN 'negative' ELSE 'zero' END"
+ADVANTAGE_SIGNS = ("positive", "negative", "zero")
 
-_NAMES = """filename, "group", member, attempt, sample, advantage, generate_subscripts(token_ids, 1) - 1 AS position,
+_POSITION_COLUMNS = """filename, "group", member, attempt, sample, advantage, generate_subscripts(token_ids, 1) - 1 AS position,
     unnest(gradient) AS gradient, unnest(entropy) AS entropy,"""
-_TEXTS = "unnest(token_ids) AS token_id, unnest(pieces) AS piece,"
+_TEXT_COLUMNS = "unnest(token_ids) AS token_id, unnest(pieces) AS piece,"
 
 
-def token_rows(*more: str) -> str:
+def token_rows_sql(*columns: str) -> str:
     """One row for each token of what trained. All lists that are named are read: duckdb leaves none of them out."""
     return f"""
-    SELECT {" ".join(more)} {SIDE} AS side, version - unnest(versions) AS staleness, unnest(logprobs) AS l,
+    SELECT {" ".join(columns)} {ADVANTAGE_SIGN_SQL} AS side, version - unnest(versions) AS staleness, unnest(logprobs) AS l,
         unnest(sampler_logprobs) AS b, unnest(kept) AS kept
     FROM {{files}} WHERE fate = 'trained' AND logprobs IS NOT NULL
     """
 
 
-USABLE = "kept IS NOT NULL AND isfinite(l) AND isfinite(b)"
+VALID_TOKEN_SQL = "kept IS NOT NULL AND isfinite(l) AND isfinite(b)"
 
 
-class Survey(ABC):
+class Aggregate(ABC):
     """An aggregate over a range of a run's steps, as far as it has been read."""
 
-    def __init__(self, database: Database, run: Run, first: int, last: int | None) -> None:
+    def __init__(self, database: Database, run: RunReader, first: int, last: int | None) -> None:
         self.database, self.run = database, run
         self.first, self.last = first, last
-        self._done: set[int] = set()
-        self._bad: dict[int, str] = {}
+        self._steps_read: set[int] = set()
+        self._unreadable: dict[int, str] = {}
         self._lock = threading.Lock()
 
     @abstractmethod
-    def absorb(self, files: Sequence[Path]) -> None:
+    def add_files(self, files: Sequence[Path]) -> None:
         """Add what some files hold; all of it, or raise before anything was added."""
 
     @abstractmethod
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """The aggregate for the page."""
 
-    def look(self, seconds: float) -> dict[str, Any]:
+    def advance(self, seconds: float) -> dict[str, Any]:
         """Read on for about so many seconds, one query's worth at least, and tell."""
         end = time.monotonic() + seconds
         with self._lock:
-            steps = [step for step in self.run.steps() if self.first <= step <= (self.last or step)]
+            steps = [step for step in self.run.recorded_steps() if self.first <= step <= (self.last or step)]
             # multiples of the golden ratio fill the range evenly, however far one gets
-            waiting = sorted(set(steps) - self._done - set(self._bad), key=lambda step: step * 0.6180339887498949 % 1)
+            waiting = sorted(set(steps) - self._steps_read - set(self._unreadable), key=lambda step: step * 0.6180339887498949 % 1)
             while waiting:
-                self._read(_chunk(self.run, waiting))
+                self._read_files(_next_chunk(self.run, waiting))
                 if time.monotonic() >= end:
                     break
             return {
-                "read": len(self._done),
+                "read": len(self._steps_read),
                 "steps": len(steps),
                 "first": steps[0] if steps else None,
                 "last": steps[-1] if steps else None,
-                "unreadable": [f"step {step}: {why}" for step, why in sorted(self._bad.items())][:5],
-                **finite(self.told()),
+                "unreadable": [f"step {step}: {why}" for step, why in sorted(self._unreadable.items())][:5],
+                **replace_non_finite(self.as_json()),
             }
 
-    def _read(self, steps: Sequence[int]) -> None:
+    def _read_files(self, steps: Sequence[int]) -> None:
         try:
-            self.absorb([self.run.file(step) for step in steps])
+            self.add_files([self.run.rollout_file(step) for step in steps])
         except KeelError as error:
             if len(steps) == 1:
-                self._bad[steps[0]] = str(error)[:300]
+                self._unreadable[steps[0]] = str(error)[:300]
                 return
             for step in steps:
-                self._read([step])
+                self._read_files([step])
         else:
-            self._done.update(steps)
+            self._steps_read.update(steps)
 
 
-def _chunk(run: Run, waiting: list[int]) -> list[int]:
+def _next_chunk(run: RunReader, unread: list[int]) -> list[int]:
     """Take the next steps off the list: about a query's worth of bytes."""
     steps, size = [], 0
-    while waiting and size < CHUNK:
-        steps.append(waiting.pop(0))
+    while unread and size < CHUNK_BYTES:
+        steps.append(unread.pop(0))
         try:
-            size += run.file(steps[-1]).stat().st_size
+            size += run.rollout_file(steps[-1]).stat().st_size
         except (OSError, KeelError):
             break
     return steps
 
 
-class Region(Survey):
+class TrustRegionHistograms(Aggregate):
     """How far the policy is from the sampler: a histogram of each statistic, by staleness, advantage and outcome."""
 
     def __init__(
-        self, database: Database, run: Run, first: int, last: int | None, statistics: Sequence[Statistic]
+        self, database: Database, run: RunReader, first: int, last: int | None, statistics: Sequence[Statistic]
     ) -> None:
         super().__init__(database, run, first, last)
         self.statistics = statistics
         self._counts: Counter[tuple[str, int, str, str, int]] = Counter()
-        self._distance: Counter[tuple[int, str]] = Counter()
+        self._abs_log_ratio_sums: Counter[tuple[int, str]] = Counter()
         tokens = [one for one in statistics if one.scope == "token"]
         samples = [one for one in statistics if one.scope == "sample"]
-        self._queries = [(tokens, _histograms(tokens, token_rows()))]
+        self._queries = [(tokens, _histograms_sql(tokens, token_rows_sql()))]
         if samples:
-            self._queries.append((samples, _histograms(samples, _SAMPLE_ROWS)))
+            self._queries.append((samples, _histograms_sql(samples, _SAMPLE_ROWS_SQL)))
 
-    def absorb(self, files: Sequence[Path]) -> None:
-        answers = [(chosen, self.database.rows(query, files)) for chosen, query in self._queries]
+    def add_files(self, files: Sequence[Path]) -> None:
+        answers = [(chosen, self.database.query_rows(query, files)) for chosen, query in self._queries]
         for chosen, rows in answers:
             for row in rows:
                 name = chosen[row["which"]].name
                 self._counts[name, row["staleness"], row["side"], row["outcome"], row["bin"]] += row["count"]
                 if name == "ratio":
-                    self._distance[row["staleness"], row["side"]] += row["distance"]
+                    self._abs_log_ratio_sums[row["staleness"], row["side"]] += row["distance"]
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Counts as lists that begin at bin `start`; the page adds up the sides that it shows."""
         series: dict[tuple[str, int, str, str], dict[int, int]] = {}
         for (name, *key, place), count in self._counts.items():
@@ -159,16 +159,16 @@ class Region(Survey):
             for (name, staleness, side, outcome), bins in sorted(series.items())
         ]
         return {
-            "statistics": [one.told() for one in self.statistics],
-            "bins": BINS,
-            "oldest": OLDEST,
+            "statistics": [one.as_json() for one in self.statistics],
+            "bins": BINS_PER_UNIT,
+            "oldest": MAX_STALENESS,
             "series": found,
-            "distance": [[*key, value] for key, value in sorted(self._distance.items())],
+            "distance": [[*key, value] for key, value in sorted(self._abs_log_ratio_sums.items())],
         }
 
 
-_SAMPLE_ROWS = f"""
-SELECT {SIDE} AS side, version - list_min(list_filter(versions, lambda v: v >= 0)) AS staleness, 1.0 AS l, 0.0 AS b,
+_SAMPLE_ROWS_SQL = f"""
+SELECT {ADVANTAGE_SIGN_SQL} AS side, version - list_min(list_filter(versions, lambda v: v >= 0)) AS staleness, 1.0 AS l, 0.0 AS b,
     list_sum(list_transform(list_zip(logprobs, sampler_logprobs), lambda x: x[1] - x[2])) AS d,
     list_count(logprobs) AS n, logprobs, sampler_logprobs,
     CASE WHEN list_contains(kept, 'trained') THEN 'trained' ELSE list_any_value(kept) END AS kept
@@ -176,10 +176,10 @@ FROM {{files}} WHERE fate = 'trained' AND list_count(logprobs) > 0
 """
 
 
-def _histograms(statistics: Sequence[Statistic], rows: str) -> str:
+def _histograms_sql(statistics: Sequence[Statistic], rows: str) -> str:
     """All histograms of one scan: which statistic, which bin, and how many."""
     bins = [
-        f"floor(asinh(({one.expression}) / {one.scale!r}) * {BINS})::INT AS bin{n}" for n, one in enumerate(statistics)
+        f"floor(asinh(({one.expression}) / {one.scale!r}) * {BINS_PER_UNIT})::INT AS bin{n}" for n, one in enumerate(statistics)
     ]
     names = [f"bin{n}" for n in range(len(statistics))]
     sets = ", ".join(f"(staleness, side, outcome, {name})" for name in names)
@@ -188,55 +188,55 @@ def _histograms(statistics: Sequence[Statistic], rows: str) -> str:
     return f"""
     SELECT staleness, side, outcome, CASE {which} END AS which, coalesce({", ".join(names)}) AS bin, count(*) AS count,
         sum(abs(l - b)) AS distance
-    FROM (SELECT least(greatest(staleness, 0), {OLDEST}) AS staleness, side, {OUTCOME} AS outcome, l, b,
+    FROM (SELECT least(greatest(staleness, 0), {MAX_STALENESS}) AS staleness, side, {OUTCOME_SQL} AS outcome, l, b,
               {", ".join(bins)}
-          FROM ({rows}) WHERE {USABLE})
+          FROM ({rows}) WHERE {VALID_TOKEN_SQL})
     GROUP BY GROUPING SETS ({sets})
     """
 
 
-class Texts(Survey):
+class DroppedTexts(Aggregate):
     """Which tokens are dropped most, by their text."""
 
     QUERY = f"""
-    SELECT token_id, any_value(left(piece, 80)) AS piece, side, {OUTCOME} AS outcome, count(*) AS count
-    FROM ({token_rows(_TEXTS)}) WHERE {USABLE} GROUP BY token_id, side, outcome
+    SELECT token_id, any_value(left(piece, 80)) AS piece, side, {OUTCOME_SQL} AS outcome, count(*) AS count
+    FROM ({token_rows_sql(_TEXT_COLUMNS)}) WHERE {VALID_TOKEN_SQL} GROUP BY token_id, side, outcome
     """
 
-    def __init__(self, database: Database, run: Run, first: int, last: int | None) -> None:
+    def __init__(self, database: Database, run: RunReader, first: int, last: int | None) -> None:
         super().__init__(database, run, first, last)
         self._texts: dict[int, str] = {}
         self._counts: Counter[tuple[int, str, str]] = Counter()
 
-    def absorb(self, files: Sequence[Path]) -> None:
-        for row in self.database.rows(self.QUERY, files):
+    def add_files(self, files: Sequence[Path]) -> None:
+        for row in self.database.query_rows(self.QUERY, files):
             token = row["token_id"]
-            if token in self._texts or len(self._texts) < TEXTS:
+            if token in self._texts or len(self._texts) < MAX_TEXTS:
                 self._texts.setdefault(token, row["piece"] or "")
                 self._counts[token, row["side"], row["outcome"]] += row["count"]
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         dropped: Counter[int] = Counter()
         for (token, _, outcome), count in self._counts.items():
             if outcome != "trained":
                 dropped[token] += count
         texts = []
-        for token, count in dropped.most_common(SHOWN):
-            counts = {(side, out): self._counts[token, side, out] for side in SIDES for out in OUTS}
+        for token, count in dropped.most_common(MAX_ROWS):
+            counts = {(side, out): self._counts[token, side, out] for side in ADVANTAGE_SIGNS for out in TOKEN_OUTCOMES}
             texts.append(
                 {
                     "token_id": token,
                     "text": self._texts[token],
                     "dropped": count,
                     "all": sum(counts.values()),
-                    **{side: sum(counts[side, out] for out in OUTS[1:]) for side in SIDES},
-                    **{out: sum(counts[side, out] for side in SIDES) for out in OUTS[1:]},
+                    **{side: sum(counts[side, out] for out in TOKEN_OUTCOMES[1:]) for side in ADVANTAGE_SIGNS},
+                    **{out: sum(counts[side, out] for side in ADVANTAGE_SIGNS) for out in TOKEN_OUTCOMES[1:]},
                 }
             )
         return {"texts": texts, "dropped": dropped.total(), "different": len(dropped)}
 
 
-ORDERS = {
+TOKEN_ORDERS = {
     "distance": ("abs(l - b)", "DESC"),
     "high": ("l - b", "DESC"),
     "low": ("l - b", "ASC"),
@@ -245,23 +245,23 @@ ORDERS = {
     "entropy": ("entropy", "DESC"),
 }
 """What "extreme" may mean, and the only orders that reach a query."""
-OUTCOMES = {
+OUTCOME_FILTERS = {
     "any": "true",
     "trained": "kept = 'trained'",
     "dropped": "kept <> 'trained'",
     "low": "kept LIKE '% low'",
     "high": "kept LIKE '% high'",
 }
-ADVANTAGES = {"any": "true", "positive": "advantage > 0", "negative": "advantage < 0"}
+ADVANTAGE_FILTERS = {"any": "true", "positive": "advantage > 0", "negative": "advantage < 0"}
 
 
-class Extremes(Survey):
+class ExtremeTokens(Aggregate):
     """The tokens that lie furthest out, among those that a filter lets through."""
 
     def __init__(
         self,
         database: Database,
-        run: Run,
+        run: RunReader,
         first: int,
         last: int | None,
         *,
@@ -272,30 +272,30 @@ class Extremes(Survey):
     ) -> None:
         super().__init__(database, run, first, last)
         for name, value, known in (
-            ("order", order, ORDERS),
-            ("outcome", outcome, OUTCOMES),
-            ("side", side, ADVANTAGES),
+            ("order", order, TOKEN_ORDERS),
+            ("outcome", outcome, OUTCOME_FILTERS),
+            ("side", side, ADVANTAGE_FILTERS),
         ):
             if value not in known:
                 raise KeelError(f"{name} = {value[:40]!r} must be one of {', '.join(known)}")
-        self.text, self._found, self._matching = text, list[dict[str, Any]](), 0
-        value, way = ORDERS[order]
+        self.text, self._tokens, self._matching = text, list[dict[str, Any]](), 0
+        value, way = TOKEN_ORDERS[order]
         self._sign = -1 if way == "DESC" else 1
-        chosen = f"{USABLE} AND {OUTCOMES[outcome]} AND {ADVANTAGES[side]} AND (? = '' OR contains(piece, ?))"
-        self._count = f"SELECT count(*) AS matching FROM ({token_rows('advantage,', _TEXTS)}) WHERE {chosen}"
+        chosen = f"{VALID_TOKEN_SQL} AND {OUTCOME_FILTERS[outcome]} AND {ADVANTAGE_FILTERS[side]} AND (? = '' OR contains(piece, ?))"
+        self._count_query = f"SELECT count(*) AS matching FROM ({token_rows_sql('advantage,', _TEXT_COLUMNS)}) WHERE {chosen}"
         self._query = f"""
         SELECT filename, "group", member, attempt, sample, position, left(piece, 80) AS piece, advantage, staleness,
             kept, l, b, gradient, entropy, {value} AS value
-        FROM ({token_rows(_NAMES, _TEXTS)}) WHERE {chosen} AND {value} IS NOT NULL ORDER BY {value} {way} LIMIT {SHOWN}
+        FROM ({token_rows_sql(_POSITION_COLUMNS, _TEXT_COLUMNS)}) WHERE {chosen} AND {value} IS NOT NULL ORDER BY {value} {way} LIMIT {MAX_ROWS}
         """
 
-    def absorb(self, files: Sequence[Path]) -> None:
-        matching = self.database.rows(self._count, files, [self.text, self.text])
-        rows = self.database.rows(self._query, files, [self.text, self.text])
+    def add_files(self, files: Sequence[Path]) -> None:
+        matching = self.database.query_rows(self._count_query, files, [self.text, self.text])
+        rows = self.database.query_rows(self._query, files, [self.text, self.text])
         for row in rows:
             row["step"] = int(re.findall(r"step_(\d+)\.parquet$", row.pop("filename"))[0])
         self._matching += sum(row["matching"] for row in matching)
-        self._found = sorted(self._found + rows, key=lambda row: row["value"] * self._sign)[:SHOWN]
+        self._tokens = sorted(self._tokens + rows, key=lambda row: row["value"] * self._sign)[:MAX_ROWS]
 
-    def told(self) -> dict[str, Any]:
-        return {"tokens": self._found, "matching": self._matching}
+    def as_json(self) -> dict[str, Any]:
+        return {"tokens": self._tokens, "matching": self._matching}

@@ -13,43 +13,43 @@ from typing import Any
 from keel.errors import KeelError
 from keel.objectives.describe import describe
 from keel.tools.lens import rollouts
-from keel.tools.lens.aggregates import ADVANTAGES, ORDERS, OUTCOMES, Extremes, Region, Survey, Texts
+from keel.tools.lens.aggregates import ADVANTAGE_FILTERS, TOKEN_ORDERS, OUTCOME_FILTERS, ExtremeTokens, TrustRegionHistograms, Aggregate, DroppedTexts
 from keel.tools.lens.database import Database
-from keel.tools.lens.query_params import Choice, Read, Text, Whole, Word, read
-from keel.tools.lens.run_reader import Run, Runs, UnknownRun
+from keel.tools.lens.query_params import ChoiceParam, ParamValues, TextParam, IntParam, Param, parse_params
+from keel.tools.lens.run_reader import RunReader, RunCatalog, UnknownRun
 from keel.tools.lens.trust_region_bands import statistics_of
 
-SURVEYS = 24
+MAX_AGGREGATES = 24
 """Aggregates that are kept to be read on; the one that was not asked for longest goes first."""
-PATIENCE = 0.6
+READ_SECONDS = 0.6
 """Seconds of reading for one answer about many steps."""
 
-_RANGE: Mapping[str, Word] = {"run": Text(), "first": Whole(0), "last": Whole(0)}
-_STEP: Mapping[str, Word] = {"run": Text(), "step": Whole()}
-QUESTIONS: Mapping[str, Mapping[str, Word]] = {
+_RANGE_PARAMS: Mapping[str, Param] = {"run": TextParam(), "first": IntParam(0), "last": IntParam(0)}
+_STEP_PARAMS: Mapping[str, Param] = {"run": TextParam(), "step": IntParam()}
+QUERIES: Mapping[str, Mapping[str, Param]] = {
     "runs": {},
-    "run": {"run": Text()},
-    "series": {"run": Text(), "names": Text("", longest=8000)},
-    "fates": {"run": Text()},
-    "region": _RANGE,
-    "texts": _RANGE,
+    "run": {"run": TextParam()},
+    "series": {"run": TextParam(), "names": TextParam("", max_length=8000)},
+    "fates": {"run": TextParam()},
+    "region": _RANGE_PARAMS,
+    "texts": _RANGE_PARAMS,
     "extremes": {
-        **_RANGE,
-        "order": Choice(ORDERS, "distance"),
-        "outcome": Choice(OUTCOMES, "any"),
-        "side": Choice(ADVANTAGES, "any"),
-        "text": Text(""),
+        **_RANGE_PARAMS,
+        "order": ChoiceParam(TOKEN_ORDERS, "distance"),
+        "outcome": ChoiceParam(OUTCOME_FILTERS, "any"),
+        "side": ChoiceParam(ADVANTAGE_FILTERS, "any"),
+        "text": TextParam(""),
     },
-    "groups": {**_STEP, "order": Choice(rollouts.GROUP_ORDERS, "order"), "offset": Whole(0)},
-    "members": {**_STEP, "group": Text(""), "offset": Whole(0)},
+    "groups": {**_STEP_PARAMS, "order": ChoiceParam(rollouts.GROUP_ORDERS, "order"), "offset": IntParam(0)},
+    "members": {**_STEP_PARAMS, "group": TextParam(""), "offset": IntParam(0)},
     "sample": {
-        **_STEP,
-        "group": Text(""),
-        "member": Whole(),
-        "attempt": Whole(),
-        "sample": Whole(-1, least=-1),
-        "offset": Whole(0),
-        "limit": Whole(rollouts.TOKENS),
+        **_STEP_PARAMS,
+        "group": TextParam(""),
+        "member": IntParam(),
+        "attempt": IntParam(),
+        "sample": IntParam(-1, minimum=-1),
+        "offset": IntParam(0),
+        "limit": IntParam(rollouts.PAGE_TOKENS),
     },
 }
 """Every question with its words; the server's description is made from it too."""
@@ -58,57 +58,57 @@ QUESTIONS: Mapping[str, Mapping[str, Word]] = {
 class Lens:
     """Answers about the runs below a folder."""
 
-    def __init__(self, root: Path, patience: float = PATIENCE) -> None:
-        self.runs = Runs(root)
+    def __init__(self, root: Path, read_seconds: float = READ_SECONDS) -> None:
+        self.runs = RunCatalog(root)
         self.database = Database(self.runs.root)
-        self.patience = patience
-        self._surveys: OrderedDict[tuple[object, ...], Survey] = OrderedDict()
+        self.read_seconds = read_seconds
+        self._aggregates: OrderedDict[tuple[object, ...], Aggregate] = OrderedDict()
         self._lock = threading.Lock()
-        self._questions: dict[str, Callable[[Read], dict[str, Any]]] = {
-            "runs": self._runs,
-            "run": self._run,
-            "series": self._series,
-            "fates": lambda words: self._of(words).fates(),
-            "region": self._region,
-            "texts": lambda words: self._survey(words, Texts),
-            "extremes": self._extremes,
-            "groups": self._groups,
-            "members": self._members,
-            "sample": self._sample,
+        self._handlers: dict[str, Callable[[ParamValues], dict[str, Any]]] = {
+            "runs": self._query_runs,
+            "run": self._query_run,
+            "series": self._query_series,
+            "fates": lambda words: self._get_run(words).outcomes(),
+            "region": self._query_region,
+            "texts": lambda words: self._query_aggregate(words, DroppedTexts),
+            "extremes": self._query_extremes,
+            "groups": self._query_groups,
+            "members": self._query_members,
+            "sample": self._query_sample,
         }
 
     def close(self) -> None:
         self.database.close()
 
-    def answer(self, name: str, words: Mapping[str, str]) -> dict[str, Any]:
+    def query(self, name: str, params: Mapping[str, str]) -> dict[str, Any]:
         """One question."""
-        if name not in QUESTIONS:
-            raise UnknownRun(f"{name[:40]!r} is no question; known are {', '.join(QUESTIONS)}")
-        return self._questions[name](read(QUESTIONS[name], words))
+        if name not in QUERIES:
+            raise UnknownRun(f"{name[:40]!r} is no question; known are {', '.join(QUERIES)}")
+        return self._handlers[name](parse_params(QUERIES[name], params))
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
-    def _of(self, words: Read) -> Run:
-        return self.runs.get(words["run"])
+    def _get_run(self, params: ParamValues) -> RunReader:
+        return self.runs.get(params["run"])
 
-    def _runs(self, _words: Read) -> dict[str, Any]:
+    def _query_runs(self, _params: ParamValues) -> dict[str, Any]:
         found = []
-        for run in self.runs.all():
+        for run in self.runs.list_runs():
             try:
-                found.append(run.facts())
+                found.append(run.summary())
             except KeelError as error:
                 found.append({"run": run.name, "status": "unreadable", "why": str(error), "step": 0, "time": None})
         return {"root": self.runs.root.name, "runs": found}
 
-    def _run(self, words: Read) -> dict[str, Any]:
+    def _query_run(self, params: ParamValues) -> dict[str, Any]:
         """What a run is made of, for the head of each view."""
-        run = self._of(words)
+        run = self._get_run(params)
         settings, problem = run.settings()
         composition = settings.objective.composition if settings else None
         said = describe(composition) if composition else None
-        recorded = run.steps()
+        recorded = run.recorded_steps()
         return {
-            "names": run.names(),
+            "names": run.metric_names(),
             "evaluations": run.evaluations(),
             "recorded": len(recorded),
             "first": recorded[0] if recorded else None,
@@ -118,45 +118,45 @@ class Lens:
             "notes": ([problem] if problem else []) + statistics_of(composition)[1],
         }
 
-    def _series(self, words: Read) -> dict[str, Any]:
-        names = [name for name in words["names"].split(",") if name]
+    def _query_series(self, params: ParamValues) -> dict[str, Any]:
+        names = [name for name in params["names"].split(",") if name]
         if len(names) > 100:
             raise KeelError(f"names lists {len(names)} numbers; ask for at most 100 at a time")
-        return self._of(words).series(names)
+        return self._get_run(params).series(names)
 
     # -- many steps ---------------------------------------------------------------------------------------------------
 
-    def _survey(self, words: Read, kind: type[Survey], **rest: Any) -> dict[str, Any]:
-        run, first, last = self._of(words), words["first"], words["last"] or None
-        key = (kind, run, first, last, *(value for value in rest.values() if isinstance(value, str)))
+    def _query_aggregate(self, params: ParamValues, kind: type[Aggregate], **options: Any) -> dict[str, Any]:
+        run, first, last = self._get_run(params), params["first"], params["last"] or None
+        key = (kind, run, first, last, *(value for value in options.values() if isinstance(value, str)))
         with self._lock:
-            survey = self._surveys.get(key) or kind(self.database, run, first, last, **rest)
-            self._surveys[key] = survey
-            self._surveys.move_to_end(key)
-            while len(self._surveys) > SURVEYS:
-                self._surveys.popitem(last=False)
-        return survey.look(self.patience)
+            survey = self._aggregates.get(key) or kind(self.database, run, first, last, **options)
+            self._aggregates[key] = survey
+            self._aggregates.move_to_end(key)
+            while len(self._aggregates) > MAX_AGGREGATES:
+                self._aggregates.popitem(last=False)
+        return survey.advance(self.read_seconds)
 
-    def _region(self, words: Read) -> dict[str, Any]:
-        settings, _ = self._of(words).settings()
+    def _query_region(self, params: ParamValues) -> dict[str, Any]:
+        settings, _ = self._get_run(params).settings()
         statistics, _ = statistics_of(settings.objective.composition if settings else None)
-        return self._survey(words, Region, statistics=statistics)
+        return self._query_aggregate(params, TrustRegionHistograms, statistics=statistics)
 
-    def _extremes(self, words: Read) -> dict[str, Any]:
-        chosen = {name: words[name] for name in ("order", "outcome", "side")}
-        return self._survey(words, Extremes, **chosen, text=words["text"][:80])
+    def _query_extremes(self, params: ParamValues) -> dict[str, Any]:
+        chosen = {name: params[name] for name in ("order", "outcome", "side")}
+        return self._query_aggregate(params, ExtremeTokens, **chosen, text=params["text"][:80])
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def _groups(self, words: Read) -> dict[str, Any]:
-        file = self._of(words).file(words["step"])
-        return rollouts.groups(self.database, file, words["order"], words["offset"])
+    def _query_groups(self, params: ParamValues) -> dict[str, Any]:
+        file = self._get_run(params).rollout_file(params["step"])
+        return rollouts.list_groups(self.database, file, params["order"], params["offset"])
 
-    def _members(self, words: Read) -> dict[str, Any]:
-        file = self._of(words).file(words["step"])
-        return rollouts.members(self.database, file, words["group"], words["offset"])
+    def _query_members(self, params: ParamValues) -> dict[str, Any]:
+        file = self._get_run(params).rollout_file(params["step"])
+        return rollouts.list_members(self.database, file, params["group"], params["offset"])
 
-    def _sample(self, words: Read) -> dict[str, Any]:
-        file = self._of(words).file(words["step"])
-        name = (words["group"], words["member"], words["attempt"], words["sample"])
-        return rollouts.sample(self.database, file, name, words["offset"], words["limit"])
+    def _query_sample(self, params: ParamValues) -> dict[str, Any]:
+        file = self._get_run(params).rollout_file(params["step"])
+        name = (params["group"], params["member"], params["attempt"], params["sample"])
+        return rollouts.read_sample(self.database, file, name, params["offset"], params["limit"])

@@ -10,74 +10,74 @@ from typing import Any
 
 from keel.errors import KeelError
 
-LARGEST = 2**31 - 1
+MAX_INT = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Whole:
+class IntParam:
     """A whole number; -1 is the sample of a rollout that has none."""
 
     default: int | None = None
     """Not given: the word is needed."""
-    least: int = 0
+    minimum: int = 0
 
-    def read(self, name: str, text: str) -> int:
+    def parse(self, name: str, text: str) -> int:
         if not text.removeprefix("-").isdecimal() or not text.isascii() or len(text) > 11:
             raise KeelError(f"{name} = {text[:40]!r} must be a whole number")
-        if not self.least <= int(text) <= LARGEST:
-            raise KeelError(f"{name} = {text} must be a whole number from {self.least} to {LARGEST}")
+        if not self.minimum <= int(text) <= MAX_INT:
+            raise KeelError(f"{name} = {text} must be a whole number from {self.minimum} to {MAX_INT}")
         return int(text)
 
     def schema(self) -> dict[str, Any]:
-        return {"type": "integer", "minimum": self.least, "maximum": LARGEST}
+        return {"type": "integer", "minimum": self.minimum, "maximum": MAX_INT}
 
 
 @dataclass(frozen=True)
-class Text:
+class TextParam:
     """Any text; what is longer is refused."""
 
     default: str | None = None
-    longest: int = 2000
+    max_length: int = 2000
 
-    def read(self, name: str, text: str) -> str:
-        if len(text) > self.longest:
-            raise KeelError(f"{name} has {len(text)} characters; at most {self.longest} are taken")
+    def parse(self, name: str, text: str) -> str:
+        if len(text) > self.max_length:
+            raise KeelError(f"{name} has {len(text)} characters; at most {self.max_length} are taken")
         return text
 
     def schema(self) -> dict[str, Any]:
-        return {"type": "string", "maxLength": self.longest}
+        return {"type": "string", "maxLength": self.max_length}
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChoiceParam:
     """One of a closed list."""
 
-    known: Collection[str]
+    choices: Collection[str]
     default: str | None = None
 
-    def read(self, name: str, text: str) -> str:
-        if text not in self.known:
-            raise KeelError(f"{name} = {text[:40]!r} must be one of {', '.join(self.known)}")
+    def parse(self, name: str, text: str) -> str:
+        if text not in self.choices:
+            raise KeelError(f"{name} = {text[:40]!r} must be one of {', '.join(self.choices)}")
         return text
 
     def schema(self) -> dict[str, Any]:
-        return {"type": "string", "enum": list(self.known)}
+        return {"type": "string", "enum": list(self.choices)}
 
 
-Word = Whole | Text | Choice
-Read = Mapping[str, Any]
+Param = IntParam | TextParam | ChoiceParam
+ParamValues = Mapping[str, Any]
 
 
-def read(declared: Mapping[str, Word], given: Mapping[str, str]) -> dict[str, Any]:
+def parse_params(declared: Mapping[str, Param], query: Mapping[str, str]) -> dict[str, Any]:
     """The words of a question as values; an empty word is one that was not given."""
-    for name in given:
+    for name in query:
         if name not in declared:
             raise KeelError(f"{name[:40]!r} is no word of this question; known are {', '.join(declared) or 'none'}")
     values: dict[str, Any] = {}
     for name, word in declared.items():
-        text = given.get(name, "")
+        text = query.get(name, "")
         if text:
-            values[name] = word.read(name, text)
+            values[name] = word.parse(name, text)
         elif word.default is None:
             raise KeelError(f"{name} is missing")
         else:
@@ -85,7 +85,7 @@ def read(declared: Mapping[str, Word], given: Mapping[str, str]) -> dict[str, An
     return values
 
 
-def parameters(declared: Mapping[str, Word]) -> list[dict[str, Any]]:
+def openapi_parameters(declared: Mapping[str, Param]) -> list[dict[str, Any]]:
     """The words as OpenAPI has them."""
     return [
         {"name": name, "in": "query", "required": word.default is None, "schema": word.schema()}

@@ -9,23 +9,23 @@ from typing import Any
 
 from keel.errors import KeelError
 from keel.tools.lens.database import Database
-from keel.tools.lens.run_reader import finite
+from keel.tools.lens.run_reader import replace_non_finite
 
-PAGE = 200
+PAGE_ROWS = 200
 """Rows of a list at a time."""
-TOKENS = 2000
+PAGE_TOKENS = 2000
 """Tokens of a rollout at a time."""
-LETTERS = 400
+MAX_TOKEN_CHARACTERS = 400
 """Of one token's text, at most."""
 
-_DROPPED = "len(list_filter(kept, lambda x: x <> 'trained'))"
-_FURTHEST = "list_max(list_transform(list_zip(logprobs, sampler_logprobs), lambda x: abs(x[1] - x[2])))"
+_NUM_DROPPED_SQL = "len(list_filter(kept, lambda x: x <> 'trained'))"
+_MAX_LOG_RATIO_SQL = "list_max(list_transform(list_zip(logprobs, sampler_logprobs), lambda x: abs(x[1] - x[2])))"
 
-GROUPS = f"""
+GROUPS_QUERY = f"""
 SELECT "group", any_value(environment) AS environment, any_value(left(task_id, 200)) AS task_id,
     count(DISTINCT (member, attempt)) AS rollouts, count(*) FILTER (fate = 'trained') AS trained,
     any_value(reason) AS reason, avg(reward) AS reward, min(reward) AS least, max(reward) AS most,
-    coalesce(sum({_DROPPED}), 0)::BIGINT AS dropped, max({_FURTHEST}) AS furthest,
+    coalesce(sum({_NUM_DROPPED_SQL}), 0)::BIGINT AS dropped, max({_MAX_LOG_RATIO_SQL}) AS furthest,
     coalesce(sum(len(list_filter(trainable, lambda x: x))), 0)::BIGINT AS tokens, count(*) OVER () AS total
 FROM {{files}} GROUP BY "group" ORDER BY {{order}} LIMIT ? OFFSET ?
 """
@@ -40,17 +40,17 @@ GROUP_ORDERS = {
 }
 """How a list of groups may be ordered. Nothing else reaches the query."""
 
-MEMBERS = f"""
+MEMBERS_QUERY = f"""
 SELECT "group", environment, task_id, member, attempt, sample, fate, reason, left(error, 300) AS error, reward,
     advantage, turns, split, coalesce(len(token_ids), 0) AS length,
     coalesce(len(list_filter(trainable, lambda x: x)), 0) AS tokens,
     coalesce(len(list_filter(kept, lambda x: x LIKE '% low')), 0) AS low,
     coalesce(len(list_filter(kept, lambda x: x LIKE '% high')), 0) AS high,
-    coalesce({_DROPPED}, 0) AS dropped, {_FURTHEST} AS furthest, count(*) OVER () AS total
+    coalesce({_NUM_DROPPED_SQL}, 0) AS dropped, {_MAX_LOG_RATIO_SQL} AS furthest, count(*) OVER () AS total
 FROM {{files}} WHERE "group" = ? ORDER BY member, attempt, sample LIMIT ? OFFSET ?
 """
 
-SAMPLE = """
+SAMPLE_QUERY = """
 SELECT "group", member, attempt, sample, version, environment, task_id, fate, reason,
     left(error, 2000) AS error, reward, advantage, turns, split, temperature, coalesce(len(token_ids), 0) AS length,
     list_slice(token_ids, $first, $last) AS token_ids,
@@ -68,43 +68,43 @@ FROM {files} WHERE "group" = ? {which} ORDER BY member, attempt, sample
 """
 
 
-def groups(database: Database, file: Path, order: str = "order", offset: int = 0) -> dict[str, Any]:
+def list_groups(database: Database, file: Path, order: str = "order", offset: int = 0) -> dict[str, Any]:
     """The groups of a step."""
     if order not in GROUP_ORDERS:
         raise KeelError(f"order = {order[:40]!r} must be one of {', '.join(GROUP_ORDERS)}")
-    query = GROUPS.replace("{order}", GROUP_ORDERS[order])
-    return _page(database.rows(query, [file], [PAGE, offset]), "groups")
+    query = GROUPS_QUERY.replace("{order}", GROUP_ORDERS[order])
+    return _page_of_rows(database.query_rows(query, [file], [PAGE_ROWS, offset]), "groups")
 
 
-def members(database: Database, file: Path, group: str, offset: int = 0) -> dict[str, Any]:
+def list_members(database: Database, file: Path, group: str, offset: int = 0) -> dict[str, Any]:
     """The samples of a group's rollouts, and its rollouts without one."""
-    return _page(database.rows(MEMBERS, [file], [group, PAGE, offset]), "samples")
+    return _page_of_rows(database.query_rows(MEMBERS_QUERY, [file], [group, PAGE_ROWS, offset]), "samples")
 
 
-def sample(
-    database: Database, file: Path, name: tuple[str, int, int, int], offset: int = 0, limit: int = TOKENS
+def read_sample(
+    database: Database, file: Path, sample_id: tuple[str, int, int, int], offset: int = 0, limit: int = PAGE_TOKENS
 ) -> dict[str, Any]:
     """One sample (group, member, attempt, sample) with a page of its tokens, column by column."""
-    rows = _samples(database, file, "AND member = ? AND attempt = ? AND sample = ?", name, offset, limit)
+    rows = _read_samples(database, file, "AND member = ? AND attempt = ? AND sample = ?", sample_id, offset, limit)
     if not rows:
-        raise KeelError(f"{file.name} has no sample {name[0][:80]}/{'/'.join(map(str, name[1:]))}")
+        raise KeelError(f"{file.name} has no sample {sample_id[0][:80]}/{'/'.join(map(str, sample_id[1:]))}")
     return rows[0]
 
 
-def samples(database: Database, file: Path, group: str) -> list[dict[str, Any]]:
+def read_group_samples(database: Database, file: Path, group: str) -> list[dict[str, Any]]:
     """All samples of a group, each as `sample` has it, from one look at the file."""
-    return _samples(database, file, "", (group,), 0, TOKENS)
+    return _read_samples(database, file, "", (group,), 0, PAGE_TOKENS)
 
 
-def _samples(
-    database: Database, file: Path, which: str, name: tuple[object, ...], offset: int, limit: int
+def _read_samples(
+    database: Database, file: Path, condition: str, sample_id: tuple[object, ...], offset: int, limit: int
 ) -> list[dict[str, Any]]:
-    query = SAMPLE.replace("{which}", which)
-    for key, value in {"first": offset + 1, "last": offset + min(limit, TOKENS), "letters": LETTERS}.items():
+    query = SAMPLE_QUERY.replace("{which}", condition)
+    for key, value in {"first": offset + 1, "last": offset + min(limit, PAGE_TOKENS), "letters": MAX_TOKEN_CHARACTERS}.items():
         query = query.replace(f"${key}", str(int(value)))
-    return [finite(row) | {"offset": offset} for row in database.rows(query, [file], name)]
+    return [replace_non_finite(row) | {"offset": offset} for row in database.query_rows(query, [file], sample_id)]
 
 
-def _page(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+def _page_of_rows(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
     total = rows[0]["total"] if rows else 0
-    return {name: [finite({key: row[key] for key in row if key != "total"}) for row in rows], "total": total}
+    return {name: [replace_non_finite({key: row[key] for key in row if key != "total"}) for row in rows], "total": total}

@@ -25,21 +25,21 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keel.errors import KeelError
-from keel.inference.server.access import Access, Rate, Refusal
-from keel.inference.server.openapi import Endpoint, describe
-from keel.tools.lens.queries import QUESTIONS, Lens
-from keel.tools.lens.query_params import parameters
+from keel.inference.server.access import AccessControl, RateLimit, AccessDenial
+from keel.inference.server.openapi import RouteSpec, openapi_document
+from keel.tools.lens.queries import QUERIES, Lens
+from keel.tools.lens.query_params import openapi_parameters
 from keel.tools.lens.run_reader import UnknownRun
 
 log = logging.getLogger("keel.tools.lens")
 
 ASSETS = Path(__file__).parent / "assets"
 
-RATE = Rate(per_second=100, burst=500)
+RATE_LIMIT = RateLimit(per_second=100, burst=500)
 """A page asks some ten questions when a view is opened, and a few each time it looks again."""
-ERROR = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
+ERROR_SCHEMA = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
 
-HEADERS = {
+SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "cross-origin-resource-policy": "same-origin",
@@ -51,10 +51,10 @@ HEADERS = {
 }
 
 
-class Guard:
+class LensAccessMiddleware:
     """Lets through who may ask, and puts the headers on every answer."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: AccessControl) -> None:
         self.app, self.access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,32 +64,32 @@ class Guard:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
+                MutableHeaders(scope=message).update(SECURITY_HEADERS)
             await send(message)
 
-        why = self.access.refusal(scope) or _from_another_site(scope)
-        await (self.app if why is None else refused(why))(scope, receive, with_headers)
+        why = self.access.check_request(scope) or _check_same_site(scope)
+        await (self.app if why is None else refusal_response(why))(scope, receive, with_headers)
 
 
-def refused(why: Refusal) -> Response:
+def refusal_response(refusal: AccessDenial) -> Response:
     """A refusal as a browser understands it: where a key is needed it asks its user for one, as a password."""
-    headers = {} if why.retry_after is None else {"retry-after": str(why.retry_after)}
-    if why.status == 401:
+    headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
+    if refusal.status == 401:
         headers["www-authenticate"] = 'Basic realm="keel lens: any name, and the key as password", charset="UTF-8"'
-    return JSONResponse({"error": why.message}, why.status, headers)
+    return JSONResponse({"error": refusal.message}, refusal.status, headers)
 
 
-def _from_another_site(scope: Scope) -> Refusal | None:
+def _check_same_site(scope: Scope) -> AccessDenial | None:
     site = Headers(scope=scope).get("sec-fetch-site", "none")
     if site not in ("none", "same-origin") and scope["path"] != "/":
-        return Refusal(403, "another site's page may not ask the lens")
+        return AccessDenial(403, "another site's page may not ask the lens")
     return None
 
 
 def build_app(root: Path, api_key: str | None = None) -> Starlette:
     """The application over the runs below a folder."""
     lens = Lens(root)
-    access = Access(api_key, RATE)
+    access = AccessControl(api_key, RATE_LIMIT)
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -111,16 +111,16 @@ def build_app(root: Path, api_key: str | None = None) -> Starlette:
         return JSONResponse({"error": why.detail}, why.status_code, why.headers)
 
     questions = [
-        Endpoint(
+        RouteSpec(
             path=f"/ask/{name}",
             handler=ask,
             summary=f"The question {name}.",
-            parameters=parameters(words),
-            refusals=(400, 404),
+            parameters=openapi_parameters(words),
+            error_statuses=(400, 404),
         )
-        for name, words in QUESTIONS.items()
+        for name, words in QUERIES.items()
     ]
-    described = describe("keel lens", "1", questions, ERROR, key=api_key is not None)
+    described = openapi_document("keel lens", "1", questions, ERROR_SCHEMA, requires_key=api_key is not None)
     return Starlette(
         routes=[
             Route("/", page, methods=["GET"]),
@@ -129,16 +129,16 @@ def build_app(root: Path, api_key: str | None = None) -> Starlette:
             Route("/ask/{name:path}", ask, methods=["GET"]),
             Mount("/assets", StaticFiles(directory=ASSETS)),
         ],
-        middleware=[Middleware(Guard, access=access)],
+        middleware=[Middleware(LensAccessMiddleware, access=access)],
         exception_handlers={HTTPException: failed},
         lifespan=lifespan,
     )
 
 
-def respond(lens: Lens, name: str, words: dict[str, str]) -> Response:
+def respond(lens: Lens, name: str, params: dict[str, str]) -> Response:
     """An answer, or why there is none, as JSON."""
     try:
-        answer: dict[str, Any] = lens.answer(name, words)
+        answer: dict[str, Any] = lens.query(name, params)
         try:
             return JSONResponse(answer)
         except (TypeError, ValueError, RecursionError) as error:

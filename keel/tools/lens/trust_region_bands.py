@@ -13,7 +13,7 @@ from typing import Any, Literal
 from keel.objectives.composition import Composition, Gate
 from keel.objectives.statistics import STATISTICS, GateStatistic, gate_statistic
 
-BINS = 30
+BINS_PER_UNIT = 30
 """Bins to each unit of asinh(value / scale)."""
 
 
@@ -31,7 +31,7 @@ class Statistic:
     scale: float
     bands: list["Band"] = field(default_factory=list)
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """For the page."""
         return {name: value for name, value in asdict(self).items() if name != "expression"}
 

@@ -11,114 +11,114 @@ from typing import Any
 from keel.config import RunSettings
 from keel.config.simulate import SimulateSettings
 from keel.tools.simulate.prediction import Prediction, predict
-from keel.tools.simulate.simulated_pool import max_batch_of
+from keel.tools.simulate.simulated_pool import resolve_max_batch
 
-ENOUGH = 0.05
+MIN_GAIN = 0.05
 """Of its speed: what a change must bring to be told, and what fewer engines may cost."""
-AFFORDABLE = 60_000
+MAX_WHAT_IF_ROLLOUTS = 60_000
 """Rollouts of a simulation beyond which changes are only tried when they are asked for."""
-SMALL = 0.05
-IDLE = 0.1
+NEGLIGIBLE_SHARE = 0.05
+MAX_IDLE_SHARE = 0.1
 """Share of time that a trainer may wait for something and still be what the run waits for."""
 
 
 @dataclass(frozen=True)
-class Change:
+class ProposedChange:
     """One thing to do otherwise, and what the run is like then."""
 
-    words: str
-    then: Prediction
+    description: str
+    prediction: Prediction
     gain: float
     """Of its steps an hour, as a share."""
 
     def as_json(self) -> dict[str, Any]:
-        return {"change": self.words, "steps_per_hour": self.then.steps_per_hour, "gain": self.gain}
+        return {"change": self.description, "steps_per_hour": self.prediction.steps_per_hour, "gain": self.gain}
 
 
-def bottleneck(found: Prediction, settings: RunSettings, assumed: SimulateSettings) -> str:
+def describe_bottleneck(prediction: Prediction, settings: RunSettings, assumed: SimulateSettings) -> str:
     """What the run waits for most, and how one can tell."""
-    if max(found.waiting, found.publishing) < IDLE:
+    if max(prediction.waiting, prediction.publishing) < MAX_IDLE_SHARE:
         return (
-            f"the trainer: it computes {_percent(found.trainer_busy)} of the time, and the engines sample at"
-            f" {_percent(found.engine_fill)} of their full speed"
+            f"the trainer: it computes {_percent(prediction.trainer_busy)} of the time, and the engines sample at"
+            f" {_percent(prediction.engine_fill)} of their full speed"
         )
-    if found.publishing > found.waiting:
-        return f"the way of weights: the trainer waits for it {_percent(found.publishing)} of the time"
-    waits = f"the trainer waits for rollouts {_percent(found.waiting)} of the time"
-    schedule, places = settings.scheduler, assumed.engines * max_batch_of(settings, assumed)
+    if prediction.publishing > prediction.waiting:
+        return f"the way of weights: the trainer waits for it {_percent(prediction.publishing)} of the time"
+    waits = f"the trainer waits for rollouts {_percent(prediction.waiting)} of the time"
+    schedule, places = settings.scheduler, assumed.engines * resolve_max_batch(settings, assumed)
     if schedule.max_off_policy_steps == 0:
-        return f"the synchronous schedule: {waits}, and the engines are idle {_percent(1 - found.engine_busy)}"
-    if found.wasted_share - found.wasted.get("no_signal", 0.0) > 0.25:
-        worst = max(found.wasted, key=lambda reason: found.wasted[reason])
-        return f"waste: {waits}, and {_percent(found.wasted_share)} of the tokens are sampled for nothing ({worst})"
-    if found.in_flight > 0.9 * schedule.max_in_flight and found.in_flight < 0.9 * places:
+        return f"the synchronous schedule: {waits}, and the engines are idle {_percent(1 - prediction.engine_busy)}"
+    if prediction.wasted_share - prediction.wasted.get("no_signal", 0.0) > 0.25:
+        worst = max(prediction.wasted, key=lambda reason: prediction.wasted[reason])
+        return f"waste: {waits}, and {_percent(prediction.wasted_share)} of the tokens are sampled for nothing ({worst})"
+    if prediction.in_flight > 0.9 * schedule.max_in_flight and prediction.in_flight < 0.9 * places:
         return (
             f"scheduler.max_in_flight = {schedule.max_in_flight}: {waits}, and the engines have room for {places:,}"
             " rollouts"
         )
-    if found.engine_fill > 0.6 or found.in_flight > 0.7 * places:
-        return f"the engines: {waits}, and the engines sample at {_percent(found.engine_fill)} of their full speed"
+    if prediction.engine_fill > 0.6 or prediction.in_flight > 0.7 * places:
+        return f"the engines: {waits}, and the engines sample at {_percent(prediction.engine_fill)} of their full speed"
     ahead = (schedule.max_off_policy_steps + 1) * schedule.groups * schedule.group_size
     return (
-        f"too little work under way: {waits}, {found.in_flight:,.0f} rollouts are in flight of {ahead:,} that"
+        f"too little work under way: {waits}, {prediction.in_flight:,.0f} rollouts are in flight of {ahead:,} that"
         f" scheduler.groups and max_off_policy_steps allow, and the engines have room for {places:,}"
     )
 
 
-def changes(found: Prediction, settings: RunSettings, assumed: SimulateSettings) -> list[Change]:
+def propose_changes(prediction: Prediction, settings: RunSettings, assumed: SimulateSettings) -> list[ProposedChange]:
     """What would make it faster, the best first; then what could be saved."""
-    few = min(found.steps, 6 * settings.scheduler.max_off_policy_steps + 12)
-    base = found if few == found.steps else predict(settings, assumed.model_copy(update={"steps": few}))
+    few = min(prediction.steps, 6 * settings.scheduler.max_off_policy_steps + 12)
+    base = prediction if few == prediction.steps else predict(settings, assumed.model_copy(update={"steps": few}))
     tried = []
-    for words, run, cluster in _candidates(found, settings, assumed):
+    for words, run, cluster in _candidates(prediction, settings, assumed):
         then = predict(run, cluster.model_copy(update={"steps": few}))
-        tried.append(Change(words, then, then.steps_per_hour / base.steps_per_hour - 1))
-    better = sorted((one for one in tried if one.gain >= ENOUGH), key=lambda one: -one.gain)
-    saving = _fewer(found, assumed)
+        tried.append(ProposedChange(words, then, then.steps_per_hour / base.steps_per_hour - 1))
+    better = sorted((one for one in tried if one.gain >= MIN_GAIN), key=lambda one: -one.gain)
+    saving = _fewer_engines(prediction, assumed)
     if saving is not None:
         then = predict(settings, assumed.model_copy(update={"steps": few, "engines": saving}))
         gain = then.steps_per_hour / base.steps_per_hour - 1
-        if gain > -ENOUGH:
-            better.append(Change(f"engines {saving:,} in place of {assumed.engines:,}", then, gain))
+        if gain > -MIN_GAIN:
+            better.append(ProposedChange(f"engines {saving:,} in place of {assumed.engines:,}", then, gain))
     return better
 
 
-def _fewer(found: Prediction, assumed: SimulateSettings) -> int | None:
+def _fewer_engines(prediction: Prediction, assumed: SimulateSettings) -> int | None:
     """A number of engines that would still be enough by what they sample now."""
-    wanted = max(round(assumed.engines * found.engine_fill / 0.7), 1)
-    return wanted if wanted < 0.8 * assumed.engines and found.waiting < SMALL else None
+    wanted = max(round(assumed.engines * prediction.engine_fill / 0.7), 1)
+    return wanted if wanted < 0.8 * assumed.engines and prediction.waiting < NEGLIGIBLE_SHARE else None
 
 
 def _candidates(
-    found: Prediction, settings: RunSettings, assumed: SimulateSettings
+    prediction: Prediction, settings: RunSettings, assumed: SimulateSettings
 ) -> Iterator[tuple[str, RunSettings, SimulateSettings]]:
     """One change each, of those that could act."""
     schedule = settings.scheduler
-    if found.trainer_busy > 0.3:
-        ranks = 2 * found.ranks
+    if prediction.trainer_busy > 0.3:
+        ranks = 2 * prediction.ranks
         yield f"trainer ranks {ranks}", settings, assumed.model_copy(update={"ranks": ranks})
-    if found.waiting > SMALL:
+    if prediction.waiting > NEGLIGIBLE_SHARE:
         engines = 2 * assumed.engines
         yield f"engines {engines:,}", settings, assumed.model_copy(update={"engines": engines})
         more = schedule.max_off_policy_steps + 1
-        yield f"scheduler.max_off_policy_steps {more}", _scheduled(settings, max_off_policy_steps=more), assumed
-        if found.in_flight > 0.8 * schedule.max_in_flight:
+        yield f"scheduler.max_off_policy_steps {more}", _with_scheduler(settings, max_off_policy_steps=more), assumed
+        if prediction.in_flight > 0.8 * schedule.max_in_flight:
             room = 2 * schedule.max_in_flight
-            yield f"scheduler.max_in_flight {room}", _scheduled(settings, max_in_flight=room), assumed
-    if found.publishing > SMALL:
+            yield f"scheduler.max_in_flight {room}", _with_scheduler(settings, max_in_flight=room), assumed
+    if prediction.publishing > NEGLIGIBLE_SHARE:
         faster = assumed.model_copy(update={"bandwidth": 4 * assumed.bandwidth})
         yield f"bandwidth {faster.bandwidth:g}", settings, faster
         every = 2 * settings.engine.publish_every
         if every - 1 <= schedule.max_off_policy_steps:
             engine = settings.engine.model_copy(update={"publish_every": every})
             yield f"engine.publish_every {every}", settings.model_copy(update={"engine": engine}), assumed
-    if found.refused.get("stale", 0.0) > SMALL and found.waiting <= SMALL:
+    if prediction.dropped.get("stale", 0.0) > NEGLIGIBLE_SHARE and prediction.waiting <= NEGLIGIBLE_SHARE:
         more = schedule.max_off_policy_steps + 1
-        yield f"scheduler.max_off_policy_steps {more}", _scheduled(settings, max_off_policy_steps=more), assumed
+        yield f"scheduler.max_off_policy_steps {more}", _with_scheduler(settings, max_off_policy_steps=more), assumed
 
 
-def _scheduled(settings: RunSettings, **changed: int) -> RunSettings:
-    return settings.model_copy(update={"scheduler": settings.scheduler.model_copy(update=changed)})
+def _with_scheduler(settings: RunSettings, **changes: int) -> RunSettings:
+    return settings.model_copy(update={"scheduler": settings.scheduler.model_copy(update=changes)})
 
 
 def _percent(share: float) -> str:

@@ -19,93 +19,93 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from keel.config import RunSettings, load
+from keel.config import RunSettings, load_settings
 from keel.config.simulate import SimulateSettings
 from keel.errors import KeelError
-from keel.tools.simulate.fit import Rollouts, decode_speed, line_through
-from keel.tools.simulate.simulated_pool import max_batch_of
-from keel.tools.simulate.simulated_run import ranks_of
+from keel.tools.simulate.fit import RolloutTimings, fit_decode_costs, fit_line
+from keel.tools.simulate.simulated_pool import resolve_max_batch
+from keel.tools.simulate.simulated_run import resolve_ranks
 
-FAILURES = ("exception", "timeout", "empty", "engine", "over_length")
-FATES = "SELECT coalesce(reason, fate), count(*) FROM rollouts GROUP BY 1"
-COLUMNS = ["group", "member", "attempt", "fate", "reason", "turns", "seconds", "ended", "trainable"]
-FEWEST = 3
+FAILURE_REASONS = ("exception", "timeout", "empty", "engine", "over_length")
+OUTCOMES_QUERY = "SELECT coalesce(reason, fate), count(*) FROM rollouts GROUP BY 1"
+ROLLOUT_COLUMNS = ["group", "member", "attempt", "fate", "reason", "turns", "seconds", "ended", "trainable"]
+MIN_STEPS = 3
 """Steps that a run must have for anything to be said of it; the first is not counted."""
 
 
 @dataclass(frozen=True)
-class Observed:
+class MeasuredRun:
     """What a run did, to hold a prediction against."""
 
     steps: int
     step_seconds: float
     """From one step to the next, without evaluations and checkpoints."""
     staleness: float
-    refused: float
+    dropped_share: float
     """Share of rollouts that did not train."""
 
 
-def read(run: Path) -> tuple[RunSettings, dict[str, Any], Observed]:
+def measure_run(run_folder: Path) -> tuple[RunSettings, dict[str, Any], MeasuredRun]:
     """The settings of a run, the assumptions that it gives, and what it was like."""
-    if not (run / "run.db").is_file():
-        raise KeelError(f"--from {run}: there is no run.db in it; give the folder of a run")
-    settings = load(run / "config.toml").settings
-    steps = _steps(run)
-    if len(steps) < FEWEST:
-        raise KeelError(f"--from {run}: it has {len(steps)} steps, and measuring takes {FEWEST} at least")
-    tables = [_table(run, int(step["step"])) for step in steps]
-    engines = _engines(settings)
+    if not (run_folder / "run.db").is_file():
+        raise KeelError(f"--from {run_folder}: there is no run.db in it; give the folder of a run")
+    settings = load_settings(run_folder / "config.toml").settings
+    steps = _read_steps(run_folder)
+    if len(steps) < MIN_STEPS:
+        raise KeelError(f"--from {run_folder}: it has {len(steps)} steps, and measuring takes {MIN_STEPS} at least")
+    tables = [_read_rollouts(run_folder, int(step["step"])) for step in steps]
+    engines = _count_engines(settings)
     plain = SimulateSettings(engines=engines)
-    rollouts, shape = _rollouts(tables, steps, max_batch_of(settings, plain) * engines)
-    speed = decode_speed(rollouts, engines)
-    batch = max_batch_of(settings, plain)
+    rollouts, shape = _rollout_timings(tables, steps, resolve_max_batch(settings, plain) * engines)
+    speed = fit_decode_costs(rollouts, engines)
+    batch = resolve_max_batch(settings, plain)
     found: dict[str, Any] = {
         "engines": engines,
         "max_batch": batch,
-        "tokens_per_second_alone": 1 / (speed.base + speed.each),
-        "tokens_per_second": batch / (speed.base + speed.each * batch),
-        "environment_seconds": speed.outside,
-        "contention": speed.contention,
+        "tokens_per_second_alone": 1 / (speed.base_seconds + speed.seconds_per_request),
+        "tokens_per_second": batch / (speed.base_seconds + speed.seconds_per_request * batch),
+        "environment_seconds": speed.environment_seconds,
+        "contention": speed.trainer_slowdown,
         **shape,
-        **_trainer(settings, plain, tables, steps),
-        **_fates(run),
+        **_trainer_speed(settings, plain, tables, steps),
+        **_failure_rates(run_folder),
     }
-    return settings, found, _observed(run, settings, steps)
+    return settings, found, _measured_run(run_folder, settings, steps)
 
 
-def _query(run: Path, words: str) -> list[Any]:
+def _query(run_folder: Path, sql: str) -> list[Any]:
     """Read-only: the run may be going on."""
     try:
-        with closing(sqlite3.connect(f"{(run / 'run.db').resolve().as_uri()}?mode=ro", uri=True)) as db:
-            return db.execute(words).fetchall()
+        with closing(sqlite3.connect(f"{(run_folder / 'run.db').resolve().as_uri()}?mode=ro", uri=True)) as db:
+            return db.execute(sql).fetchall()
     except sqlite3.Error as error:
-        raise KeelError(f"--from {run}: run.db cannot be read: {error}") from None
+        raise KeelError(f"--from {run_folder}: run.db cannot be read: {error}") from None
 
 
-def _steps(run: Path) -> list[dict[str, float]]:
-    rows = _query(run, "SELECT step, time, stepped, numbers FROM steps ORDER BY step")
+def _read_steps(run_folder: Path) -> list[dict[str, float]]:
+    rows = _query(run_folder, "SELECT step, time, stepped, numbers FROM steps ORDER BY step")
     return [{**json.loads(text), "step": step, "time": at, "stepped": done} for step, at, done, text in rows]
 
 
-def _table(run: Path, step: int) -> list[dict[str, Any]]:
-    path = run / "rollouts" / f"step_{step:06d}.parquet"
+def _read_rollouts(run_folder: Path, step: int) -> list[dict[str, Any]]:
+    path = run_folder / "rollouts" / f"step_{step:06d}.parquet"
     try:
-        rows: list[dict[str, Any]] = pq.read_table(path, columns=COLUMNS).to_pylist()
+        rows: list[dict[str, Any]] = pq.read_table(path, columns=ROLLOUT_COLUMNS).to_pylist()
     except (OSError, pa.ArrowException, ValueError) as error:
         raise KeelError(
-            f"--from {run}: {path.name} cannot be measured: {error}; runs of before rollouts had a time have none"
+            f"--from {run_folder}: {path.name} cannot be measured: {error}; runs of before rollouts had a time have none"
         ) from None
     return rows
 
 
-def _engines(settings: RunSettings) -> int:
+def _count_engines(settings: RunSettings) -> int:
     """How many sampled. A pool whose members come and go says nothing about that here."""
     return max(len(settings.pool.urls), 1) if settings.pool is not None else 1
 
 
-def _rollouts(
-    tables: Sequence[list[dict[str, Any]]], steps: Sequence[dict[str, float]], places: int
-) -> tuple[Rollouts, dict[str, Any]]:
+def _rollout_timings(
+    tables: Sequence[list[dict[str, Any]]], steps: Sequence[dict[str, float]], capacity: int
+) -> tuple[RolloutTimings, dict[str, Any]]:
     """When each began and ended and what it sampled; and what they are like."""
     whole: dict[tuple[str, int, int], list[float]] = {}
     prompts, turns = [], 1
@@ -130,12 +130,12 @@ def _rollouts(
         "prompt": max(round(float(np.mean(prompts))), 1),
         "turns": turns,
     }
-    return Rollouts(began, ended, tokens, spans, places), shape
+    return RolloutTimings(began, ended, tokens, spans, capacity), shape
 
 
-def _trainer(
+def _trainer_speed(
     settings: RunSettings,
-    plain: SimulateSettings,
+    defaults: SimulateSettings,
     tables: Sequence[list[dict[str, Any]]],
     steps: Sequence[dict[str, float]],
 ) -> dict[str, Any]:
@@ -151,9 +151,9 @@ def _trainer(
         rest.append(step["seconds"] - step["sampling_seconds"] - step["training_seconds"])
     if not tokens:
         raise KeelError("the run trained nothing after its first step, so that its trainer's speed is not known")
-    fixed, each = line_through(tokens, seconds)
-    ranks = ranks_of(settings, plain)
-    alone = each * (1 + (ranks - 1) * plain.rank_efficiency)
+    fixed, each = fit_line(tokens, seconds)
+    ranks = resolve_ranks(settings, defaults)
+    alone = each * (1 + (ranks - 1) * defaults.rank_efficiency)
     return {
         "step_seconds": fixed + fmean(rest),
         "trainer_tokens_per_second": 1 / max(alone, 1e-9),
@@ -161,41 +161,41 @@ def _trainer(
     }
 
 
-def _fates(run: Path) -> dict[str, Any]:
+def _failure_rates(run_folder: Path) -> dict[str, Any]:
     """How often rollouts fail, and groups have no signal."""
-    counts = dict(_query(run, FATES))
+    counts = dict(_query(run_folder, OUTCOMES_QUERY))
     groups = dict(
         _query(
-            run,
+            run_folder,
             "SELECT coalesce(reason, fate), count(DISTINCT \"group\") FROM rollouts WHERE reason = 'no_signal' OR"
             " fate = 'trained' GROUP BY 1",
         )
     )
     ended = sum(count for reason, count in counts.items() if reason not in ("closed", "restart", "group_dropped"))
-    failed = sum(counts.get(kind, 0) for kind in FAILURES)
+    failed = sum(counts.get(kind, 0) for kind in FAILURE_REASONS)
     return {
         "rollout_failures": min(failed / max(ended, 1), 0.999),
         "no_signal": groups.get("no_signal", 0) / max(sum(groups.values()), 1),
     }
 
 
-def _observed(run: Path, settings: RunSettings, steps: Sequence[dict[str, float]]) -> Observed:
+def _measured_run(run_folder: Path, settings: RunSettings, steps: Sequence[dict[str, float]]) -> MeasuredRun:
     apart = [
         later["time"] - before["time"]
         for before, later in pairwise(steps[1:])
-        if not _interrupted(settings, int(before["step"]))
+        if not _had_eval_or_checkpoint(settings, int(before["step"]))
     ]
-    counts = {reason: count for reason, count in _query(run, FATES) if reason not in ("closed", "restart")}
+    counts = {reason: count for reason, count in _query(run_folder, OUTCOMES_QUERY) if reason not in ("closed", "restart")}
     tokens = sum(one.get("tokens", 0.0) for one in steps[1:])
-    return Observed(
+    return MeasuredRun(
         steps=len(steps),
         step_seconds=float(np.mean(apart)) if apart else float("nan"),
         staleness=sum(one.get("tokens", 0.0) * one.get("staleness", 0.0) for one in steps[1:]) / max(tokens, 1.0),
-        refused=1 - counts.get("trained", 0) / max(sum(counts.values()), 1),
+        dropped_share=1 - counts.get("trained", 0) / max(sum(counts.values()), 1),
     )
 
 
-def _interrupted(settings: RunSettings, step: int) -> bool:
+def _had_eval_or_checkpoint(settings: RunSettings, step: int) -> bool:
     """Whether something was done after a step that has nothing to do with training."""
     evaluation = settings.evaluation
     evaluated = evaluation.when == "always" and step % evaluation.every == 0

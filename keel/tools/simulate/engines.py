@@ -14,19 +14,19 @@ from typing import Any, NamedTuple, Protocol
 from keel.config.simulate import SimulateSettings
 from keel.errors import ConfigError
 
-NEARLY = 1e-6
+TOKEN_TOLERANCE = 1e-6
 """Of a token: what rounding leaves of a request that is done."""
 
 
-class Speed(NamedTuple):
+class DecodeSpeed(NamedTuple):
     """Seconds of a decode step by the requests in it."""
 
-    base: float
-    each: float
+    base_seconds: float
+    seconds_per_request: float
     max_batch: int
 
     @classmethod
-    def of(cls, settings: SimulateSettings, max_batch: int) -> "Speed":
+    def from_settings(cls, settings: SimulateSettings, max_batch: int) -> "DecodeSpeed":
         """From the speed of a request alone and of a full batch."""
         most = max_batch * settings.tokens_per_second_alone
         if max_batch > 1 and settings.tokens_per_second > most * (1 + 1e-9):
@@ -41,241 +41,241 @@ class Speed(NamedTuple):
 
     def rates(self) -> list[float]:
         """Tokens a second of each request, by how many there are."""
-        return [0.0, *(1 / (self.base + self.each * count) for count in range(1, self.max_batch + 1))]
+        return [0.0, *(1 / (self.base_seconds + self.seconds_per_request * count) for count in range(1, self.max_batch + 1))]
 
 
-class Answer:
+class SimulatedRollout:
     """A rollout, as far as the scheduler and the account look at it."""
 
-    __slots__ = ("cut", "error", "error_kind", "oldest_version", "parts", "tokens")
+    __slots__ = ("truncated", "error", "error_kind", "oldest_version", "tokens_by_version", "tokens")
 
     def __init__(
-        self, parts: list[tuple[int, int]], *, cut: bool = False, error_kind: str | None = None, error: str = ""
+        self, tokens_by_version: list[tuple[int, int]], *, truncated: bool = False, error_kind: str | None = None, error: str = ""
     ) -> None:
-        self.parts = parts
+        self.tokens_by_version = tokens_by_version
         """Versions, and how many tokens were sampled from each."""
-        self.tokens = sum(count for _, count in parts)
-        self.oldest_version = parts[0][0] if parts else None
-        self.cut = cut
+        self.tokens = sum(count for _, count in tokens_by_version)
+        self.oldest_version = tokens_by_version[0][0] if tokens_by_version else None
+        self.truncated = truncated
         self.error_kind = error_kind
         self.error = error or None
 
 
-class Request(asyncio.Future[Answer]):
+class SimulatedRequest(asyncio.Future[SimulatedRollout]):
     """One rollout under way. A bare future: what would only wait needs no task of its own."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, owner: "Owner", group: str, tokens: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, listener: "EngineListener", group: str, tokens: int) -> None:
         super().__init__(loop=loop)
-        self._owner = owner
+        self._listener = listener
         self.group = group
         self.tokens = tokens
         """To sample until it ends, well or not."""
-        self.cut = False
-        self.fails: str | None = None
+        self.truncated = False
+        self.fails_with: str | None = None
         """The kind of the error that it ends with."""
-        self.engine: Engine | None = None
+        self.engine: SimulatedEngine | None = None
         self.running = False
-        self.began = 0.0
-        self.mark = 0
-        self.tries = 0
+        self.start_progress = 0.0
+        self.start_version_index = 0
+        self.attempts = 0
 
     def cancel(self, msg: Any = None) -> bool:
         cancelled = super().cancel(msg)
         if cancelled:
-            self._owner.cancelled(self)
+            self._listener.on_cancelled(self)
         return cancelled
 
 
-class Owner(Protocol):
+class EngineListener(Protocol):
     """Who is told what becomes of requests, and what all engines have in common."""
 
     rates: list[float]
     """Of each request by their number, as things are now."""
     max_batch: int
-    prefill: float
+    prefill_seconds: float
     """Seconds that a group's prompt takes."""
 
-    def sampled(self, request: Request, parts: list[tuple[int, int]]) -> None:
+    def on_sampled(self, request: SimulatedRequest, tokens_by_version: list[tuple[int, int]]) -> None:
         """All its tokens are there."""
 
-    def cancelled(self, request: Request) -> None:
+    def on_cancelled(self, request: SimulatedRequest) -> None:
         """Nobody wants it any more."""
 
-    def lighter(self, engine: "Engine") -> None:
+    def on_load_decreased(self, engine: "SimulatedEngine") -> None:
         """It has fewer requests than before."""
 
 
-class Engine:
+class SimulatedEngine:
     """One engine. Invariant: `progress` is the number of tokens that a request here since the beginning would have."""
 
-    def __init__(self, number: int, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
-        self.number, self._owner, self._loop = number, owner, loop
-        self._running: list[tuple[float, int, Request]] = []
-        self._order = 0
-        self.waiting: deque[Request] = deque()
-        self.rows = 0
+    def __init__(self, number: int, listener: EngineListener, loop: asyncio.AbstractEventLoop) -> None:
+        self.number, self._listener, self._loop = number, listener, loop
+        self._running: list[tuple[float, int, SimulatedRequest]] = []
+        self._admission_count = 0
+        self.waiting: deque[SimulatedRequest] = deque()
+        self.num_decoding = 0
         """Requests that are being decoded."""
-        self.progress = self._at = self._stalled = self._due = 0.0
+        self.progress = self._advanced_at = self._stalled_until = self._timer_due = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._marks: list[tuple[float, int]] = [(0.0, 0)]
-        self._prompts: set[str] = set()
-        self.up = self.open = True
+        self._version_marks: list[tuple[float, int]] = [(0.0, 0)]
+        self._cached_groups: set[str] = set()
+        self.up = self.accepting = True
         """Not crashed; taking new requests."""
-        self._emptied: asyncio.Future[None] | None = None
-        self.key = 0
+        self._drained: asyncio.Future[None] | None = None
+        self.heap_load = 0
         """Under which it is known to whoever looks for the least loaded."""
-        self.tokens = self.busy = self.down_since = 0.0
+        self.sampled_tokens = self.busy_seconds = self.down_since = 0.0
 
     @property
     def load(self) -> int:
-        return self.rows + len(self.waiting)
+        return self.num_decoding + len(self.waiting)
 
     @property
     def version(self) -> int:
-        return self._marks[-1][1]
+        return self._version_marks[-1][1]
 
-    def take(self, request: Request) -> None:
+    def submit(self, request: SimulatedRequest) -> None:
         request.engine = self
         self.waiting.append(request)
         self._admit()
 
-    def drop(self, request: Request) -> None:
+    def remove(self, request: SimulatedRequest) -> None:
         """It was cancelled."""
         if request.running:
             self.advance()
             request.running = False
-            self.rows -= 1
+            self.num_decoding -= 1
             self._admit()
-            self._plan()
+            self._schedule_next()
         elif request in self.waiting:
             self.waiting.remove(request)
-        self._owner.lighter(self)
+        self._listener.on_load_decreased(self)
 
-    def hold(self, version: int) -> None:
+    def set_version(self, version: int) -> None:
         """New weights are live."""
         self.advance()
-        self._marks.append((self.progress, version))
-        self._prompts.clear()
+        self._version_marks.append((self.progress, version))
+        self._cached_groups.clear()
 
     def stall(self, seconds: float) -> None:
         """Nothing is sampled for so long."""
         self.advance()
-        self._stalled = max(self._stalled, self._loop.time()) + seconds
-        self._plan(anew=True)
+        self._stalled_until = max(self._stalled_until, self._loop.time()) + seconds
+        self._schedule_next(force=True)
 
-    async def empty(self) -> None:
+    async def wait_drained(self) -> None:
         """Wait until nothing is being decoded."""
-        if self.rows:
-            self._emptied = self._loop.create_future()
-            await self._emptied
+        if self.num_decoding:
+            self._drained = self._loop.create_future()
+            await self._drained
 
-    def welcome(self, is_open: bool) -> None:
+    def set_accepting(self, accepting: bool) -> None:
         """Whether new requests are begun."""
-        self.open = is_open
+        self.accepting = accepting
         self._admit()
 
-    def change_pace(self) -> None:
+    def on_rates_changed(self) -> None:
         """The rates of all engines have changed; each was advanced by the old ones."""
-        self._plan(anew=True)
+        self._schedule_next(force=True)
 
     @property
-    def running(self) -> list[Request]:
+    def running_requests(self) -> list[SimulatedRequest]:
         return [request for *_, request in self._running if request.running]
 
-    def crash(self) -> list[Request]:
+    def crash(self) -> list[SimulatedRequest]:
         """Everything that it had is lost; who had asked for it."""
         self.advance()
-        lost = [*self.running, *self.waiting]
+        lost = [*self.running_requests, *self.waiting]
         for request in lost:
             request.running, request.engine = False, None
-        self._running, self.rows, self.up = [], 0, False
+        self._running, self.num_decoding, self.up = [], 0, False
         self.down_since = self._loop.time()
         self.waiting.clear()
-        self._prompts.clear()
-        self._plan()
+        self._cached_groups.clear()
+        self._schedule_next()
         return lost
 
-    def come_back(self, version: int) -> None:
+    def restart(self, version: int) -> None:
         """Empty, with these weights."""
-        self.up = self.open = True
-        self.key = 0
-        self.hold(version)
+        self.up = self.accepting = True
+        self.heap_load = 0
+        self.set_version(version)
 
-    def sampled_of(self, request: Request) -> float:
+    def tokens_sampled_for(self, request: SimulatedRequest) -> float:
         """Tokens so far."""
-        return self.progress - request.began if request.running else 0.0
+        return self.progress - request.start_progress if request.running else 0.0
 
     # inside
 
     def _admit(self) -> None:
-        if not (self.open and self.up and self.waiting):
+        if not (self.accepting and self.up and self.waiting):
             return
         self.advance()
-        while self.waiting and self.rows < self._owner.max_batch:
+        while self.waiting and self.num_decoding < self._listener.max_batch:
             request = self.waiting.popleft()
-            if self._owner.prefill and request.group not in self._prompts:
-                self._prompts.add(request.group)
-                self._stalled = max(self._stalled, self._loop.time()) + self._owner.prefill
-            request.running, request.began, request.mark = True, self.progress, len(self._marks) - 1
-            self.rows += 1
-            self._order += 1
-            heapq.heappush(self._running, (self.progress + request.tokens, self._order, request))
-        self._plan()
+            if self._listener.prefill_seconds and request.group not in self._cached_groups:
+                self._cached_groups.add(request.group)
+                self._stalled_until = max(self._stalled_until, self._loop.time()) + self._listener.prefill_seconds
+            request.running, request.start_progress, request.start_version_index = True, self.progress, len(self._version_marks) - 1
+            self.num_decoding += 1
+            self._admission_count += 1
+            heapq.heappush(self._running, (self.progress + request.tokens, self._admission_count, request))
+        self._schedule_next()
 
     def advance(self) -> None:
         """Up to now."""
         now = self._loop.time()
-        if self.rows:
-            since = max(self._at, min(self._stalled, now))
-            gained = (now - since) * self._owner.rates[self.rows]
+        if self.num_decoding:
+            since = max(self._advanced_at, min(self._stalled_until, now))
+            gained = (now - since) * self._listener.rates[self.num_decoding]
             self.progress += gained
-            self.tokens += gained * self.rows
-            self.busy += now - self._at
-        self._at = now
+            self.sampled_tokens += gained * self.num_decoding
+            self.busy_seconds += now - self._advanced_at
+        self._advanced_at = now
 
-    def _plan(self, *, anew: bool = False) -> None:
+    def _schedule_next(self, *, force: bool = False) -> None:
         """Set the timer for whoever is done first. One that is set too early is not moved: it finds nothing to do and
         is set again, which is cheaper than moving it for each request that joins."""
         running = self._running
         while running and not running[0][2].running:
             heapq.heappop(running)
         if not running:
-            if self._emptied is not None and not self._emptied.done():
-                self._emptied.set_result(None)
+            if self._drained is not None and not self._drained.done():
+                self._drained.set_result(None)
             return
         now = self._loop.time()
         left = max(running[0][0] - self.progress, 0.0)
-        when = max(now, self._stalled) + left / self._owner.rates[self.rows]
+        when = max(now, self._stalled_until) + left / self._listener.rates[self.num_decoding]
         if self._timer is not None:
-            if when >= self._due and not anew:
+            if when >= self._timer_due and not force:
                 return
             self._timer.cancel()
-        self._due = when
-        self._timer = self._loop.call_at(when, self._look)
+        self._timer_due = when
+        self._timer = self._loop.call_at(when, self._on_timer)
 
-    def _look(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         self.advance()
-        running, done = self._running, self.progress + NEARLY
+        running, done = self._running, self.progress + TOKEN_TOLERANCE
         while running and (running[0][0] <= done or not running[0][2].running):
             request = heapq.heappop(running)[2]
             if request.running:
                 request.running = False
-                self.rows -= 1
-                self._owner.sampled(request, self._parts(request))
-                self._owner.lighter(self)
+                self.num_decoding -= 1
+                self._listener.on_sampled(request, self._tokens_by_version(request))
+                self._listener.on_load_decreased(self)
         self._admit()
-        self._plan()
+        self._schedule_next()
 
-    def _parts(self, request: Request) -> list[tuple[int, int]]:
+    def _tokens_by_version(self, request: SimulatedRequest) -> list[tuple[int, int]]:
         """Its tokens by the version that sampled them."""
-        marks = self._marks
-        if request.mark == len(marks) - 1:
+        marks = self._version_marks
+        if request.start_version_index == len(marks) - 1:
             return [(marks[-1][1], request.tokens)]
         parts, before = [], 0
-        ends = [at for at, _ in marks[request.mark + 1 :]] + [self.progress]
-        for (_, version), end in zip(marks[request.mark :], ends, strict=True):
-            upto = min(round(end - request.began), request.tokens)
+        ends = [at for at, _ in marks[request.start_version_index + 1 :]] + [self.progress]
+        for (_, version), end in zip(marks[request.start_version_index :], ends, strict=True):
+            upto = min(round(end - request.start_progress), request.tokens)
             if upto > before:
                 parts.append((version, upto - before))
                 before = upto

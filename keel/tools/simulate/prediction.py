@@ -11,9 +11,9 @@ from typing import Any
 
 from keel.config import RunSettings
 from keel.config.simulate import SimulateSettings
-from keel.tools.simulate.engines import Speed
-from keel.tools.simulate.simulated_pool import max_batch_of
-from keel.tools.simulate.simulated_run import Step, Watch, ranks_of, simulate
+from keel.tools.simulate.engines import DecodeSpeed
+from keel.tools.simulate.simulated_pool import resolve_max_batch
+from keel.tools.simulate.simulated_run import SimulatedStep, ProgressCallback, resolve_ranks, simulate
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Prediction:
 
     steps: int
     """That were simulated."""
-    counted: int
+    counted_steps: int
     """The last of them, which the numbers are of."""
     rollouts: int
     """That had a fate, in all steps."""
@@ -54,16 +54,16 @@ class Prediction:
     """Versions that a trained token is old, in the mean."""
     staleness_shares: dict[int, float]
     """Tokens by how many versions old they were."""
-    refused: dict[str, float]
+    dropped: dict[str, float]
     """Rollouts by reason, as shares of all that had a fate."""
     wasted: dict[str, float]
     """Tokens that were sampled for nothing, by reason, as shares of all sampled; crash: lost with an engine."""
-    cut: float
+    truncated: float
     """Share of the trained rollouts that were cut at their longest."""
 
     @property
-    def refused_share(self) -> float:
-        return sum(self.refused.values())
+    def dropped_share(self) -> float:
+        return sum(self.dropped.values())
 
     @property
     def wasted_share(self) -> float:
@@ -74,58 +74,58 @@ class Prediction:
         return {
             **asdict(self),
             "staleness_shares": shares,
-            "refused_share": self.refused_share,
+            "refused_share": self.dropped_share,
             "wasted_share": self.wasted_share,
         }
 
 
-def predict(settings: RunSettings, assumed: SimulateSettings, watch: Watch | None = None) -> Prediction:
+def predict(settings: RunSettings, assumed: SimulateSettings, on_progress: ProgressCallback | None = None) -> Prediction:
     """Simulate, and say what came of it."""
-    return summed(settings, assumed, simulate(settings, assumed, watch))
+    return summarise(settings, assumed, simulate(settings, assumed, on_progress))
 
 
-def summed(settings: RunSettings, assumed: SimulateSettings, steps: Sequence[Step]) -> Prediction:
+def summarise(settings: RunSettings, assumed: SimulateSettings, steps: Sequence[SimulatedStep]) -> Prediction:
     """The means of a run's steps, without its beginning."""
-    first = warm_up(settings, len(steps))
-    counted, before = steps[first:], steps[first - 1] if first else Step()
-    last, start = counted[-1], before.totals
-    seconds = last.ended - before.ended
-    sampled = last.totals.tokens - start.tokens
-    batch = max_batch_of(settings, assumed)
-    full = Speed.of(assumed, batch).rates()[-1] * batch * assumed.engines
-    refused = sum((one.refused for one in counted), Counter[str]())
-    wasted = sum((one.wasted for one in counted), Counter[str]())
-    wasted["crash"] = round(last.totals.crashed - start.crashed)
-    ages = sum((one.ages for one in counted), Counter[int]())
-    rollouts, tokens = sum(one.rollouts for one in counted), sum(one.tokens for one in counted)
+    first = count_warmup_steps(settings, len(steps))
+    counted, before = steps[first:], steps[first - 1] if first else SimulatedStep()
+    last, start = counted[-1], before.engine_totals
+    seconds = last.ended_at - before.ended_at
+    sampled = last.engine_totals.sampled_tokens - start.sampled_tokens
+    batch = resolve_max_batch(settings, assumed)
+    full = DecodeSpeed.from_settings(assumed, batch).rates()[-1] * batch * assumed.engines
+    refused = sum((one.dropped for one in counted), Counter[str]())
+    wasted = sum((one.wasted_tokens for one in counted), Counter[str]())
+    wasted["crash"] = round(last.engine_totals.lost_tokens - start.lost_tokens)
+    ages = sum((one.staleness for one in counted), Counter[int]())
+    rollouts, tokens = sum(one.trained_rollouts for one in counted), sum(one.trained_tokens for one in counted)
     fates, used = rollouts + refused.total(), tokens + wasted.total()
     return Prediction(
         steps=len(steps),
-        counted=len(counted),
-        rollouts=sum(one.rollouts + one.refused.total() for one in steps),
-        hours=last.ended / 3600,
+        counted_steps=len(counted),
+        rollouts=sum(one.trained_rollouts + one.dropped.total() for one in steps),
+        hours=last.ended_at / 3600,
         engines=assumed.engines,
-        ranks=ranks_of(settings, assumed),
+        ranks=resolve_ranks(settings, assumed),
         step_seconds=seconds / len(counted),
         steps_per_hour=3600 * len(counted) / seconds,
         sampled_tokens_per_second=sampled / seconds,
         trained_tokens_per_second=tokens / seconds,
-        engine_busy=(last.totals.busy - start.busy) / seconds / assumed.engines,
+        engine_busy=(last.engine_totals.busy_seconds - start.busy_seconds) / seconds / assumed.engines,
         engine_fill=sampled / seconds / full,
-        engine_down=(last.totals.down - start.down) / seconds / assumed.engines,
-        in_flight=(last.totals.flights - start.flights) / seconds,
-        trainer_busy=sum(one.trained for one in counted) / seconds,
-        waiting=sum(one.waited for one in counted) / seconds,
-        publishing=sum(one.published for one in counted) / seconds,
-        saving=sum(one.saved for one in counted) / seconds,
+        engine_down=(last.engine_totals.down_seconds - start.down_seconds) / seconds / assumed.engines,
+        in_flight=(last.engine_totals.rollout_seconds - start.rollout_seconds) / seconds,
+        trainer_busy=sum(one.training_seconds for one in counted) / seconds,
+        waiting=sum(one.waiting_seconds for one in counted) / seconds,
+        publishing=sum(one.publishing_seconds for one in counted) / seconds,
+        saving=sum(one.saving_seconds for one in counted) / seconds,
         staleness=sum(age * count for age, count in ages.items()) / max(ages.total(), 1),
         staleness_shares={age: ages[age] / ages.total() for age in sorted(ages)},
-        refused={reason: count / max(fates, 1) for reason, count in refused.most_common()},
+        dropped={reason: count / max(fates, 1) for reason, count in refused.most_common()},
         wasted={reason: count / max(used, 1) for reason, count in wasted.most_common() if count},
-        cut=sum(one.cut for one in counted) / max(rollouts, 1),
+        truncated=sum(one.truncated for one in counted) / max(rollouts, 1),
     )
 
 
-def warm_up(settings: RunSettings, steps: int) -> int:
+def count_warmup_steps(settings: RunSettings, num_steps: int) -> int:
     """Steps at the beginning that say little about the rest: until the line is full and what was in it has trained."""
-    return min(2 * settings.scheduler.max_off_policy_steps + 1, steps // 3)
+    return min(2 * settings.scheduler.max_off_policy_steps + 1, num_steps // 3)

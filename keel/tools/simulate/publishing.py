@@ -12,61 +12,61 @@ from collections.abc import Callable
 
 from keel.config import RunSettings
 from keel.config.simulate import SimulateSettings
-from keel.tools.simulate.simulated_pool import Fleet
+from keel.tools.simulate.simulated_pool import SimulatedPool
 
 
-class Publisher:
+class SimulatedPublisher:
     """Publications to all engines."""
 
     def __init__(
-        self, settings: RunSettings, assumed: SimulateSettings, fleet: Fleet, told: Callable[[int], None]
+        self, settings: RunSettings, assumed: SimulateSettings, pool: SimulatedPool, on_live: Callable[[int], None]
     ) -> None:
-        self._assumed, self._fleet, self._told = assumed, fleet, told
+        self._assumed, self._pool, self._on_live = assumed, pool, on_live
         self._broadcast = settings.publish.way == "broadcast"
         self._drain = settings.publish.in_flight == "drain"
         # weights that arrive while the next batch is taken make it that much older, which its limit has to allow
         self._overlap = 2 * settings.engine.publish_every - 1 <= settings.scheduler.max_off_policy_steps
-        self._taking: asyncio.Task[None] | None = None
-        self._giving: asyncio.Task[None] | None = None
+        self._snapshot_task: asyncio.Task[None] | None = None
+        self._send_task: asyncio.Task[None] | None = None
 
     async def publish(self, version: int) -> None:
         """Begin, after the publication before this one is over; and, without overlap, wait for the end."""
-        await _over(self._giving)
-        self._taking = asyncio.create_task(self._take())
-        self._giving = asyncio.create_task(self._give(self._taking, version))
+        await _wait_if_running(self._send_task)
+        self._snapshot_task = asyncio.create_task(self._snapshot())
+        self._send_task = asyncio.create_task(self._send(self._snapshot_task, version))
         if not self._overlap:
-            await self._giving
+            await self._send_task
 
-    async def taken(self) -> None:
+    async def snapshot_done(self) -> None:
         """Wait until the trainer's weights may change."""
-        await _over(self._taking)
+        await _wait_if_running(self._snapshot_task)
 
-    async def live(self) -> None:
-        await _over(self._giving)
+    async def wait_live(self) -> None:
+        await _wait_if_running(self._send_task)
 
-    async def _take(self) -> None:
+    async def _snapshot(self) -> None:
         written = 0.0 if self._broadcast else self._assumed.publish_gigabytes / self._assumed.bandwidth
         await asyncio.sleep(self._assumed.publish_seconds + written)
 
-    async def _give(self, taking: "asyncio.Task[None]", version: int) -> None:
-        await taking
-        up = [engine for engine in self._fleet.engines if engine.up]
+    async def _send(self, snapshot_task: "asyncio.Task[None]", version: int) -> None:
+        await snapshot_task
+        up = [engine for engine in self._pool.engines if engine.up]
         if self._drain:
             for engine in up:
-                engine.welcome(False)
-            await asyncio.gather(*(engine.empty() for engine in up))
-        await asyncio.sleep(self._fleet.load_seconds(len(up)))
-        self._fleet.version = version
-        for engine in self._fleet.engines:
+                engine.set_accepting(False)
+            await asyncio.gather(*(engine.wait_drained() for engine in up))
+        await asyncio.sleep(self._pool.transfer_seconds(len(up)))
+        self._pool.version = version
+        for engine in self._pool.engines:
             if not engine.up:
                 continue  # it comes back with these
             if self._assumed.load_seconds:
                 engine.stall(self._assumed.load_seconds)
-            engine.hold(version)
-            engine.welcome(True)
-        self._told(version)
+            engine.set_version(version)
+            engine.set_accepting(True)
+        self._on_live(version)
 
 
-async def _over(task: "asyncio.Task[None] | None") -> None:
+async def _wait_if_running(task: "asyncio.Task[None] | None") -> None:
     if task is not None and not task.done():
         await asyncio.wait({task})

@@ -10,14 +10,14 @@ import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-Result = TypeVar("Result")
+ResultT = TypeVar("Result")
 
 
 class Deadlock(RuntimeError):
     """Everybody waits for somebody else."""
 
 
-class _Clock:
+class _VirtualSelector:
     """In place of a selector: it waits by moving the time."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """Runs callbacks in the order of their times."""
 
     def __init__(self) -> None:
-        self._selector = _Clock()
+        self._selector = _VirtualSelector()
         super().__init__()
 
     def time(self) -> float:
@@ -56,7 +56,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         pass
 
 
-def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
+def run_virtually(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     """The result of `main`, in a loop of its own. What any callback raised is raised here."""
     loop = VirtualLoop()
     problems: list[dict[str, Any]] = []

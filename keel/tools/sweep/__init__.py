@@ -5,8 +5,8 @@ start, the same tasks under the same group names and the same seeds of sampling.
 `work` runs them, `results` reads their ledgers, `page` and `long` render. No winner is named: one sees the spread.
 """
 
-from keel.tools.sweep.plan import Plan, Trial, Variant
-from keel.tools.sweep.results import Results
-from keel.tools.sweep.runner import Outcome, Session, Watcher
+from keel.tools.sweep.plan import SweepPlan, Trial, Variant
+from keel.tools.sweep.results import SweepResults
+from keel.tools.sweep.runner import TrialOutcome, SweepRunner, SweepCallback
 
-__all__ = ["Outcome", "Plan", "Results", "Session", "Trial", "Variant", "Watcher"]
+__all__ = ["TrialOutcome", "SweepPlan", "SweepResults", "SweepRunner", "Trial", "Variant", "SweepCallback"]

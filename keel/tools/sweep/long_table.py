@@ -7,8 +7,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from keel.tools.compare.files import replaced
-from keel.tools.sweep.results import Results
+from keel.tools.compare.files import atomic_file
+from keel.tools.sweep.results import SweepResults
 
 SCHEMA = pa.schema(
     [
@@ -24,20 +24,20 @@ SCHEMA = pa.schema(
 """The columns of `--parquet FILE`."""
 
 
-def write_table(path: Path, results: Results) -> None:
+def write_table(path: Path, results: SweepResults) -> None:
     """All of it, or nothing."""
-    lines = list(_lines(results))
+    lines = list(_rows(results))
     columns = {name: [line[place] for line in lines] for place, name in enumerate(SCHEMA.names)}
-    with replaced(path) as temporary:
+    with atomic_file(path) as temporary:
         pq.write_table(pa.table(columns, schema=SCHEMA), temporary, compression="zstd")
 
 
-def _lines(results: Results) -> Iterator[tuple[Any, ...]]:
+def _rows(results: SweepResults) -> Iterator[tuple[Any, ...]]:
     for trial in results.trials:
         key = (trial.variant, trial.seed, trial.name)
-        for row in trial.rows:
-            for measure, value in row.numbers.items():
+        for row in trial.step_rows:
+            for measure, value in row.metrics.items():
                 yield *key, row.step, None, measure, value
-        for step, environment, numbers in trial.evaluated:
+        for step, environment, numbers in trial.evaluation_rows:
             for measure, value in numbers.items():
                 yield *key, step, environment, measure, value

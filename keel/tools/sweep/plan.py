@@ -12,15 +12,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from keel.common.atomic_files import replace_file, write_json
+from keel.common.atomic_files import atomic_file, write_json
 from keel.common.safe_read import read_json
-from keel.config import Loaded, RunSettings, load
+from keel.config import LoadedSettings, RunSettings, load_settings
 from keel.errors import ConfigError, KeelError
-from keel.rollout.episode_runner import arenas
-from keel.run.monitor.sinks import require
+from keel.rollout.episode_runner import build_environments
+from keel.run.monitor.sinks import resolve_sinks
 
 FORMAT = 1
-LONGEST = 80
+MAX_NAME_LENGTH = 80
 """Characters of a folder's name, without the seed."""
 
 
@@ -29,7 +29,7 @@ class Variant:
     """What is compared: a name for people, and the overrides that make it."""
 
     name: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Trial:
     """Of its folder, too."""
     variant: str
     seed: int
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     """Overrides of the recipe, the variant's and the seed's included."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """All trials, variant after variant, in the order in which they run."""
 
     folder: Path
@@ -62,11 +62,11 @@ class Plan:
     @cached_property
     def steps(self) -> dict[str, int]:
         """How many steps each trial has, by name."""
-        return {trial.name: self.load(trial).settings.steps for trial in self.trials}
+        return {trial.name: self.load_trial_settings(trial).settings.steps for trial in self.trials}
 
-    def load(self, trial: Trial) -> Loaded:
+    def load_trial_settings(self, trial: Trial) -> LoadedSettings:
         """The settings of one."""
-        loaded = load(self.folder / "recipe.toml", trial.words)
+        loaded = load_settings(self.folder / "recipe.toml", trial.overrides)
         return replace(loaded, recipe_folder=self.recipe_folder or loaded.recipe_folder)
 
     def path(self, trial: Trial) -> Path:
@@ -74,7 +74,7 @@ class Plan:
         return self.folder / trial.name
 
     @classmethod
-    def create(cls, folder: Path, recipe: Path, words: Sequence[str], variants: Sequence[Variant], seeds: int) -> Self:
+    def create(cls, folder: Path, recipe: Path, overrides: Sequence[str], variants: Sequence[Variant], seeds: int) -> Self:
         """Check every trial, then write the plan. `words`: overrides that hold for all of them."""
         if (folder / "trials.json").exists():
             raise ConfigError(f"{folder} holds trials; go on with them by --resume {folder}, or choose another --run")
@@ -82,14 +82,14 @@ class Plan:
             raise ConfigError(f"--run {folder} is a run itself; choose another folder for the trials")
         if seeds < 1:
             raise ConfigError(f"--seeds {seeds} must be at least 1")
-        first = load(recipe, words).settings.seed
+        first = load_settings(recipe, overrides).settings.seed
         slugs = _slugs([variant.name for variant in variants])
         trials = tuple(
-            Trial(f"{slug}-seed{seed}", variant.name, seed, (*words, *variant.words, f"--seed={seed}"))
+            Trial(f"{slug}-seed{seed}", variant.name, seed, (*overrides, *variant.overrides, f"--seed={seed}"))
             for slug, variant in zip(slugs, variants, strict=True)
             for seed in range(first, first + seeds)
         )
-        _check(recipe, trials[::seeds])
+        _check_trials(recipe, trials[::seeds])
         plan = cls(folder, str(recipe), trials, recipe.absolute().parent)
         plan._write(recipe)
         return plan
@@ -122,10 +122,10 @@ class Plan:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--run {self.folder} cannot be made: {error.strerror}") from error
-        with replace_file(self.folder / "recipe.toml") as temporary:
+        with atomic_file(self.folder / "recipe.toml") as temporary:
             temporary.write_bytes(recipe.read_bytes())
         rows = [
-            {"name": one.name, "variant": one.variant, "seed": one.seed, "words": list(one.words)}
+            {"name": one.name, "variant": one.variant, "seed": one.seed, "words": list(one.overrides)}
             for one in self.trials
         ]
         # last: a folder without it holds no trials yet
@@ -134,14 +134,14 @@ class Plan:
         write_json(self.folder / "trials.json", written)
 
 
-def _check(recipe: Path, trials: Sequence[Trial]) -> None:
+def _check_trials(recipe: Path, trials: Sequence[Trial]) -> None:
     """Load every variant, and refuse what could not run or could not be told apart."""
     seen: dict[str, str] = {}
     worlds: set[str] = set()
     for trial in trials:
         try:
-            loaded = load(recipe, trial.words)
-            _can_run(loaded.settings, worlds)
+            loaded = load_settings(recipe, trial.overrides)
+            _check_runnable(loaded.settings, worlds)
         except ConfigError as error:
             raise ConfigError("\n".join(f"{trial.variant}: {line}" for line in str(error).splitlines())) from None
         settings = repr([row[:2] for row in loaded.rows()])
@@ -150,7 +150,7 @@ def _check(recipe: Path, trials: Sequence[Trial]) -> None:
         seen[settings] = trial.variant
 
 
-def _can_run(settings: RunSettings, worlds: set[str]) -> None:
+def _check_runnable(settings: RunSettings, checked_environments: set[str]) -> None:
     if not settings.environments:
         raise ConfigError("environments is empty: a run needs at least one, for example [environments.arithmetic]")
     if settings.engine.kind == "pool":
@@ -158,18 +158,18 @@ def _can_run(settings: RunSettings, worlds: set[str]) -> None:
             'engine.kind = "pool" cannot be compared live: its servers hold the weights of the run before, so that no'
             ' two runs have the same start; use "local", "process" or "vllm"'
         )
-    require(settings.metrics)
+    resolve_sinks(settings.metrics)
     world = repr((settings.environments, settings.sampling))
-    if world not in worlds:
-        arenas(settings)
-        worlds.add(world)
+    if world not in checked_environments:
+        build_environments(settings)
+        checked_environments.add(world)
 
 
 def _slugs(names: Sequence[str]) -> list[str]:
     """Names that are good for folders, each of them once."""
     found: list[str] = []
     for name in names:
-        short = re.sub(r"[^A-Za-z0-9._=+-]+", "_", name).strip("._-")[:LONGEST] or "variant"
+        short = re.sub(r"[^A-Za-z0-9._=+-]+", "_", name).strip("._-")[:MAX_NAME_LENGTH] or "variant"
         slug, number = short, 2
         while slug in found:
             slug, number = f"{short}_{number}", number + 1

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from keel.run.ledger import Ledger, StepRow
-from keel.tools.compare.report import finite
-from keel.tools.compare.svg import Band, Point
-from keel.tools.sweep.plan import Plan, Trial
-from keel.tools.sweep.runner import Outcome
+from keel.tools.compare.report import replace_non_finite
+from keel.tools.compare.svg import BandPoint, Point
+from keel.tools.sweep.plan import SweepPlan, Trial
+from keel.tools.sweep.runner import TrialOutcome
 
 MEASURES = ("training", "evaluation", "mismatch", "dropped_low", "dropped_high", "tokens", "seconds")
 """Of a run. training: mean reward of the last fifth of its steps; evaluation: mean reward on held-out tasks at its end;
@@ -45,8 +45,8 @@ class TrialResult:
     """By MEASURES; NaN where it is not known."""
     evaluations: dict[str, dict[str, float]]
     """The last of each environment: reward, low, high."""
-    rows: list[StepRow]
-    evaluated: list[tuple[int, str, dict[str, Any]]]
+    step_rows: list[StepRow]
+    evaluation_rows: list[tuple[int, str, dict[str, Any]]]
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -59,20 +59,20 @@ class TrialResult:
     def curve(self, name: str) -> dict[int, float]:
         """One of CURVES, or "evaluation", by step."""
         if name != "evaluation":
-            values = {row.step: row.numbers.get(CURVES[name], math.nan) for row in self.rows}
+            values = {row.step: row.metrics.get(CURVES[name], math.nan) for row in self.step_rows}
             return {step: value for step, value in values.items() if math.isfinite(value)}
         rewards: dict[int, list[float]] = {}
-        for step, _, numbers in self.evaluated:
+        for step, _, numbers in self.evaluation_rows:
             rewards.setdefault(step, []).append(numbers["reward"])
         return {step: statistics.fmean(values) for step, values in rewards.items()}
 
 
 @dataclass(frozen=True)
-class Spread:
+class SeedStatistics:
     """One measure over seeds."""
 
     mean: float
-    deviation: float
+    std: float
     """Standard deviation; NaN with one run."""
     values: list[float]
 
@@ -88,11 +88,11 @@ class VariantResult:
     def finished(self) -> list[TrialResult]:
         return [trial for trial in self.trials if trial.status == "finished"]
 
-    def spread(self, measure: str) -> Spread:
+    def over_seeds(self, measure: str) -> SeedStatistics:
         values = [trial.measures[measure] for trial in self.finished]
         values = [value for value in values if math.isfinite(value)]
         mean = statistics.fmean(values) if values else math.nan
-        return Spread(mean, statistics.stdev(values) if len(values) > 1 else math.nan, values)
+        return SeedStatistics(mean, statistics.stdev(values) if len(values) > 1 else math.nan, values)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -105,7 +105,7 @@ class VariantResult:
             return math.nan, math.nan
         return statistics.fmean(low for low, _ in known), statistics.fmean(high for _, high in known)
 
-    def curve(self, name: str) -> tuple[list[Point], list[Band]]:
+    def curve(self, name: str) -> tuple[list[Point], list[BandPoint]]:
         """The mean over seeds at each step, and from the lowest to the highest where there are several."""
         by_step: dict[int, list[float]] = {}
         for trial in self.trials:
@@ -121,7 +121,7 @@ class VariantResult:
 
 
 @dataclass(frozen=True)
-class Results:
+class SweepResults:
     """A plan and what came of it."""
 
     folder: Path
@@ -144,7 +144,7 @@ class Results:
                 "runs": len(one.trials),
                 "finished": len(one.finished),
                 "interval": list(one.interval),
-                "measures": {name: asdict(one.spread(name)) for name in MEASURES},
+                "measures": {name: asdict(one.over_seeds(name)) for name in MEASURES},
             }
             for one in self.variants
         ]
@@ -154,21 +154,21 @@ class Results:
             | {"curves": {name: sorted(one.curve(name).items()) for name in (*CURVES, "evaluation")}}
             for one in self.trials
         ]
-        said: dict[str, Any] = finite(
+        said: dict[str, Any] = replace_non_finite(
             {"folder": str(self.folder), "recipe": self.recipe, "variants": variants, "trials": trials}
         )
         return said
 
 
-def results(plan: Plan, outcomes: Mapping[str, Outcome] | None = None) -> Results:
+def read_results(plan: SweepPlan, outcomes: Mapping[str, TrialOutcome] | None = None) -> SweepResults:
     """Read the ledgers. `outcomes` know of errors that no ledger does: a trial whose process was killed."""
     known = outcomes or {}
-    found = [_trial(plan, trial, known.get(trial.name)) for trial in plan.trials]
+    found = [_read_trial(plan, trial, known.get(trial.name)) for trial in plan.trials]
     variants = [VariantResult(name, [one for one in found if one.variant == name]) for name in plan.variants]
-    return Results(plan.folder, plan.recipe, variants)
+    return SweepResults(plan.folder, plan.recipe, variants)
 
 
-def _trial(plan: Plan, trial: Trial, outcome: Outcome | None) -> TrialResult:
+def _read_trial(plan: SweepPlan, trial: Trial, outcome: TrialOutcome | None) -> TrialResult:
     path = plan.path(trial) / "run.db"
     status, error = "waiting", ""
     rows, evaluated = list[StepRow](), list[tuple[int, str, dict[str, Any]]]()
@@ -176,8 +176,8 @@ def _trial(plan: Plan, trial: Trial, outcome: Outcome | None) -> TrialResult:
         ledger = Ledger(path)
         try:
             rows, evaluated = ledger.steps(), ledger.evaluations()
-            status = ledger.get("status") or "waiting"
-            error = ledger.get("why") or "" if status == "failed" else ""
+            status = ledger.get_meta("status") or "waiting"
+            error = ledger.get_meta("why") or "" if status == "failed" else ""
         finally:
             ledger.close()
     if outcome is not None:
@@ -186,7 +186,7 @@ def _trial(plan: Plan, trial: Trial, outcome: Outcome | None) -> TrialResult:
     # what was evaluated before training says nothing about the trial
     last = {name: numbers | told for step, name, told in evaluated if step > 0}
     evaluations = {name: {key: told[key] for key in numbers} for name, told in last.items()}
-    measures = _measures([row.numbers for row in rows]) | {
+    measures = _compute_measures([row.metrics for row in rows]) | {
         "evaluation": statistics.fmean(one["reward"] for one in evaluations.values()) if evaluations else math.nan
     }
     ordered = {name: measures[name] for name in MEASURES}
@@ -195,22 +195,22 @@ def _trial(plan: Plan, trial: Trial, outcome: Outcome | None) -> TrialResult:
     )
 
 
-def _measures(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _compute_measures(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     rewards = [one["reward"] for one in steps if math.isfinite(one.get("reward", math.nan))]
     lost = ("is_masked", "signal/unusable_tokens")
     # a step that trained nothing has no mean of anything
     trained = [one for one in steps if one.get("tokens", 0.0) > 0 and math.isfinite(one.get("is_masked", math.nan))]
     return {
         "training": statistics.fmean(rewards[-max(len(rewards) // 5, 1) :]) if rewards else math.nan,
-        "mismatch": _over_tokens(trained, "mismatch_kl"),
-        "dropped_low": _over_tokens(trained, "is_masked_low"),
-        "dropped_high": _over_tokens(trained, "is_masked_high"),
+        "mismatch": _token_mean(trained, "mismatch_kl"),
+        "dropped_low": _token_mean(trained, "is_masked_low"),
+        "dropped_high": _token_mean(trained, "is_masked_high"),
         "tokens": math.fsum(one["tokens"] * (1 - sum(one.get(name, 0.0) for name in lost)) for one in trained),
         "seconds": math.fsum(one.get("seconds", 0.0) for one in steps),
     }
 
 
-def _over_tokens(steps: Sequence[Mapping[str, float]], name: str) -> float:
+def _token_mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
     """The mean over tokens of a number that each step has the mean of."""
     known = [(one["tokens"], one[name]) for one in steps if math.isfinite(one.get(name, math.nan))]
     tokens = math.fsum(count for count, _ in known)

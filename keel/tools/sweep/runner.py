@@ -22,47 +22,47 @@ import torch
 from keel.errors import ConfigError, KeelError
 from keel.run.folder import RunFolder
 from keel.run.ledger import Ledger
-from keel.run.loop import Run
-from keel.run.monitor.callbacks import Several, Silent
+from keel.run.loop import TrainingRun
+from keel.run.monitor.callbacks import CallbackList, NullCallback
 from keel.run.monitor.sinks import open_sinks
-from keel.tools.sweep.plan import Plan, Trial
+from keel.tools.sweep.plan import SweepPlan, Trial
 
 
-class Outcome(NamedTuple):
+class TrialOutcome(NamedTuple):
     """What became of a trial."""
 
     status: Literal["finished", "stopped", "failed"]
     error: str = ""
 
 
-class Watcher(Protocol):
+class SweepCallback(Protocol):
     """Is told, one call at a time, from any thread."""
 
     def skipped(self, trial: Trial) -> None:
         """It was finished before."""
 
-    def began(self, trial: Trial, first: int) -> None:
+    def started(self, trial: Trial, start_step: int) -> None:
         """Its model is loaded; `first`: the step that it goes on from."""
 
-    def step(self, trial: Trial, step: int, numbers: Mapping[str, float]) -> None:
+    def step(self, trial: Trial, step: int, metrics: Mapping[str, float]) -> None:
         """A step is written down."""
 
     def notice(self, trial: Trial, text: str) -> None:
         """A line for people."""
 
-    def ended(self, trial: Trial, outcome: Outcome) -> None:
+    def ended(self, trial: Trial, outcome: TrialOutcome) -> None:
         """Whatever way it ended."""
 
 
-class Session:
+class SweepRunner:
     """Goes through a plan, once."""
 
-    def __init__(self, plan: Plan, watcher: Watcher, *, at_once: int = 1) -> None:
-        if at_once < 1:
-            raise ConfigError(f"--at-once {at_once} must be at least 1")
-        self.plan, self._watcher, self._at_once = plan, watcher, at_once
+    def __init__(self, plan: SweepPlan, callback: SweepCallback, *, parallel: int = 1) -> None:
+        if parallel < 1:
+            raise ConfigError(f"--at-once {parallel} must be at least 1")
+        self.plan, self._callback, self._parallel = plan, callback, parallel
         self.stopping = False
-        self._active: dict[str, Callable[[], None]] = {}
+        self._stop_functions: dict[str, Callable[[], None]] = {}
         # a signal handler may interrupt the very thread that is telling the watcher something
         self._lock = threading.RLock()
         self._children: set[Any] = set()
@@ -70,7 +70,7 @@ class Session:
     def stop(self) -> None:
         """Finish the steps that are under way, and begin nothing more."""
         self.stopping = True
-        for stop in list(self._active.values()):
+        for stop in list(self._stop_functions.values()):
             stop()
 
     def kill(self) -> None:
@@ -78,129 +78,129 @@ class Session:
         for child in list(self._children):
             child.kill()
 
-    def run(self) -> dict[str, Outcome]:
+    def run(self) -> dict[str, TrialOutcome]:
         """Every trial that is not finished; the outcomes by name, without those that never began."""
-        outcomes, pending = dict[str, Outcome](), list[Trial]()
+        outcomes, pending = dict[str, TrialOutcome](), list[Trial]()
         for trial in self.plan.trials:
-            if finished(self.plan.path(trial)):
-                outcomes[trial.name] = Outcome("finished")
-                self._watcher.skipped(trial)
+            if is_finished(self.plan.path(trial)):
+                outcomes[trial.name] = TrialOutcome("finished")
+                self._callback.skipped(trial)
             else:
                 pending.append(trial)
-        if self._at_once == 1:
-            found = [self._one(trial, self._here) for trial in pending]
+        if self._parallel == 1:
+            found = [self._run_trial(trial, self._run_in_process) for trial in pending]
         else:
-            with ThreadPoolExecutor(self._at_once) as slots:
-                found = list(slots.map(lambda trial: self._one(trial, self._apart), pending))
+            with ThreadPoolExecutor(self._parallel) as slots:
+                found = list(slots.map(lambda trial: self._run_trial(trial, self._run_in_subprocess), pending))
         return outcomes | {trial.name: one for trial, one in zip(pending, found, strict=True) if one is not None}
 
-    def _one(self, trial: Trial, work: Callable[[Trial], Outcome]) -> Outcome | None:
+    def _run_trial(self, trial: Trial, execute: Callable[[Trial], TrialOutcome]) -> TrialOutcome | None:
         if self.stopping:
             return None
-        outcome = work(trial)
+        outcome = execute(trial)
         with self._lock:
-            self._watcher.ended(trial, outcome)
+            self._callback.ended(trial, outcome)
         return outcome
 
-    def _tell(self, trial: Trial, event: str, *told: Any) -> None:
+    def _notify(self, trial: Trial, event: str, *args: Any) -> None:
         with self._lock:
-            getattr(self._watcher, event)(trial, *told)
+            getattr(self._callback, event)(trial, *args)
 
-    def _hold(self, trial: Trial, stop: Callable[[], None]) -> None:
-        self._active[trial.name] = stop
+    def _register_stop(self, trial: Trial, stop: Callable[[], None]) -> None:
+        self._stop_functions[trial.name] = stop
         if self.stopping:  # asked for while the trial was being started
             stop()
 
-    def _here(self, trial: Trial) -> Outcome:
+    def _run_in_process(self, trial: Trial) -> TrialOutcome:
         try:
-            return train(
-                self.plan, trial, lambda *told: self._tell(trial, *told), lambda run: self._hold(trial, run.stop)
+            return run_trial(
+                self.plan, trial, lambda *told: self._notify(trial, *told), lambda run: self._register_stop(trial, run.stop)
             )
         finally:
-            self._active.pop(trial.name, None)
+            self._stop_functions.pop(trial.name, None)
             gc.collect()  # a run has cycles, and its model should not wait beside the next one
 
-    def _apart(self, trial: Trial) -> Outcome:
+    def _run_in_subprocess(self, trial: Trial) -> TrialOutcome:
         """In a process of its own. It is spawned: torch's threads do not survive a fork."""
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe(duplex=False)
-        threads = max(1, torch.get_num_threads() // self._at_once)
-        child = context.Process(target=_child, name=trial.name, args=(there, self.plan.folder, trial.name, threads))
+        threads = max(1, torch.get_num_threads() // self._parallel)
+        child = context.Process(target=_child_main, name=trial.name, args=(there, self.plan.folder, trial.name, threads))
         child.start()
         there.close()
         self._children.add(child)
-        self._hold(trial, child.terminate)
+        self._register_stop(trial, child.terminate)
         outcome = None
         try:
             with suppress(EOFError):
                 while outcome is None:
                     event, *told = here.recv()
                     if event == "ended":
-                        outcome = Outcome(*told)
+                        outcome = TrialOutcome(*told)
                     else:
-                        self._tell(trial, event, *told)
+                        self._notify(trial, event, *told)
             child.join()
         finally:
-            self._active.pop(trial.name, None)
+            self._stop_functions.pop(trial.name, None)
             self._children.discard(child)
             here.close()
         if outcome is None and self.stopping and child.exitcode == -signal.SIGTERM:
-            return Outcome("stopped")  # asked before it could listen; nothing of it had begun
-        return outcome or Outcome("failed", f"its process ended without a word, {_exit(child.exitcode)}")
+            return TrialOutcome("stopped")  # asked before it could listen; nothing of it had begun
+        return outcome or TrialOutcome("failed", f"its process ended without a word, {_describe_exit(child.exitcode)}")
 
 
-def finished(path: Path) -> bool:
+def is_finished(path: Path) -> bool:
     """Whether the run in this folder has come to its end."""
     if not (path / "run.db").is_file():
         return False
     ledger = Ledger(path / "run.db")
     try:
-        return ledger.get("status") == "finished"
+        return ledger.get_meta("status") == "finished"
     finally:
         ledger.close()
 
 
-def train(plan: Plan, trial: Trial, tell: Callable[..., None], hold: Callable[[Run], None]) -> Outcome:
+def run_trial(plan: SweepPlan, trial: Trial, notify: Callable[..., None], register_run: Callable[[TrainingRun], None]) -> TrialOutcome:
     """Run one trial, or go on with it. `tell` gets the name of an event and what belongs to it."""
     path = plan.path(trial)
     try:
         begun = (path / "run.db").is_file()
-        folder = RunFolder.open(path) if begun else RunFolder.create(path, plan.load(trial))
+        folder = RunFolder.open(path) if begun else RunFolder.create(path, plan.load_trial_settings(trial))
         try:
-            teller = _Teller(tell)
-            observer = Several(open_sinks(folder, teller.notice), teller)
+            teller = _ForwardingCallback(notify)
+            observer = CallbackList(open_sinks(folder, teller.notice), teller)
             try:
-                run = Run(folder, observer)
-                hold(run)
+                run = TrainingRun(folder, observer)
+                register_run(run)
                 asyncio.run(run.train())
             finally:
                 observer.ended("")
-            return Outcome("finished" if folder.ledger.get("status") == "finished" else "stopped")
+            return TrialOutcome("finished" if folder.ledger.get_meta("status") == "finished" else "stopped")
         finally:
             folder.close()
     except Exception as error:  # noqa: BLE001 - whatever breaks one trial must not break the others
-        return Outcome("failed", _said(error))
+        return TrialOutcome("failed", _error_text(error))
 
 
-class _Teller(Silent):
+class _ForwardingCallback(NullCallback):
     """An observer of a run that passes on what a watcher of trials is told."""
 
-    def __init__(self, tell: Callable[..., None]) -> None:
-        self._tell = tell
+    def __init__(self, notify: Callable[..., None]) -> None:
+        self._notify = notify
 
-    def started(self, name: str, folder: Path, steps: int, first: int) -> None:  # noqa: ARG002
-        self._tell("began", first)
+    def started(self, name: str, folder: Path, steps: int, start_step: int) -> None:  # noqa: ARG002
+        self._notify("began", start_step)
 
-    def step(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._tell("step", step, dict(numbers))
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._notify("step", step, dict(metrics))
 
     def notice(self, text: str) -> None:
-        self._tell("notice", text)
+        self._notify("notice", text)
 
 
-def _child(pipe: Connection, folder: Path, name: str, threads: int) -> None:
+def _child_main(pipe: Connection, folder: Path, name: str, threads: int) -> None:
     """The whole life of a trial's process. It stops after a step when told to, or when nobody listens any more."""
-    running: list[Run] = []
+    running: list[TrainingRun] = []
     asked = False
 
     def stop(*_: object) -> None:
@@ -210,7 +210,7 @@ def _child(pipe: Connection, folder: Path, name: str, threads: int) -> None:
             for run in running:
                 run.stop()
 
-    def hold(run: Run) -> None:
+    def hold(run: TrainingRun) -> None:
         running.append(run)
         if asked:
             run.stop()
@@ -225,19 +225,19 @@ def _child(pipe: Connection, folder: Path, name: str, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, stop)
     torch.set_num_threads(threads)
-    plan = Plan.read(folder)
+    plan = SweepPlan.read(folder)
     (trial,) = (one for one in plan.trials if one.name == name)
-    tell("ended", *train(plan, trial, tell, hold))
+    tell("ended", *run_trial(plan, trial, tell, hold))
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """An error for people: Keel's own as they are, others with their kind."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) if isinstance(error, KeelError) else f"{type(error).__name__}: {error}"
 
 
-def _exit(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         with suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -9 else "")

@@ -3,23 +3,23 @@
 import itertools
 from collections.abc import Sequence
 
-from keel.config.toml_writer import toml
+from keel.config.toml_writer import to_toml
 from keel.errors import ConfigError
-from keel.tools.compare.candidates import parse_candidates, split
+from keel.tools.compare.candidates import parse_candidates, split_list
 from keel.tools.sweep.plan import Variant
 
-MOST = 1000
+MAX_VARIANTS = 1000
 """Variants of one sweep. A product grows faster than one thinks."""
 
 
-def of_objectives(text: str) -> list[Variant]:
+def variants_from_objectives(text: str) -> list[Variant]:
     """`icepop,ipo_kl(kl_tau=0.01),mine.toml`: each takes the place of the recipe's whole [objective]."""
-    return [Variant(one.name, (f"--objective={toml(one.table)}",)) for one in parse_candidates(text)]
+    return [Variant(one.name, (f"--objective={to_toml(one.table)}",)) for one in parse_candidates(text)]
 
 
-def of_settings(texts: Sequence[str]) -> list[Variant]:
+def variants_from_settings(texts: Sequence[str]) -> list[Variant]:
     """`["a.b=1,2", "c=x,y"]`: every value of one with every value of the others, the last one changing fastest."""
-    axes = [_axis(text) for text in texts]
+    axes = [_parse_axis(text) for text in texts]
     names = [name for name, _ in axes]
     for name in names:
         if names.count(name) > 1:
@@ -30,8 +30,8 @@ def of_settings(texts: Sequence[str]) -> list[Variant]:
     size = 1
     for _, values in axes:
         size *= len(values)
-    if size > MOST:
-        raise ConfigError(f"--set gives {size:,} variants, and a sweep has at most {MOST:,}; leave some values out")
+    if size > MAX_VARIANTS:
+        raise ConfigError(f"--set gives {size:,} variants, and a sweep has at most {MAX_VARIANTS:,}; leave some values out")
     variants = []
     for chosen in itertools.product(*(values for _, values in axes)):
         name = ", ".join(f"{short}={value}" for short, value in zip(shown, chosen, strict=True))
@@ -39,10 +39,10 @@ def of_settings(texts: Sequence[str]) -> list[Variant]:
     return variants
 
 
-def _axis(text: str) -> tuple[str, list[str]]:
+def _parse_axis(text: str) -> tuple[str, list[str]]:
     name, equals, rest = text.partition("=")
     name = name.strip().removeprefix("--")
-    values = split(rest, f"--set {name}")
+    values = split_list(rest, f"--set {name}")
     if not (name and equals) or not all(values):
         raise ConfigError(f"--set {text}: write name.of.setting=value,value; a value is as in TOML")
     if name == "seed":

@@ -20,16 +20,16 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from keel.training.distributed.world import World
 
 
-def shard(
-    network: transformers.PreTrainedModel, body: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, reduce: torch.dtype
+def apply_fsdp(
+    network: transformers.PreTrainedModel, body: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> None:
     """Give each rank its part of every weight, in place. `dtype` is what layers compute in, `reduce` what is summed."""
     kept = {weight.dtype for weight in network.parameters() if weight.requires_grad}
     compute = dtype if kept != {dtype} else None
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
     head = network.get_output_embeddings()  # type: ignore[no-untyped-call]
-    tied = next((module for module in body.modules() if head is not None and _holds(module, head.weight)), None)
-    for part in [*_layers(network, body), body]:
+    tied = next((module for module in body.modules() if head is not None and _owns_parameter(module, head.weight)), None)
+    for part in [*_decoder_layers(network, body), body]:
         # the root too is cut again after its forward: what is not sharded could be neither saved nor switched
         module = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         assert isinstance(module, FSDPModule)
@@ -48,24 +48,24 @@ def shard(
         setattr(head, name, cut)
 
 
-class WholeHead:
+class GatheredHead:
     """The output head's weights, whole, for as long as they do not change."""
 
-    def __init__(self, head: nn.Linear, dtype: torch.dtype, reduce: torch.dtype) -> None:
-        self._kept = dict(head.named_parameters(recurse=False))
-        self._reduce = reduce
+    def __init__(self, head: nn.Linear, dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        self._sharded_parameters = dict(head.named_parameters(recurse=False))
+        self._reduce_dtype = reduce_dtype
         self.weights = {
-            name: whole(weight, dtype).requires_grad_(weight.requires_grad) for name, weight in self._kept.items()
+            name: full_tensor(weight, dtype).requires_grad_(weight.requires_grad) for name, weight in self._sharded_parameters.items()
         }
 
-    def collect(self) -> None:
+    def reduce_gradient(self) -> None:
         """Add what has come together in the whole weights, on all ranks, to the gradients of the shards."""
-        for name, weight in self._kept.items():
+        for name, weight in self._sharded_parameters.items():
             if not weight.requires_grad:
                 continue
             assert isinstance(weight, DTensor)
             leaf = self.weights[name]
-            mine = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).to(self._reduce)
+            mine = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).to(self._reduce_dtype)
             parts = DTensor.from_local(mine, weight.device_mesh, [Partial()])
             summed = parts.redistribute(placements=[Shard(0)]).to(weight.dtype)
             weight.grad = summed if weight.grad is None else weight.grad + summed
@@ -73,7 +73,7 @@ class WholeHead:
 
 
 @contextmanager
-def with_whole_head(head: nn.Linear, weights: Mapping[str, Tensor]) -> Iterator[None]:
+def use_gathered_head(head: nn.Linear, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """The head as a module that can be called; gradients do not go this way."""
     kept = dict(head.named_parameters(recurse=False))
     for name, weight in weights.items():
@@ -85,37 +85,37 @@ def with_whole_head(head: nn.Linear, weights: Mapping[str, Tensor]) -> Iterator[
             setattr(head, name, weight)
 
 
-def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor as one, without a graph, on its device; every rank must ask for it."""
     tensor = tensor.detach() if dtype is None or not tensor.is_floating_point() else tensor.detach().to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def cut_like(tensor: Tensor, like: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a whole tensor, where `like` is in parts; without asking any other rank."""
     if not isinstance(like, DTensor):
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def norm(gradients: Iterable[Tensor], wide: torch.dtype, world: World | None) -> float:
+def grad_norm(gradients: Iterable[Tensor], dtype: torch.dtype, world: World | None) -> float:
     """Of all gradients together, over all ranks."""
-    found = [torch.linalg.vector_norm(_local(gradient), dtype=wide) for gradient in gradients]
+    found = [torch.linalg.vector_norm(_local_shard(gradient), dtype=dtype) for gradient in gradients]
     if world is None:
         return float(torch.linalg.vector_norm(torch.stack(found))) if found else 0.0
     squares = torch.stack(found).double().square().sum() if found else torch.zeros((), dtype=torch.float64)
-    return float(world.sum(squares.cpu()).sqrt())
+    return float(world.all_reduce_sum(squares.cpu()).sqrt())
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _holds(module: nn.Module, weight: Any) -> bool:
+def _owns_parameter(module: nn.Module, weight: Any) -> bool:
     return any(own is weight for own in module.parameters(recurse=False))
 
 
-def _layers(network: transformers.PreTrainedModel, body: nn.Module) -> list[nn.Module]:
+def _decoder_layers(network: transformers.PreTrainedModel, body: nn.Module) -> list[nn.Module]:
     """The modules that the network itself names as not to be split: its decoder layers, not what is inside of them."""
     names = set(network._no_split_modules or ())
     found = [module for module in body.modules() if module is not body and type(module).__name__ in names]

@@ -18,39 +18,39 @@ from keel.objectives import Composition
 from keel.signal import Objective
 from keel.training.step.sample import Sample
 
-_ARRAYS = ("token_ids", "trainable", "advantage", "sampler_logprobs", "version", "teacher_logprobs", "role")
-_PLAIN = ("group", "temperature", "name")
-_SAID = "said"
+_ARRAY_FIELDS = ("token_ids", "trainable", "advantage", "sampler_logprobs", "version", "teacher_logprobs", "role")
+_SCALAR_FIELDS = ("group", "temperature", "name")
+_HEADER_KEY = "said"
 
 
-def pack(samples: Sequence[Sample] = (), objective: Objective | None = None, **said: Any) -> bytes:
+def encode_command(samples: Sequence[Sample] = (), objective: Objective | None = None, **arguments: Any) -> bytes:
     """`said` is whatever JSON can hold."""
-    assert {*_ARRAYS, *_PLAIN} == {field.name for field in dataclasses.fields(Sample)}
+    assert {*_ARRAY_FIELDS, *_SCALAR_FIELDS} == {field.name for field in dataclasses.fields(Sample)}
     tensors: dict[str, Tensor] = {}
     for number, sample in enumerate(samples):
-        for field in _ARRAYS:
+        for field in _ARRAY_FIELDS:
             value = getattr(sample, field)
             if value is not None:
                 tensors[f"{number}.{field}"] = torch.from_numpy(np.array(value))
     content = {
-        "said": said,
-        "samples": [[getattr(sample, field) for field in _PLAIN] for sample in samples],
+        "said": arguments,
+        "samples": [[getattr(sample, field) for field in _SCALAR_FIELDS] for sample in samples],
         "objective": None if objective is None else [objective.name, objective.composition.model_dump(mode="json")],
     }
-    tensors[_SAID] = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+    tensors[_HEADER_KEY] = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
     return bytes(save(tensors))
 
 
-def unpack(content: bytes) -> tuple[dict[str, Any], list[Sample], Objective | None]:
+def decode_command(payload: bytes) -> tuple[dict[str, Any], list[Sample], Objective | None]:
     """The plain values, the samples and the objective that `pack` was given."""
-    tensors = load(content)
-    found = json.loads(tensors.pop(_SAID).numpy().tobytes())
+    tensors = load(payload)
+    found = json.loads(tensors.pop(_HEADER_KEY).numpy().tobytes())
     arrays: list[dict[str, Any]] = [{} for _ in found["samples"]]
     for key, tensor in tensors.items():
         number, _, field = key.partition(".")
         arrays[int(number)][field] = tensor.numpy()
     samples = [
-        Sample(**own, **dict(zip(_PLAIN, plain, strict=True)))
+        Sample(**own, **dict(zip(_SCALAR_FIELDS, plain, strict=True)))
         for own, plain in zip(arrays, found["samples"], strict=True)
     ]
     objective = None

@@ -22,28 +22,28 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from keel.config.trainer import TrainerSettings
 from keel.errors import ConfigError, RankError
-from keel.training.distributed.world import START, Place, World
+from keel.training.distributed.world import START_TIMEOUT, RankInfo, World
 
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-_PATIENCE = 10.0
+_LOOPBACK_ENV = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+_EXIT_TIMEOUT = 10.0
 """Seconds that a rank may take to end when it was told to."""
 
 
-class Crew:
+class RankProcesses:
     """The ranks of a run, of which this process is rank 0. With one rank there is nothing to it."""
 
-    def __init__(self, settings: TrainerSettings, place: Place | None = None) -> None:
+    def __init__(self, settings: TrainerSettings, rank_info: RankInfo | None = None) -> None:
         """`place`: where a launcher has put this process; None: the other ranks are started here."""
-        if place is not None and settings.ranks not in (1, place.size):
+        if rank_info is not None and settings.ranks not in (1, rank_info.size):
             raise ConfigError(
-                f"trainer.ranks = {settings.ranks}, and the launcher started {place.size} (WORLD_SIZE);"
+                f"trainer.ranks = {settings.ranks}, and the launcher started {rank_info.size} (WORLD_SIZE);"
                 " leave trainer.ranks out, or start as many"
             )
-        self.size = place.size if place is not None else settings.ranks
+        self.size = rank_info.size if rank_info is not None else settings.ranks
         self.world: World | None = None
         self._timeout = settings.rank_timeout
-        self._place = place
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._rank_info = rank_info
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._threads = torch.get_num_threads()
 
     def __enter__(self) -> Self:
@@ -59,38 +59,38 @@ class Crew:
         if self.size == 1:
             return None
         try:
-            if self._place is None:
-                store = self._start()
-                with _loopback():
-                    self.world = World(Place(0, self.size, 0, "", 0), store, self._timeout, self._missing)
+            if self._rank_info is None:
+                store = self._start_ranks()
+                with _loopback_only():
+                    self.world = World(RankInfo(0, self.size, 0, "", 0), store, self._timeout, self._find_exited_rank)
             else:
-                self.world = World(self._place, meet(self._place), self._timeout)
+                self.world = World(self._rank_info, connect_store(self._rank_info), self._timeout)
         except RuntimeError as error:
-            raise RankError(self._missing(3.0) or f"the {self.size} ranks did not come together: {error}") from error
+            raise RankError(self._find_exited_rank(3.0) or f"the {self.size} ranks did not come together: {error}") from error
         return self.world
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         """Refuse to go on when a rank is gone."""
         if self.world is not None:
-            self.world.check()
+            self.world.check_alive()
 
     def close(self) -> None:
         """End the other ranks: told first, killed when they do not listen."""
         if self.world is not None:
-            self.world.end()
+            self.world.end_workers()
         listening = self.world is not None and not self.world.broken
-        deadline = time.monotonic() + (_PATIENCE if listening else 0.0)
-        while time.monotonic() < deadline and any(process.poll() is None for process in self._started):
+        deadline = time.monotonic() + (_EXIT_TIMEOUT if listening else 0.0)
+        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
             time.sleep(0.02)
-        for process in self._started:
+        for process in self._processes:
             process.kill()
             process.wait()
         if self.world is not None:
-            self.world.leave()
-        self.world, self._started = None, []
+            self.world.shutdown()
+        self.world, self._processes = None, []
         torch.set_num_threads(self._threads)
 
-    def _start(self) -> Store:
+    def _start_ranks(self) -> Store:
         """Start the other ranks, and the store where all meet."""
         # a socket of our own, because the store would listen on every address of the machine
         listener = socket.create_server(("127.0.0.1", 0))
@@ -101,13 +101,13 @@ class Crew:
         for rank in range(1, self.size):
             own = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "MASTER_PORT": port}
             environment = {
-                **_LOOPBACK,
+                **_LOOPBACK_ENV,
                 **os.environ,
                 "MASTER_ADDR": "127.0.0.1",
                 "OMP_NUM_THREADS": str(threads),
                 **{name: str(value) for name, value in own.items()},
             }
-            self._started.append(
+            self._processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "keel.cli", "train"],
                     env=environment,
@@ -118,22 +118,22 @@ class Crew:
             )
         return store
 
-    def _missing(self, seconds: float) -> str:
-        deadline = time.monotonic() + seconds
+    def _find_exited_rank(self, timeout: float) -> str:
+        deadline = time.monotonic() + timeout
         while True:
-            for rank, process in enumerate(self._started, start=1):
+            for rank, process in enumerate(self._processes, start=1):
                 code = process.poll()
                 if code is not None:
-                    return f"rank {rank} of the trainer ended {_how(code)}; go on with --resume"
-            if time.monotonic() >= deadline or not self._started:
+                    return f"rank {rank} of the trainer ended {_describe_exit(code)}; go on with --resume"
+            if time.monotonic() >= deadline or not self._processes:
                 return ""
             time.sleep(0.05)
 
 
 @contextmanager
-def _loopback() -> Iterator[None]:
+def _loopback_only() -> Iterator[None]:
     """While it lasts, gloo listens to this machine only; it has no other way to be told."""
-    added = {name: value for name, value in _LOOPBACK.items() if name not in os.environ}
+    added = {name: value for name, value in _LOOPBACK_ENV.items() if name not in os.environ}
     os.environ.update(added)
     try:
         yield
@@ -142,16 +142,16 @@ def _loopback() -> Iterator[None]:
             del os.environ[name]
 
 
-def meet(place: Place) -> Store:
+def connect_store(rank_info: RankInfo) -> Store:
     """The store where all ranks meet, which the launcher or rank 0 keeps."""
-    host = place.rank == 0 and not place.agent
-    return TCPStore(place.address, place.port, is_master=host, wait_for_workers=False, timeout=timedelta(seconds=START))
+    host = rank_info.rank == 0 and not rank_info.has_agent_store
+    return TCPStore(rank_info.address, rank_info.port, is_master=host, wait_for_workers=False, timeout=timedelta(seconds=START_TIMEOUT))
 
 
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"with exit code {code}"
+def _describe_exit(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"with exit code {exit_code}"
     try:
-        return f"by {signal.Signals(-code).name}"
+        return f"by {signal.Signals(-exit_code).name}"
     except ValueError:
-        return f"by signal {-code}"
+        return f"by signal {-exit_code}"

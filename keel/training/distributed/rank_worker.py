@@ -13,73 +13,73 @@ from typing import Any
 from keel.config import CheckpointSettings, ModelSettings, ReferenceSettings, TrainerSettings
 from keel.errors import KeelError, RankError
 from keel.signal import Objective
-from keel.training.distributed.rank_command import unpack
-from keel.training.distributed.rank_processes import meet
-from keel.training.distributed.world import Place, World
-from keel.training.model.checkpoint import Checkpoints, restore, write_ranked
-from keel.training.model.weights_io import gather
+from keel.training.distributed.rank_command import decode_command
+from keel.training.distributed.rank_processes import connect_store
+from keel.training.distributed.world import RankInfo, World
+from keel.training.model.checkpoint import Checkpoints, restore_checkpoint, write_rank_checkpoint
+from keel.training.model.weights_io import gather_weights
 from keel.training.step.sample import Sample
 from keel.training.step.trainer import Trainer
 
-IDLE = 3600.0
+COLLECTIVE_TIMEOUT = 3600.0
 """Seconds to wait for the others in a collective: rank 0 has the patience that the settings say, and ends this process
 when it has run out."""
 
 
-def follow(place: Place) -> None:
+def run_rank_worker(rank_info: RankInfo) -> None:
     """Take part in a run as one of its other ranks, to its end."""
     logging.getLogger("keel").setLevel(logging.ERROR)  # rank 0 says the same
-    world = World(place, meet(place), IDLE)
-    follower = Follower(world)
+    world = World(rank_info, connect_store(rank_info), COLLECTIVE_TIMEOUT)
+    follower = RankWorker(world)
     try:
         for command, content in world.commands():
             try:
-                follower.obey(command, content)
+                follower.execute(command, content)
             except KeelError as error:
-                world.refused(error)
+                world.report_refusal(error)
             else:
-                world.did()
+                world.acknowledge()
     except RuntimeError as error:
-        world.failed(error)
+        world.report_failure(error)
         why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        raise RankError(f"rank {place.rank} cannot go on ({why}); rank 0 is gone, or says more") from error
-    world.leave()
+        raise RankError(f"rank {rank_info.rank} cannot go on ({why}); rank 0 is gone, or says more") from error
+    world.shutdown()
 
 
-class Follower:
+class RankWorker:
     """The trainer of one rank, and how it does what is asked of all."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.trainer: Trainer | None = None
 
-    def obey(self, command: str, content: bytes) -> None:
+    def execute(self, command: str, payload: bytes) -> None:
         """This rank's part of a command."""
-        said, samples, objective = unpack(content)
+        said, samples, objective = decode_command(payload)
         if command == "begin":
-            self._begin(**said)
+            self._create_trainer(**said)
             return
         assert self.trainer is not None
         parts: dict[str, Callable[..., Any]] = {
             "step": lambda version, steps: self._step(samples, objective, version, steps),
-            "score": lambda: self._trainer.logprobs(samples),
-            "refer": self._refer,
-            "save": lambda folder, step: write_ranked(Path(folder), *self._both, step),
-            "load": lambda folder: restore(Path(folder), *self._both),
-            "gather": lambda adapter: gather(self._trainer.model, adapter=adapter),
+            "score": lambda: self._loaded_trainer.logprobs(samples),
+            "refer": self._set_references,
+            "save": lambda folder, step: write_rank_checkpoint(Path(folder), *self._model_and_optimizer, step),
+            "load": lambda folder: restore_checkpoint(Path(folder), *self._model_and_optimizer),
+            "gather": lambda adapter: gather_weights(self._loaded_trainer.model, adapter=adapter),
         }
         parts[command](**said)
 
     @property
-    def _trainer(self) -> Trainer:
+    def _loaded_trainer(self) -> Trainer:
         assert self.trainer is not None
         return self.trainer
 
     @property
-    def _both(self) -> tuple[Any, Any]:
-        return self._trainer.model, self._trainer.optimizer
+    def _model_and_optimizer(self) -> tuple[Any, Any]:
+        return self._loaded_trainer.model, self._loaded_trainer.optimizer
 
-    def _begin(self, model: Any, trainer: Any, teacher: Any, seed: int) -> None:
+    def _create_trainer(self, model: Any, trainer: Any, teacher: Any, seed: int) -> None:
         self.trainer = None  # the one before, first: its memory is needed
         settings = TrainerSettings.model_validate(trainer)
         self.world.timeout = settings.rank_timeout
@@ -93,9 +93,9 @@ class Follower:
 
     def _step(self, samples: list[Sample], objective: Objective | None, version: int | None, steps: int) -> None:
         assert objective is not None
-        self._trainer.steps = steps  # rank 0 counts: the learning rate is a function of it
-        self._trainer.step(samples, objective, version=version)
+        self._loaded_trainer.steps = steps  # rank 0 counts: the learning rate is a function of it
+        self._loaded_trainer.step(samples, objective, version=version)
 
-    def _refer(self, named: dict[str, Any], checkpoints: str) -> None:
+    def _set_references(self, named: dict[str, Any], checkpoints: str) -> None:
         settings = {name: ReferenceSettings.model_validate(one) for name, one in named.items()}
-        self._trainer.refer(settings, Checkpoints(Path(checkpoints), CheckpointSettings()))
+        self._loaded_trainer.set_references(settings, Checkpoints(Path(checkpoints), CheckpointSettings()))

@@ -24,17 +24,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from keel.errors import ConfigError, KeelError, RankError
 
-END = "end"
+END_COMMAND = "end"
 """The command after which a rank leaves."""
-START = 600.0
+START_TIMEOUT = 600.0
 """Seconds in which all ranks must be there."""
-GRACE = 60.0
+FAILURE_GRACE = 60.0
 """Seconds that a rank which failed alone waits for rank 0 to fail too, before it takes itself for the only one."""
-_LOOK = timedelta(seconds=5)
+_POLL_INTERVAL = timedelta(seconds=5)
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """A process among those that train together, in the words of torchrun."""
 
     rank: int
@@ -42,12 +42,12 @@ class Place:
     local_rank: int
     address: str
     port: int
-    agent: bool = False
+    has_agent_store: bool = False
     """The launcher keeps the store that all meet at; else rank 0 does."""
     attempt: str = "0"
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> "Place | None":
+    def from_environment(cls, environment: Mapping[str, str]) -> "RankInfo | None":
         """From the variables that torchrun sets; None when they are not there."""
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if any(name not in environment for name in names):
@@ -68,17 +68,17 @@ class World:
     """The ranks, seen from one of them."""
 
     def __init__(
-        self, place: Place, store: Store, timeout: float, missing: Callable[[float], str] = lambda _seconds: ""
+        self, rank_info: RankInfo, store: Store, timeout: float, find_exited_rank: Callable[[float], str] = lambda _seconds: ""
     ) -> None:
         """Returns when all ranks are here. `missing` says in words which rank is gone, within so many seconds."""
-        self.rank, self.size, self.local_rank = place.rank, place.size, place.local_rank
-        self.timeout, self.missing = timeout, missing
-        self._store = PrefixStore(f"keel/{place.attempt}", store)
+        self.rank, self.size, self.local_rank = rank_info.rank, rank_info.size, rank_info.local_rank
+        self.timeout, self.find_exited_rank = timeout, find_exited_rank
+        self._store = PrefixStore(f"keel/{rank_info.attempt}", store)
         self._lock = threading.RLock()
-        self._depth = self._said = 0
-        self._broken = ""
+        self._depth = self._command_number = 0
+        self._broken_reason = ""
         self._meshes: dict[str, DeviceMesh] = {}
-        self._meet()
+        self._wait_for_all_ranks()
         both = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(
             both,
@@ -88,23 +88,23 @@ class World:
             timeout=timedelta(seconds=timeout),
         )
 
-    def _meet(self) -> None:
+    def _wait_for_all_ranks(self) -> None:
         """Wait for all ranks before the first collective: to start takes longer than to answer may."""
         self._store.set(f"here/{self.rank}", "1")
-        deadline = time.monotonic() + START
+        deadline = time.monotonic() + START_TIMEOUT
         for rank in range(self.size):
             while not self._store.check([f"here/{rank}"]):
-                gone = self.missing(0.0)
+                gone = self.find_exited_rank(0.0)
                 if gone or time.monotonic() > deadline:
                     raise RankError(
-                        gone or f"rank {rank} of {self.size} was not there after {START:g} s; was it started?"
+                        gone or f"rank {rank} of {self.size} was not there after {START_TIMEOUT:g} s; was it started?"
                     )
                 time.sleep(0.05)
 
     # -- what is done together ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def together(self, command: str, content: Callable[[], bytes] | None = None) -> Iterator[None]:
+    def run_on_all_ranks(self, command: str, payload: Callable[[], bytes] | None = None) -> Iterator[None]:
         """Work of all ranks: rank 0 names it and sends its arguments, the others are in `commands` already.
 
         Within such a block another one is a part of it, and says nothing. Threads take turns.
@@ -116,54 +116,54 @@ class World:
             if self._depth:
                 yield
                 return
-            if self._broken:
-                raise RankError(self._broken)
+            if self._broken_reason:
+                raise RankError(self._broken_reason)
             self._depth = 1
             try:
-                self._say(command, content() if content is not None else b"")
+                self._send(command, payload() if payload is not None else b"")
                 yield
                 # a rank that failed where no other had to wait for it is found here
-                self.sum(torch.zeros(1))
+                self.all_reduce_sum(torch.zeros(1))
             except KeelError:
                 raise  # the other ranks have it too: the same code refused the same samples or files
             except BaseException as error:
-                self._broken = f"rank 0 failed at '{command}': {type(error).__name__}: {error}"
-                why = self._lost(error) if isinstance(error, RuntimeError) else ""
+                self._broken_reason = f"rank 0 failed at '{command}': {type(error).__name__}: {error}"
+                why = self._explain_failure(error) if isinstance(error, RuntimeError) else ""
                 if not why:
                     raise
-                self._broken = f"while all ranks were at work on '{command}': {why}"
-                raise RankError(self._broken) from error
+                self._broken_reason = f"while all ranks were at work on '{command}': {why}"
+                raise RankError(self._broken_reason) from error
             finally:
                 self._depth = 0
-                if not self._broken:
-                    self._store.set(f"done/{self._said}", "1")
+                if not self._broken_reason:
+                    self._store.set(f"done/{self._command_number}", "1")
 
     def commands(self) -> Iterator[tuple[str, bytes]]:
         """What rank 0 wants, for another rank; ends when it says so. The body of the loop is the work."""
         while True:
-            self._said += 1
-            said = json.loads(self._wait(f"said/{self._said}"))
-            if said["command"] == END:
+            self._command_number += 1
+            said = json.loads(self._wait_for_key(f"said/{self._command_number}"))
+            if said["command"] == END_COMMAND:
                 return
             content = torch.empty(said["bytes"], dtype=torch.uint8)
             if len(content):
                 dist.broadcast(content, 0)
             yield said["command"], content.numpy().tobytes()
 
-    def did(self) -> None:
+    def acknowledge(self) -> None:
         """Another rank has done its part of a command."""
-        self.sum(torch.zeros(1))
+        self.all_reduce_sum(torch.zeros(1))
 
-    def refused(self, error: KeelError) -> None:
+    def report_refusal(self, error: KeelError) -> None:
         """Another rank refuses its part of a command, which is well when rank 0 does too."""
-        self.failed(error)
+        self.report_failure(error)
         try:
-            self._store.wait([f"done/{self._said}"], timedelta(seconds=GRACE))
+            self._store.wait([f"done/{self._command_number}"], timedelta(seconds=FAILURE_GRACE))
         except dist.DistStoreError:
             raise RankError(f"rank {self.rank} failed, and rank 0 did not: {error}") from error
         self._store.delete_key(f"error/{self.rank}")
 
-    def failed(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         """Another rank leaves word of why it cannot go on."""
         with contextlib.suppress(RuntimeError):  # the store may be what is gone
             self._store.set(f"error/{self.rank}", f"{type(error).__name__}: {error}")
@@ -171,25 +171,25 @@ class World:
     @property
     def broken(self) -> bool:
         """Whether the ranks are no longer in step with each other: nothing more can be done together."""
-        return bool(self._broken)
+        return bool(self._broken_reason)
 
-    def end(self) -> None:
+    def end_workers(self) -> None:
         """Rank 0 lets the others go."""
-        if not self.rank and not self._broken:
+        if not self.rank and not self._broken_reason:
             with contextlib.suppress(RuntimeError):
-                self._say(END, b"")
+                self._send(END_COMMAND, b"")
 
-    def leave(self) -> None:
+    def shutdown(self) -> None:
         """This process is no rank any more."""
-        if dist.is_initialized() and not self._broken:
+        if dist.is_initialized() and not self._broken_reason:
             dist.destroy_process_group()
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         """Refuse to go on when a rank is gone, also while no command is under way."""
-        gone = self.missing(0.0)
+        gone = self.find_exited_rank(0.0)
         if gone:
-            self._broken = self._broken or gone
-            raise RankError(self._broken)
+            self._broken_reason = self._broken_reason or gone
+            raise RankError(self._broken_reason)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -199,31 +199,31 @@ class World:
             self._meshes[device] = init_device_mesh(device, (self.size,))
         return self._meshes[device]
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Over all ranks, in place."""
         dist.all_reduce(values)
         return values
 
     # -- small things -------------------------------------------------------------------------------------------------
 
-    def _say(self, command: str, content: bytes) -> None:
-        self._said += 1
-        self._store.set(f"said/{self._said}", json.dumps({"command": command, "bytes": len(content)}))
-        if content:
-            dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), 0)
+    def _send(self, command: str, payload: bytes) -> None:
+        self._command_number += 1
+        self._store.set(f"said/{self._command_number}", json.dumps({"command": command, "bytes": len(payload)}))
+        if payload:
+            dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0)
 
-    def _wait(self, key: str) -> bytes:
+    def _wait_for_key(self, key: str) -> bytes:
         while True:
             try:
-                self._store.wait([key], _LOOK)
+                self._store.wait([key], _POLL_INTERVAL)
             except dist.DistStoreError:
                 continue  # rank 0 samples, and may take hours; when it is gone, so is the store, which is another error
             return bytes(self._store.get(key))
 
-    def _lost(self, error: RuntimeError) -> str:
+    def _explain_failure(self, error: RuntimeError) -> str:
         """Which rank an error of a collective came from; empty when it is no such error."""
-        gone = self.missing(3.0)
-        said = "; ".join(filter(None, (self._failure(rank) for rank in range(1, self.size))))
+        gone = self.find_exited_rank(3.0)
+        said = "; ".join(filter(None, (self._rank_failure(rank) for rank in range(1, self.size))))
         if gone or said:
             return "; ".join(filter(None, (said, gone)))
         if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
@@ -233,7 +233,7 @@ class World:
             f" ({str(error).splitlines()[0]})"
         )
 
-    def _failure(self, rank: int) -> str:
+    def _rank_failure(self, rank: int) -> str:
         try:
             if not self._store.check([f"error/{rank}"]):
                 return ""

@@ -24,15 +24,15 @@ import torch
 from keel.common import atomic_files
 from keel.config.trainer import CheckpointSettings
 from keel.errors import ModelError
-from keel.training.distributed.rank_command import pack
+from keel.training.distributed.rank_command import encode_command
 from keel.training.model import weights_io
 from keel.training.model.model import Model
-from keel.training.model.optimizer_state import read_optimizer, set_optimizer, set_random, write_optimizer, write_random
-from keel.training.model.sharded_checkpoint import FOLDER, read_shards, write_shards
+from keel.training.model.optimizer_state import read_optimizer, restore_optimizer, restore_rng_state, write_optimizer, write_rng_state
+from keel.training.model.sharded_checkpoint import SHARDS_FOLDER, read_shards, write_shards
 
-TRAINING = "training"
+TRAINING_FOLDER = "training"
 """A folder of its own: vLLM takes every safetensors file beside config.json for weights of the model."""
-OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class Checkpoints:
@@ -63,14 +63,14 @@ class Checkpoints:
         if not self.path(step).is_dir():
             there = ", ".join(map(str, self.steps())) or "none"
             raise ModelError(f"there is no checkpoint of step {step} in {self.folder}; steps that exist: {there}")
-        atomic_files.check(self.path(step))
+        atomic_files.verify_manifest(self.path(step))
 
     def latest(self) -> int | None:
         """The newest step whose checkpoint is whole. Each broken one on the way is a warning that names the file."""
         for step in reversed(self.steps()):
             try:
                 self.verify(step)
-            except atomic_files.Unreadable:
+            except atomic_files.UnreadableFile:
                 raise  # to go back without asking would throw away training that is still there
             except ModelError as error:
                 warnings.warn(f"checkpoint of step {step} is broken and not used: {error}", stacklevel=2)
@@ -84,20 +84,20 @@ class Checkpoints:
         Whatever goes wrong is a `ModelError`, and all earlier checkpoints are as they were.
         """
         target = self.path(step)
-        text = _as_json(state)
+        text = _to_json(state)
         if target.is_dir():
-            self._make_way(step)
-        with atomic_files.new_folder(target) as folder:
-            (folder / TRAINING).mkdir()
+            self._remove_if_broken(step)
+        with atomic_files.atomic_folder(target) as folder:
+            (folder / TRAINING_FOLDER).mkdir()
             if model.world is None:
                 weights_io.write_weights(folder, model, step=step)
-                write_optimizer(folder / TRAINING / OPTIMIZER, model.parameters(), optimizer)
+                write_optimizer(folder / TRAINING_FOLDER / OPTIMIZER_FILE, model.parameters(), optimizer)
             else:
-                with model.world.together("save", lambda: pack(folder=str(folder.resolve()), step=step)):
-                    write_ranked(folder, model, optimizer, step)
-            write_random(folder / TRAINING / "random.safetensors")
-            (folder / TRAINING / "state.json").write_text(text)
-            atomic_files.seal(folder)
+                with model.world.run_on_all_ranks("save", lambda: encode_command(folder=str(folder.resolve()), step=step)):
+                    write_rank_checkpoint(folder, model, optimizer, step)
+            write_rng_state(folder / TRAINING_FOLDER / "random.safetensors")
+            (folder / TRAINING_FOLDER / "state.json").write_text(text)
+            atomic_files.write_manifest(folder)
         self._remove_old(step)
         return target
 
@@ -108,16 +108,16 @@ class Checkpoints:
         """
         self.verify(step)
         folder = self.path(step)
-        said = atomic_files.read_json(folder / TRAINING / "state.json")
+        said = atomic_files.read_json(folder / TRAINING_FOLDER / "state.json")
         ranks = (
             nullcontext()
             if model.world is None
-            else model.world.together("load", lambda: pack(folder=str(folder.resolve())))
+            else model.world.run_on_all_ranks("load", lambda: encode_command(folder=str(folder.resolve())))
         )
         with ranks:
-            restore(folder, model, optimizer)
+            restore_checkpoint(folder, model, optimizer)
         # last: reading networks may draw numbers for weights that are then replaced
-        set_random(folder / TRAINING / "random.safetensors")
+        restore_rng_state(folder / TRAINING_FOLDER / "random.safetensors")
         return said
 
     def pin(self, step: int) -> None:
@@ -128,73 +128,73 @@ class Checkpoints:
         """Remove every checkpoint after a step, because the run goes on from there and will write others."""
         for later in self.steps():
             if later > step:
-                self._discard(later)
+                self._remove(later)
 
-    def _make_way(self, step: int) -> None:
+    def _remove_if_broken(self, step: int) -> None:
         try:
             self.verify(step)
-        except atomic_files.Unreadable:
+        except atomic_files.UnreadableFile:
             raise
         except ModelError as error:
             warnings.warn(f"checkpoint of step {step} is broken and is replaced: {error}", stacklevel=3)
-            self._discard(step)
+            self._remove(step)
         else:
             raise ModelError(
                 f"{self.path(step)} exists and is whole, and is not written over; a run that went back to an earlier"
                 " step rewinds its checkpoints first"
             )
 
-    def _remove_old(self, saved: int) -> None:
+    def _remove_old(self, saved_step: int) -> None:
         """Remove what is older than the newest `keep_last` whole ones; a broken one is not counted among them."""
-        whole = [step for step in self.steps() if step == saved or self._seems_whole(step)]
-        kept = set(whole[-self.settings.keep_last :]) | {saved}
+        whole = [step for step in self.steps() if step == saved_step or self._has_expected_sizes(step)]
+        kept = set(whole[-self.settings.keep_last :]) | {saved_step}
         every = self.settings.keep_every
         for step in self.steps():
             if step < min(kept) and step not in self._pinned and not (every and step % every == 0):
                 try:
-                    self._discard(step)
+                    self._remove(step)
                 except ModelError as error:
                     warnings.warn(str(error), stacklevel=3)
 
-    def _seems_whole(self, step: int) -> bool:
+    def _has_expected_sizes(self, step: int) -> bool:
         # sizes only: reading gigabytes of old checkpoints at every save would be felt
         try:
-            atomic_files.check(self.path(step), hashes=False)
+            atomic_files.verify_manifest(self.path(step), check_hashes=False)
         except ModelError:
             return False
         return True
 
-    def _discard(self, step: int) -> None:
+    def _remove(self, step: int) -> None:
         try:
-            atomic_files.discard(self.path(step))
+            atomic_files.remove_folder(self.path(step))
         except OSError as error:
             raise ModelError(f"{self.path(step)} could not be removed: {error.strerror}") from error
 
 
-def write_ranked(folder: Path, model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+def write_rank_checkpoint(folder: Path, model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
     """One rank's part of a checkpoint; rank 0's has the whole weights in it, as engines and others read them."""
     assert model.world is not None
     weights_io.write_weights(folder, model, step=step)
-    write_shards(folder / TRAINING, model.parameters(), optimizer, first=model.world.rank == 0)
+    write_shards(folder / TRAINING_FOLDER, model.parameters(), optimizer, is_first_rank=model.world.rank == 0)
 
 
-def restore(folder: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+def restore_checkpoint(folder: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
     """Weights and moments from a checkpoint, whole or in shards, into a model that is the one or the other."""
     parameters = model.parameters()
-    if not (folder / TRAINING / FOLDER).is_dir():
+    if not (folder / TRAINING_FOLDER / SHARDS_FOLDER).is_dir():
         values = weights_io.read_weights(folder, model)
-        moments, rates = read_optimizer(folder / TRAINING / OPTIMIZER, parameters, optimizer)
+        moments, rates = read_optimizer(folder / TRAINING_FOLDER / OPTIMIZER_FILE, parameters, optimizer)
         weights_io.set_weights(values, model)
     else:
-        weights_io.check_fits(folder, model)
-        values, moments, rates = read_shards(folder / TRAINING, parameters, optimizer, alone=model.world is None)
+        weights_io.check_compatible(folder, model)
+        values, moments, rates = read_shards(folder / TRAINING_FOLDER, parameters, optimizer, single_process=model.world is None)
         with torch.no_grad():
             for name, tensor in values.items():
                 parameters[name].copy_(tensor)
-    set_optimizer(moments, rates, parameters, optimizer)
+    restore_optimizer(moments, rates, parameters, optimizer)
 
 
-def _as_json(content: Mapping[str, Any]) -> str:
+def _to_json(content: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(dict(content), indent=2) + "\n"
     except (TypeError, ValueError) as error:

@@ -37,7 +37,7 @@ def find_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
 
 
-def precision(dtype: torch.dtype, trainer: TrainerSettings | None) -> tuple[torch.dtype, torch.dtype]:
+def weight_and_reduce_dtypes(dtype: torch.dtype, trainer: TrainerSettings | None) -> tuple[torch.dtype, torch.dtype]:
     """What weights are kept in when layers compute in `dtype`, and what gradients are summed over ranks in."""
     if dtype == torch.float64 or trainer is None:
         return dtype, torch.promote_types(dtype, torch.float32)
@@ -49,7 +49,7 @@ def precision(dtype: torch.dtype, trainer: TrainerSettings | None) -> tuple[torc
     return torch.float32, reduce
 
 
-def device_of(world: World, device: torch.device, name: str) -> torch.device:
+def rank_device(world: World, device: torch.device, name: str) -> torch.device:
     """The device of this rank among those of a kind."""
     if device.type == "cpu":
         return device

@@ -19,17 +19,17 @@ from keel.config.trainer import CheckpointSettings, ModelSettings
 from keel.errors import ModelError
 from keel.training.model.checkpoint import Checkpoints
 from keel.training.model.model import load_model
-from keel.training.model.model_source import Source, find, quietly
-from keel.training.model.weights_io import ADAPTER_CONFIG, IDENTITY, name_of, read_network, write_network
+from keel.training.model.model_source import ModelSource, resolve_model, suppress_hf_output
+from keel.training.model.weights_io import ADAPTER_CONFIG_FILE, IDENTITY_FILE, dtype_name, read_network, write_network
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 TOLERANCE = 1e-4
 """Relative difference of log-probs that merging may cause: sums are taken in another order, in float32."""
-_SEQUENCES, _LENGTH = 4, 16
+_PROBE_SEQUENCES, _PROBE_LENGTH = 4, 16
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportResult:
     """What was written, and how it was verified."""
 
     folder: Path
@@ -38,16 +38,16 @@ class Export:
     """"full" or "adapter", which was merged."""
     base: str
     dtype: str
-    bytes: int
-    tokens: int
+    size_bytes: int
+    compared_positions: int
     """How many positions were compared, over the whole vocabulary each."""
-    difference: float
+    max_logprob_difference: float
     """Largest difference between a log-prob of the folder and of the checkpoint's model."""
 
 
 def export(
     checkpoint: Path, target: Path, *, dtype: str | None = None, base: str | None = None, force: bool = False
-) -> Export:
+) -> ExportResult:
     """Write a checkpoint as a plain folder, verified.
 
     `checkpoint` is a step's folder, or the folder of a run or of its checkpoints, of which the newest whole one is
@@ -55,30 +55,30 @@ def export(
     `force` replaces a model that is at `target`.
     """
     folder = find_checkpoint(checkpoint)
-    said = atomic_files.read_json(folder / IDENTITY)
-    trained, written = _dtype(str(said.get("dtype"))), _dtype(dtype or str(said.get("dtype")))
+    said = atomic_files.read_json(folder / IDENTITY_FILE)
+    trained, written = _parse_dtype(str(said.get("dtype"))), _parse_dtype(dtype or str(said.get("dtype")))
     _check_target(target, folder, force)
     kind = said.get("kind")
     if kind not in ("full", "adapter"):
-        raise ModelError(f'{folder / IDENTITY} has kind "{kind}"; this version of keel knows full and adapter')
-    network, origin, expected = _load(folder, kind == "adapter", trained, base)
-    tokenizer = _tokenizer(folder)
-    _cast(network, written)
-    with atomic_files.new_folder(target.resolve()) as draft:
+        raise ModelError(f'{folder / IDENTITY_FILE} has kind "{kind}"; this version of keel knows full and adapter')
+    network, origin, expected = _load_merged(folder, kind == "adapter", trained, base)
+    tokenizer = _load_tokenizer(folder)
+    _cast_weights(network, written)
+    with atomic_files.atomic_folder(target.resolve()) as draft:
         write_network(draft, network, tokenizer, origin)
         difference = _verify(draft, network, expected, written)
         size = sum(path.stat().st_size for path in draft.iterdir())
         if target.exists():
-            atomic_files.discard(target.resolve())
-    return Export(
+            atomic_files.remove_folder(target.resolve())
+    return ExportResult(
         folder=target,
         checkpoint=folder,
         kind=kind,
         base=str(said.get("base")),
-        dtype=name_of(written),
-        bytes=size,
-        tokens=_SEQUENCES * _LENGTH,
-        difference=difference,
+        dtype=dtype_name(written),
+        size_bytes=size,
+        compared_positions=_PROBE_SEQUENCES * _PROBE_LENGTH,
+        max_logprob_difference=difference,
     )
 
 
@@ -86,8 +86,8 @@ def find_checkpoint(path: Path) -> Path:
     """The step's folder that a path means, whole: itself, or the newest of a run."""
     if not path.is_dir():
         raise ModelError(f"checkpoint {path} does not exist")
-    if (path / IDENTITY).is_file() or (path / atomic_files.MANIFEST).is_file():
-        atomic_files.check(path)
+    if (path / IDENTITY_FILE).is_file() or (path / atomic_files.MANIFEST_FILE).is_file():
+        atomic_files.verify_manifest(path)
         return path
     for folder in (path, path / "checkpoints"):
         kept = Checkpoints(folder, CheckpointSettings())
@@ -97,7 +97,7 @@ def find_checkpoint(path: Path) -> Path:
                 raise ModelError(f"no checkpoint in {folder} is whole; steps: {', '.join(map(str, kept.steps()))}")
             return kept.path(step)
     raise ModelError(
-        f"{path} is no checkpoint: it has no {IDENTITY}, and no step_N folders are in it or its checkpoints/"
+        f"{path} is no checkpoint: it has no {IDENTITY_FILE}, and no step_N folders are in it or its checkpoints/"
     )
 
 
@@ -117,7 +117,7 @@ def _check_target(target: Path, checkpoint: Path, force: bool) -> None:
             raise ModelError(f"target {target} is not empty and holds no model (no config.json): it is not replaced")
 
 
-def _load(
+def _load_merged(
     folder: Path, adapter: bool, dtype: torch.dtype, base: str | None
 ) -> tuple[transformers.PreTrainedModel, Path, list[Tensor]]:
     """The network with its adapter merged, the folder whose config it has, and the log-probs it must keep.
@@ -126,18 +126,18 @@ def _load(
     what was trained, and the comparison is not one of roundings.
     """
     if not adapter:
-        network = _read(folder, dtype)
-        return network, folder, _logprobs(network)
-    origin = _base(folder, base)
+        network = _read_rounded(folder, dtype)
+        return network, folder, _probe_logprobs(network)
+    origin = _resolve_base(folder, base)
     # by the loader of training, which also knows bases that are stored in other forms
-    settings = {"name": str(origin.folder), "dtype": name_of(_precise(dtype)), "device": "cpu"}
-    network = _rounded(load_model(ModelSettings.model_validate(settings)).network, dtype)
+    settings = {"name": str(origin.folder), "dtype": dtype_name(_compute_dtype(dtype)), "device": "cpu"}
+    network = _round_weights(load_model(ModelSettings.model_validate(settings)).network, dtype)
     check_adapter(folder)
-    with quietly():
+    with suppress_hf_output():
         wrapper = peft.PeftModel.from_pretrained(network, str(folder), local_files_only=True)
-        expected = _logprobs(wrapper)
+        expected = _probe_logprobs(wrapper)
         merged: transformers.PreTrainedModel = wrapper.merge_and_unload()
-    difference = _difference(_logprobs(merged), expected, relative=True)
+    difference = _max_difference(_probe_logprobs(merged), expected, relative=True)
     if not difference <= TOLERANCE:
         raise ModelError(
             f"merging the adapter in {folder} moved log-probs by {difference:.1e}, more than {TOLERANCE:.0e}:"
@@ -146,10 +146,10 @@ def _load(
     return merged, origin.folder, expected
 
 
-def _base(folder: Path, given: str | None) -> Source:
-    said, config = atomic_files.read_json(folder / IDENTITY), atomic_files.read_json(folder / ADAPTER_CONFIG)
+def _resolve_base(folder: Path, base_name: str | None) -> ModelSource:
+    said, config = atomic_files.read_json(folder / IDENTITY_FILE), atomic_files.read_json(folder / ADAPTER_CONFIG_FILE)
     path = str(config.get("base_model_name_or_path"))
-    source = find(given or (path if Path(path).is_dir() else str(said.get("base"))))
+    source = resolve_model(base_name or (path if Path(path).is_dir() else str(said.get("base"))))
     if source.fingerprint != said.get("base_fingerprint"):
         raise ModelError(
             f"{folder} is an adapter of {said.get('base')} (fingerprint {str(said.get('base_fingerprint'))[:12]});"
@@ -158,9 +158,9 @@ def _base(folder: Path, given: str | None) -> Source:
     return source
 
 
-def _tokenizer(folder: Path) -> transformers.PreTrainedTokenizerBase:
+def _load_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerBase:
     try:
-        with quietly():
+        with suppress_hf_output():
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ModelError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
@@ -168,30 +168,30 @@ def _tokenizer(folder: Path) -> transformers.PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _verify(draft: Path, network: transformers.PreTrainedModel, expected: list[Tensor], dtype: torch.dtype) -> float:
+def _verify(written_folder: Path, network: transformers.PreTrainedModel, expected: list[Tensor], dtype: torch.dtype) -> float:
     """Compare what is on the disk with what was meant, and return how far it is from the checkpoint's model."""
-    found = _logprobs(_read(draft, dtype))
-    meant = _logprobs(_cast(network, _precise(dtype)))
-    difference = _difference(found, meant, relative=True)
+    found = _probe_logprobs(_read_rounded(written_folder, dtype))
+    meant = _probe_logprobs(_cast_weights(network, _compute_dtype(dtype)))
+    difference = _max_difference(found, meant, relative=True)
     if not difference <= TOLERANCE:
         raise ModelError(f"the folder read back differs by {difference:.1e} in its log-probs: it was removed")
-    return _difference(found, expected)
+    return _max_difference(found, expected)
 
 
-def _logprobs(network: torch.nn.Module) -> list[Tensor]:
+def _probe_logprobs(network: torch.nn.Module) -> list[Tensor]:
     """Log-probs of every token of the vocabulary along a few fixed sequences."""
     config = network.config.get_text_config()  # type: ignore[operator, union-attr]
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (_SEQUENCES, _LENGTH), generator=generator)
+    tokens = torch.randint(config.vocab_size, (_PROBE_SEQUENCES, _PROBE_LENGTH), generator=generator)
     network.eval()
     with torch.no_grad():
         # one at a time: all logits at once would be gigabytes for a large vocabulary
         return [network(input_ids=row[None], use_cache=False).logits[0].log_softmax(-1) for row in tokens]
 
 
-def _difference(found: list[Tensor], expected: list[Tensor], *, relative: bool = False) -> float:
+def _max_difference(actual: list[Tensor], expected: list[Tensor], *, relative: bool = False) -> float:
     largest = 0.0
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         gap = (one.double() - other.double()).abs()
         if relative:
             gap = gap / other.double().abs().clamp(min=1.0)
@@ -200,27 +200,27 @@ def _difference(found: list[Tensor], expected: list[Tensor], *, relative: bool =
     return largest
 
 
-def _read(folder: Path, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    return _rounded(read_network(folder, transformers.AutoModelForCausalLM, _precise(dtype)), dtype)
+def _read_rounded(folder: Path, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    return _round_weights(read_network(folder, transformers.AutoModelForCausalLM, _compute_dtype(dtype)), dtype)
 
 
-def _rounded(network: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:
+def _round_weights(network: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """The network with its weights rounded to a dtype, to be computed with in float32 or better."""
-    return _cast(_cast(network, dtype), _precise(dtype))
+    return _cast_weights(_cast_weights(network, dtype), _compute_dtype(dtype))
 
 
-def _cast(network: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:
+def _cast_weights(network: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:
     # not network.to(): that would round the frequencies of rotary embeddings too, which no folder holds
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
     return network
 
 
-def _precise(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _dtype(name: str) -> torch.dtype:
+def _parse_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ModelError(f'dtype "{name}" is none of {", ".join(DTYPES)}')
     dtype: torch.dtype = getattr(torch, name)

@@ -22,26 +22,26 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from keel.common.atomic_files import read_json
 from keel.common.lora_config_check import check_adapter
-from keel.common.settings import nearest
+from keel.common.settings import suggest_name
 from keel.config.trainer import LoraSettings, ModelSettings, TrainerSettings
 from keel.errors import ConfigError, ModelError
-from keel.training.distributed.fsdp import shard
+from keel.training.distributed.fsdp import apply_fsdp
 from keel.training.distributed.world import World
 from keel.training.model import tiny_models
-from keel.training.model.device import device_of, find_device, find_dtype, precision
-from keel.training.model.model_source import Source, find, quietly
+from keel.training.model.device import rank_device, find_device, find_dtype, weight_and_reduce_dtypes
+from keel.training.model.model_source import ModelSource, resolve_model, suppress_hf_output
 
-TRAINED = "default"
+TRAINED_ADAPTER = "default"
 """peft's name of the adapter that trains."""
 
-_LOADING = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
+_LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
 
 
 @dataclass
 class Model:
     """A network on its device. With LoRA, peft has wrapped its linear layers and all but the adapter is frozen."""
 
-    source: Source
+    source: ModelSource
     settings: ModelSettings
     network: transformers.PreTrainedModel
     tokenizer: transformers.PreTrainedTokenizerBase
@@ -51,11 +51,11 @@ class Model:
     """What it computes in; master weights are float32 whatever this is."""
     world: World | None = None
     """The ranks that hold the network's shards; None: it is whole, in this process."""
-    reduce: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
     """In which gradients are summed over ranks."""
 
     def __post_init__(self) -> None:
-        self._trained = [name for name, weight in self.network.named_parameters() if weight.requires_grad]
+        self._trainable_names = [name for name, weight in self.network.named_parameters() if weight.requires_grad]
 
     @property
     def body(self) -> nn.Module:
@@ -75,58 +75,58 @@ class Model:
         """What trains, by name, in the network's order; tied weights once."""
         # looked up each time: sharding replaces the objects and keeps the names
         weights = dict(self.network.named_parameters())
-        return {name: weights[name] for name in self._trained}
+        return {name: weights[name] for name in self._trainable_names}
 
     def without_adapter(self) -> AbstractContextManager[None]:
         """The base model, with every adapter switched off."""
-        return self._switched(None)
+        return self._adapter_switched(None)
 
     def with_adapter(self, name: str) -> AbstractContextManager[None]:
         """Another adapter in place of the active one; it gets no gradient unless it is the trained one."""
-        return self._switched(name)
+        return self._adapter_switched(name)
 
     def add_adapter(self, name: str, folder: Path) -> None:
         """Load a frozen adapter, after checking that it was made for this base model and fits it."""
-        wrapper = self._need_lora("add_adapter")
+        wrapper = self._require_lora("add_adapter")
         if name in wrapper.peft_config or not name or "." in name:
             raise ModelError(
                 f'adapter name "{name}" is taken, empty or has a dot; loaded: {sorted(wrapper.peft_config)}'
             )
         _check_base(folder, self.source)
-        _check_shapes(folder, _widths(self.network))
-        with self._unchanged_gradients(), quietly():
+        _check_shapes(folder, _layer_widths(self.network))
+        with self._preserve_requires_grad(), suppress_hf_output():
             try:
                 result = wrapper.load_adapter(str(folder), adapter_name=name, torch_device=str(self.device))
                 missing = [key for key in result.missing_keys if f".{name}." in key]
                 if missing:
                     raise RuntimeError(f"it has no {missing[0]}")
-            except _LOADING as error:
+            except _LOAD_ERRORS as error:
                 if name in wrapper.peft_config:
                     wrapper.delete_adapter(name)
                 raise ModelError(f"adapter {folder} could not be loaded: {error}") from error
 
-    def _need_lora(self, what: str) -> PeftModel:
+    def _require_lora(self, operation: str) -> PeftModel:
         if self.peft is None:
-            raise ModelError(f"{what} needs model.lora: with full training the base weights are not kept apart")
+            raise ModelError(f"{operation} needs model.lora: with full training the base weights are not kept apart")
         return self.peft
 
     @contextmanager
-    def _switched(self, name: str | None) -> Iterator[None]:
-        wrapper = self._need_lora("switching adapters")
+    def _adapter_switched(self, name: str | None) -> Iterator[None]:
+        wrapper = self._require_lora("switching adapters")
         if name is not None and name not in wrapper.peft_config:
-            raise ModelError(f"adapter {name} is not loaded; {nearest(name, wrapper.peft_config)}")
+            raise ModelError(f"adapter {name} is not loaded; {suggest_name(name, wrapper.peft_config)}")
         layers = [layer for layer in self.network.modules() if isinstance(layer, BaseTunerLayer)]
         active, off = wrapper.active_adapter, any(layer.disable_adapters for layer in layers)
 
         def switch(to: str, disable: bool) -> None:
-            wrapper.set_adapter(to, inference_mode=to != TRAINED)
+            wrapper.set_adapter(to, inference_mode=to != TRAINED_ADAPTER)
             for layer in layers:
                 layer.enable_adapters(not disable)
-            if to != TRAINED:
+            if to != TRAINED_ADAPTER:
                 # enabling makes the active adapter trainable, whatever was said before
                 wrapper.set_requires_grad(to, False)
 
-        with self._unchanged_gradients():
+        with self._preserve_requires_grad():
             try:
                 switch(active if name is None else name, name is None)
                 yield
@@ -134,7 +134,7 @@ class Model:
                 switch(active, off)
 
     @contextmanager
-    def _unchanged_gradients(self) -> Iterator[None]:
+    def _preserve_requires_grad(self) -> Iterator[None]:
         # peft decides requires_grad anew at each switch; a weight that trained must come out as it went in
         before = {id(weight): weight.requires_grad for weight in self.network.parameters()}
         try:
@@ -154,14 +154,14 @@ def load_model(
     """
     device = find_device(settings.device)
     dtype = find_dtype(settings.dtype, device)
-    kept, reduce = precision(dtype, trainer)
-    if settings.warm_up_steps and settings.name not in tiny_models.NAMES:
+    kept, reduce = weight_and_reduce_dtypes(dtype, trainer)
+    if settings.warm_up_steps and settings.name not in tiny_models.MODEL_NAMES:
         raise ConfigError(
             f"model.warm_up_steps = {settings.warm_up_steps} cannot act on model.name = {settings.name}: "
-            f"it is for {', '.join(tiny_models.NAMES)}"
+            f"it is for {', '.join(tiny_models.MODEL_NAMES)}"
         )
-    source = find(settings.name, seed, settings.warm_up_steps)
-    network, tokenizer = _load(source, kept)
+    source = resolve_model(settings.name, seed, settings.warm_up_steps)
+    network, tokenizer = _load_pretrained(source, kept)
     if world is None:
         nn.Module.to(network, device)  # not network.to, whose annotation is lost in a decorator
     _make_deterministic(network)
@@ -176,12 +176,12 @@ def load_model(
     model = Model(source, settings, network, tokenizer, wrapper, device, dtype, world, reduce)
     if world is not None:
         # from the CPU, layer by layer: no device ever holds more than its shard and one layer
-        model.device = device_of(world, device, settings.device)
-        shard(network, model.body, world.mesh(device.type), dtype, reduce)
+        model.device = rank_device(world, device, settings.device)
+        apply_fsdp(network, model.body, world.mesh(device.type), dtype, reduce)
     return model
 
 
-def _dequantized(source: Source) -> dict[str, Any]:
+def _dequantize_options(source: ModelSource) -> dict[str, Any]:
     """What to tell transformers about weights that are stored in another form than they train in."""
     stored = read_json(source.folder / "config.json").get("quantization_config")
     if not isinstance(stored, dict):
@@ -194,10 +194,10 @@ def _dequantized(source: Source) -> dict[str, Any]:
     )
 
 
-def _load(
-    source: Source, dtype: torch.dtype
+def _load_pretrained(
+    source: ModelSource, dtype: torch.dtype
 ) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
-    with quietly():
+    with suppress_hf_output():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -206,10 +206,10 @@ def _load(
                 local_files_only=True,
                 use_safetensors=True,  # never a pickle
                 output_loading_info=True,
-                **_dequantized(source),
+                **_dequantize_options(source),
             )
             network, report = loaded
-        except _LOADING as error:
+        except _LOAD_ERRORS as error:
             raise ModelError(f"model {source.name} in {source.folder} could not be loaded: {error}") from error
     missing = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
     if missing:
@@ -235,7 +235,7 @@ def _make_deterministic(network: transformers.PreTrainedModel) -> None:
                 setattr(part, name, 0.0)
 
 
-def _add_lora(network: transformers.PreTrainedModel, settings: LoraSettings, source: Source, seed: int) -> PeftModel:
+def _add_lora(network: transformers.PreTrainedModel, settings: LoraSettings, source: ModelSource, seed: int) -> PeftModel:
     head = network.get_output_embeddings()  # type: ignore[no-untyped-call]
     linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
     for target in settings.targets if isinstance(settings.targets, list) else ():
@@ -254,7 +254,7 @@ def _add_lora(network: transformers.PreTrainedModel, settings: LoraSettings, sou
         bias="none",
     )
     # peft draws on the CPU and then moves: the same adapter on every device, and no other generator to disturb
-    with quietly(), torch.random.fork_rng(devices=[]):
+    with suppress_hf_output(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
             wrapper = get_peft_model(network, config)
@@ -264,7 +264,7 @@ def _add_lora(network: transformers.PreTrainedModel, settings: LoraSettings, sou
     return wrapper
 
 
-def _check_base(folder: Path, source: Source) -> None:
+def _check_base(folder: Path, source: ModelSource) -> None:
     """An adapter belongs to this base by its fingerprint where Keel wrote one, by the base's name elsewhere."""
     config = check_adapter(folder)
     note = folder / "keel.json"
@@ -283,7 +283,7 @@ def _check_base(folder: Path, source: Source) -> None:
         raise ModelError(f"adapter {folder} was made for another base model: {base}, and this is {source.name}")
 
 
-def _widths(network: nn.Module) -> dict[str, tuple[int, int]]:
+def _layer_widths(network: nn.Module) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of every layer that an adapter can sit on, by its name in the model without adapters."""
     widths = {
         name.removesuffix(".base_layer"): (layer.in_features, layer.out_features)
@@ -292,8 +292,8 @@ def _widths(network: nn.Module) -> dict[str, tuple[int, int]]:
     }
     for name, layer in network.named_modules():
         # fused experts are parameters, not linear layers: their width shows only in the adapter that they carry
-        if isinstance(layer, LoraLayer) and TRAINED in layer.lora_A:
-            first, second = layer.lora_A[TRAINED], layer.lora_B[TRAINED]
+        if isinstance(layer, LoraLayer) and TRAINED_ADAPTER in layer.lora_A:
+            first, second = layer.lora_A[TRAINED_ADAPTER], layer.lora_B[TRAINED_ADAPTER]
             assert isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
             widths[name] = (first.in_features, second.out_features)
     return widths

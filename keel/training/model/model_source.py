@@ -25,7 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from keel.common import atomic_files
 from keel.common.cache import cache_folder
-from keel.common.settings import nearest
+from keel.common.settings import suggest_name
 from keel.errors import ModelError
 from keel.training.model import tiny_models
 
@@ -52,11 +52,11 @@ _GGUF_LAYERS = {
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # what says nothing about the function that the model computes
-_INCIDENTAL = ("_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+_IGNORED_CONFIG_KEYS = ("_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model on disk."""
 
     name: str
@@ -67,29 +67,29 @@ class Source:
     """Digest of the config and the weights: equal for equal models, wherever they are."""
 
 
-def builtins() -> list[str]:
-    return [SMOLLM2, *tiny_models.NAMES]
+def builtin_names() -> list[str]:
+    return [SMOLLM2, *tiny_models.MODEL_NAMES]
 
 
-def find(name: str, seed: int = 0, warm_up_steps: int = 0) -> Source:
+def resolve_model(name: str, seed: int = 0, sft_warmup_steps: int = 0) -> ModelSource:
     """The folder of a model. `seed` and `warm_up_steps` say which of a tiny model's; others have no such choice."""
     if name == SMOLLM2:
-        folder = _made_once(f"{SMOLLM2}-v{FORMAT}", _convert_smollm2)
-    elif name in tiny_models.NAMES:
-        steps = f"-warm{warm_up_steps}" if warm_up_steps else ""
-        folder = _made_once(
+        folder = _build_once(f"{SMOLLM2}-v{FORMAT}", _convert_smollm2)
+    elif name in tiny_models.MODEL_NAMES:
+        steps = f"-warm{sft_warmup_steps}" if sft_warmup_steps else ""
+        folder = _build_once(
             f"{name}-seed{seed}{steps}-v{tiny_models.FORMAT}",
-            lambda target: tiny_models.write(name, seed, warm_up_steps, target),
+            lambda target: tiny_models.write_model(name, seed, sft_warmup_steps, target),
         )
     elif (given := Path(name).expanduser()).is_dir():
         folder = given.resolve()
     else:
         folder = _from_hub(name)
-    return Source(name, folder, fingerprint(folder))
+    return ModelSource(name, folder, fingerprint(folder))
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def suppress_hf_output() -> Iterator[None]:
     """Without the progress bars and advice that transformers and peft give while loading.
 
     What matters in them (weights that are missing or do not fit) is checked by the callers and raised as an error.
@@ -116,7 +116,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     if (folder / _INDEX).is_file():
-        return _shards(folder)
+        return _indexed_shards(folder)
     if any(folder.glob("pytorch_model*.bin")):
         raise ModelError(
             f"model folder {folder} has its weights as a pickle, which is a program and is not loaded; convert it where"
@@ -125,7 +125,7 @@ def weight_files(folder: Path) -> list[Path]:
     raise ModelError(f"model folder {folder} has no weights ({_WEIGHTS}, or its shards with {_INDEX})")
 
 
-def _shards(folder: Path) -> list[Path]:
+def _indexed_shards(folder: Path) -> list[Path]:
     """The files that an index names: names of files beside it, and nothing else."""
     named = atomic_files.read_json(folder / _INDEX).get("weight_map")
     if not isinstance(named, dict) or not all(isinstance(shard, str) for shard in named.values()) or not named:
@@ -156,7 +156,7 @@ def fingerprint(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass  # nothing remembered, or nothing that can be read: compute it
     config = atomic_files.read_json(parts[0])
-    kept = {key: value for key, value in config.items() if key not in _INCIDENTAL}
+    kept = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
     digest = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=20)
     for file in parts[1:]:
         with file.open("rb") as stream:
@@ -176,7 +176,7 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=20).hexdigest()
 
 
-def _made_once(name: str, make: Callable[[Path], None]) -> Path:
+def _build_once(name: str, build: Callable[[Path], None]) -> Path:
     """The folder of that name among the cached models, written by `make` unless it is there.
 
     Processes that ask at once wait for one of them to make it; how it appears whole or not at all is said in `files`.
@@ -184,20 +184,20 @@ def _made_once(name: str, make: Callable[[Path], None]) -> Path:
     models = cache_folder() / "models"
     folder = models / name
     if folder.is_dir():
-        return _whole(folder)
+        return _check_complete(folder)
     try:
         models.mkdir(parents=True, exist_ok=True)
         with FileLock(models / f".{name}.lock"):
             if folder.is_dir():
-                return _whole(folder)
-            with atomic_files.new_folder(folder) as draft, quietly():
-                make(draft)
+                return _check_complete(folder)
+            with atomic_files.atomic_folder(folder) as draft, suppress_hf_output():
+                build(draft)
     except OSError as error:
         raise ModelError(f"{models} cannot be written: {error}; XDG_CACHE_HOME chooses another place") from error
     return folder
 
 
-def _whole(folder: Path) -> Path:
+def _check_complete(folder: Path) -> Path:
     try:
         weight_files(folder)
     except ModelError as error:
@@ -251,7 +251,7 @@ def _from_hub(name: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    known = f"built-in models: {', '.join(builtins())}; {nearest(name, builtins())}"
+    known = f"built-in models: {', '.join(builtin_names())}; {suggest_name(name, builtin_names())}"
     if name.startswith((".", "/", "~")):
         raise ModelError(f"model folder {name} does not exist; {known}")
     try:

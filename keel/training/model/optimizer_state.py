@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from keel.common.safe_read import parse_json
 from keel.errors import ModelError
-from keel.training.distributed.fsdp import cut_like
+from keel.training.distributed.fsdp import shard_like
 
 Moments = dict[str, dict[str, Tensor]]
 """By parameter, then by the optimizer's own name: exp_avg, exp_avg_sq, step."""
@@ -30,14 +30,14 @@ Moments = dict[str, dict[str, Tensor]]
 def write_optimizer(path: Path, parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """The optimizer's tensors by parameter name, and the learning rate of each parameter."""
     tensors, rates = {}, {}
-    for parameter, name, group in names_of(parameters, optimizer):
+    for parameter, name, group in iter_named_parameters(parameters, optimizer):
         rates[name] = float(group["lr"])
         for entry, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{entry}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
     write_tensors(path, tensors, {"optimizer": type(optimizer).__name__, "lr": rates})
 
 
-def names_of(
+def iter_named_parameters(
     parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[torch.nn.Parameter, str, dict[str, Any]]]:
     """What the optimizer holds: each parameter, its name and its group."""
@@ -66,7 +66,7 @@ def read_optimizer(
     expected = {name for name, parameter in parameters.items() if id(parameter) in held}
     if rates.keys() != expected:
         strangers = sorted(rates.keys() ^ expected)
-        raise ModelError(f"{path} is of other parameters than the optimizer's: they differ by {_few(strangers)}")
+        raise ModelError(f"{path} is of other parameters than the optimizer's: they differ by {_shorten_list(strangers)}")
     moments: Moments = {name: {} for name in rates}
     for key, tensor in tensors.items():
         entry, _, name = key.partition(".")
@@ -78,32 +78,32 @@ def read_optimizer(
     return moments, rates
 
 
-def set_optimizer(
+def restore_optimizer(
     moments: Moments,
     rates: dict[str, float],
     parameters: dict[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
     """Put what was read in its place, this rank's part of what is whole. Bits are kept: nothing is cast."""
-    for parameter, name, group in names_of(parameters, optimizer):
+    for parameter, name, group in iter_named_parameters(parameters, optimizer):
         # torch keeps step counts on the CPU unless its kernels read them
         on_device = bool(group.get("capturable") or group.get("fused"))
         group["lr"] = rates[name]
         optimizer.state.pop(parameter, None)
         if moments[name]:
             optimizer.state[parameter] = {
-                entry: _placed(tensor, parameter, on_device) for entry, tensor in moments[name].items()
+                entry: _place_like(tensor, parameter, on_device) for entry, tensor in moments[name].items()
             }
 
 
-def _placed(tensor: Tensor, parameter: torch.nn.Parameter, on_device: bool) -> Tensor:
+def _place_like(tensor: Tensor, parameter: torch.nn.Parameter, on_device: bool) -> Tensor:
     if not tensor.ndim:
         return tensor.to(parameter.device) if on_device else tensor
     tensor = tensor.to(parameter.device)
-    return tensor if isinstance(tensor, DTensor) else cut_like(tensor, parameter)
+    return tensor if isinstance(tensor, DTensor) else shard_like(tensor, parameter)
 
 
-def write_random(path: Path) -> None:
+def write_rng_state(path: Path) -> None:
     """The state of every generator a run may draw from: torch on each device, numpy, Python."""
     version, words, gauss = random.getstate()
     kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
@@ -121,7 +121,7 @@ def write_random(path: Path) -> None:
     write_tensors(path, tensors, said)
 
 
-def set_random(path: Path) -> None:
+def restore_rng_state(path: Path) -> None:
     """Let every generator go on from where `write_random` found it. Devices that are not there are left out."""
     tensors, said = read_tensors(path)
     try:
@@ -138,10 +138,10 @@ def set_random(path: Path) -> None:
         raise ModelError(f"{path} holds no random states: {error}") from error
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], said: dict[str, Any]) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
     """Tensors and a few plain values. Equal contents are equal bytes."""
     # under one key: safetensors writes several in an order that differs from process to process
-    save_file(tensors, path, metadata={"keel": json.dumps(said)})
+    save_file(tensors, path, metadata={"keel": json.dumps(metadata)})
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -157,6 +157,6 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, said
 
 
-def _few(names: list[Any], count: int = 3) -> str:
+def _shorten_list(names: list[Any], count: int = 3) -> str:
     shown = ", ".join(map(str, names[:count]))
     return shown if len(names) <= count else f"{shown} and {len(names) - count} more"

@@ -24,10 +24,10 @@ from keel.config.trainer import LoraSettings, ModelSettings, ReferenceSettings
 from keel.errors import ModelError
 from keel.training.model.checkpoint import Checkpoints
 from keel.training.model.model import Model, load_model
-from keel.training.model.weights_io import ADAPTER, ADAPTER_CONFIG, IDENTITY, check_identity, name_of
+from keel.training.model.weights_io import ADAPTER_FILE, ADAPTER_CONFIG_FILE, IDENTITY_FILE, check_identity, dtype_name
 
 # what says nothing about the function that the adapter computes
-_INCIDENTAL = ("base_model_name_or_path", "inference_mode", "peft_version", "revision")
+_IGNORED_CONFIG_KEYS = ("base_model_name_or_path", "inference_mode", "peft_version", "revision")
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Reference:
     """Digest of the weights that it computes with."""
     model: Model
     """The model to run inside `active`: the policy itself where the reference is an adapter of it, or none."""
-    switch: Callable[[], AbstractContextManager[None]]
+    adapter_context: Callable[[], AbstractContextManager[None]]
 
     @contextmanager
     def active(self) -> Iterator[Model]:
         """The model that gives this reference's log-probs, for as long as the block lasts, without gradients."""
-        with torch.no_grad(), self.switch():
+        with torch.no_grad(), self.adapter_context():
             yield self.model
 
 
@@ -72,13 +72,13 @@ class References:
         return {reference.name: reference.fingerprint for reference in self._references}
 
 
-def prepare(
+def load_references(
     settings: Mapping[str, ReferenceSettings], model: Model, checkpoints: Checkpoints | None = None, seed: int = 0
 ) -> References:
     """Find, check, fingerprint and load every reference. `seed` chooses among built-in models made from one."""
     total = sum(reference.weight for reference in settings.values())
     adapters = any(reference.source.startswith("adapter:") for reference in settings.values())
-    loader = _Loader(model, checkpoints, seed, adapters)
+    loader = _ReferenceLoader(model, checkpoints, seed, adapters)
     references = []
     for name, chosen in settings.items():
         try:
@@ -89,43 +89,43 @@ def prepare(
     return References(references)
 
 
-Loaded = tuple[str, Model, Callable[[], AbstractContextManager[None]]]
+LoadedReference = tuple[str, Model, Callable[[], AbstractContextManager[None]]]
 """Fingerprint, the model to run, and what to switch on it."""
 
 
-class _Loader:
+class _ReferenceLoader:
     """Loads each thing once, whatever number of references names it."""
 
-    def __init__(self, policy: Model, checkpoints: Checkpoints | None, seed: int, adapters: bool) -> None:
+    def __init__(self, policy: Model, checkpoints: Checkpoints | None, seed: int, needs_adapters: bool) -> None:
         self.policy = policy
         self.checkpoints = checkpoints
         self.seed = seed
-        self.adapters = adapters
-        self.loaded: dict[str, Loaded] = {}
-        self.copy: Model | None = None
+        self.needs_adapters = needs_adapters
+        self.loaded: dict[str, LoadedReference] = {}
+        self.frozen_base: Model | None = None
 
-    def load(self, source: str) -> Loaded:
+    def load(self, source: str) -> LoadedReference:
         kind, _, value = source.partition(":")
         if kind == "adapter":
             value = str(Path(value).expanduser().resolve())
         key = f"{kind}:{value}"
         if key not in self.loaded:
             if kind == "base":
-                self.loaded[key] = self._base()
+                self.loaded[key] = self._load_base()
             elif kind == "step":
-                self.loaded[key] = self._step(int(value))
+                self.loaded[key] = self._load_step(int(value))
             elif kind == "adapter":
-                self.loaded[key] = self._adapter(Path(value))
+                self.loaded[key] = self._load_adapter(Path(value))
             else:
-                self.loaded[key] = self._model(value)
+                self.loaded[key] = self._load_other_model(value)
         return self.loaded[key]
 
-    def _base(self) -> Loaded:
-        host = self._host()
+    def _load_base(self) -> LoadedReference:
+        host = self._get_base_model()
         switch = host.without_adapter if host.peft is not None else nullcontext
         return self.policy.source.fingerprint, host, switch
 
-    def _step(self, step: int) -> Loaded:
+    def _load_step(self, step: int) -> LoadedReference:
         if self.checkpoints is None:
             raise ModelError("there is no run whose checkpoints it could be")
         self.checkpoints.verify(step)
@@ -138,10 +138,10 @@ class _Loader:
         copy = self._load_frozen(str(folder))
         return copy.source.fingerprint, copy, nullcontext
 
-    def _adapter(self, folder: Path) -> Loaded:
-        check_adapter(folder, self.policy)
-        fingerprint = _fingerprint(folder, self.policy.source.fingerprint)
-        host = self._host()
+    def _load_adapter(self, folder: Path) -> LoadedReference:
+        check_adapter_base(folder, self.policy)
+        fingerprint = _adapter_fingerprint(folder, self.policy.source.fingerprint)
+        host = self._get_base_model()
         assert host.peft is not None
         names = (f"reference_{index}" for index in itertools.count())
         name = next(name for name in names if name not in host.peft.peft_config)
@@ -151,7 +151,7 @@ class _Loader:
         host.network.train(training)
         return fingerprint, host, lambda: host.with_adapter(name)
 
-    def _model(self, name: str) -> Loaded:
+    def _load_other_model(self, name: str) -> LoadedReference:
         copy = self._load_frozen(name)
         ours, theirs = self.policy.tokenizer.get_vocab(), copy.tokenizer.get_vocab()
         if ours != theirs:
@@ -165,26 +165,26 @@ class _Loader:
             raise ModelError(f"it has {copy.head.weight.shape[0]:,} logits for {len(ours):,} tokens")
         return copy.source.fingerprint, copy, nullcontext
 
-    def _host(self) -> Model:
+    def _get_base_model(self) -> Model:
         """The model that has the base weights: the policy with LoRA, else one frozen copy, made when first needed."""
         if self.policy.peft is not None:
             return self.policy
-        if self.copy is None:
+        if self.frozen_base is None:
             # an adapter can only be added beside another: rank 1, never active, never trained
-            lora = LoraSettings(rank=1) if self.adapters else None
+            lora = LoraSettings(rank=1) if self.needs_adapters else None
             copy = self._load_frozen(str(self.policy.source.folder), lora)
             if copy.source.fingerprint != self.policy.source.fingerprint:
                 raise ModelError(f"the weights in {self.policy.source.folder} changed since the policy was loaded")
             copy.source = self.policy.source
-            self.copy = copy
-        return self.copy
+            self.frozen_base = copy
+        return self.frozen_base
 
     def _load_frozen(self, name: str, lora: LoraSettings | None = None) -> Model:
         settings = ModelSettings.model_validate(
             {
                 "name": name,
                 "lora": lora,
-                "dtype": name_of(self.policy.dtype),
+                "dtype": dtype_name(self.policy.dtype),
                 "device": self.policy.device.type if self.policy.world is not None else str(self.policy.device),
             }
         )
@@ -193,14 +193,14 @@ class _Loader:
         return copy
 
 
-def check_adapter(folder: Path, model: Model) -> None:
+def check_adapter_base(folder: Path, model: Model) -> None:
     """Refuse an adapter that is not there, is damaged, or was trained on another base, and name both bases."""
-    if not (folder / ADAPTER_CONFIG).is_file():
-        raise ModelError(f"{folder} is no adapter: it has no {ADAPTER_CONFIG}")
-    if (folder / atomic_files.MANIFEST).is_file():
-        atomic_files.check(folder)
-    if (folder / IDENTITY).is_file():
-        said = atomic_files.read_json(folder / IDENTITY)
+    if not (folder / ADAPTER_CONFIG_FILE).is_file():
+        raise ModelError(f"{folder} is no adapter: it has no {ADAPTER_CONFIG_FILE}")
+    if (folder / atomic_files.MANIFEST_FILE).is_file():
+        atomic_files.verify_manifest(folder)
+    if (folder / IDENTITY_FILE).is_file():
+        said = atomic_files.read_json(folder / IDENTITY_FILE)
         theirs, ours = str(said.get("base_fingerprint")), model.source.fingerprint
         if theirs != ours:
             raise ModelError(
@@ -209,12 +209,12 @@ def check_adapter(folder: Path, model: Model) -> None:
             )
 
 
-def _fingerprint(folder: Path, base: str) -> str:
-    config = atomic_files.read_json(folder / ADAPTER_CONFIG)
-    kept = {key: value for key, value in config.items() if key not in _INCIDENTAL}
+def _adapter_fingerprint(folder: Path, base: str) -> str:
+    config = atomic_files.read_json(folder / ADAPTER_CONFIG_FILE)
+    kept = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
     try:
-        content = atomic_files.hash_file(folder / ADAPTER)
+        content = atomic_files.hash_file(folder / ADAPTER_FILE)
     except OSError as error:
-        raise ModelError(f"{folder / ADAPTER} cannot be read: {error.strerror}") from error
+        raise ModelError(f"{folder / ADAPTER_FILE} cannot be read: {error.strerror}") from error
     text = json.dumps([base, kept, content], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()

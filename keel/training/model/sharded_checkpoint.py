@@ -18,48 +18,48 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from keel.common.atomic_files import read_json, write_json
 from keel.errors import ModelError
-from keel.training.model.optimizer_state import Moments, names_of
+from keel.training.model.optimizer_state import Moments, iter_named_parameters
 
-FOLDER = "shards"
-RATES = "rates.json"
-_WEIGHT = "weight"
-_STEP = "step"
+SHARDS_FOLDER = "shards"
+RATES_FILE = "rates.json"
+_WEIGHT_KEY = "weight"
+_STEP_KEY = "step"
 
 
 def write_shards(
-    training: Path, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, *, first: bool
+    training_folder: Path, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, *, is_first_rank: bool
 ) -> None:
     """Weights and moments into a folder, by all ranks together; `first`: this is the one that writes what all share."""
-    state: dict[str, Any] = {f"{_WEIGHT}.{name}": parameter.detach() for name, parameter in parameters.items()}
+    state: dict[str, Any] = {f"{_WEIGHT_KEY}.{name}": parameter.detach() for name, parameter in parameters.items()}
     rates, steps = {}, {}
-    for parameter, name, group in names_of(parameters, optimizer):
+    for parameter, name, group in iter_named_parameters(parameters, optimizer):
         rates[name] = float(group["lr"])
         for entry, value in optimizer.state.get(parameter, {}).items():
-            if entry == _STEP:
+            if entry == _STEP_KEY:
                 steps[name] = float(value)  # a number, which has no place among shards
             else:
                 state[f"{entry}.{name}"] = value.detach()
-    folder = training / FOLDER
+    folder = training_folder / SHARDS_FOLDER
     folder.mkdir(exist_ok=True)
     try:
         save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     except CheckpointException as error:
-        raise ModelError(f"{folder} could not be written: {_said(error)}") from error
-    if first:
-        write_json(training / RATES, {"optimizer": type(optimizer).__name__, "lr": rates, "steps": steps})
+        raise ModelError(f"{folder} could not be written: {_error_message(error)}") from error
+    if is_first_rank:
+        write_json(training_folder / RATES_FILE, {"optimizer": type(optimizer).__name__, "lr": rates, "steps": steps})
 
 
 def read_shards(
-    training: Path, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, *, alone: bool
+    training_folder: Path, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, *, single_process: bool
 ) -> tuple[dict[str, Tensor], Moments, dict[str, float]]:
     """Weights, moments and rates by parameter, cut as the parameters here are; nothing is set yet.
 
     `alone`: no other rank reads with this one.
     """
-    said = read_json(training / RATES)
+    said = read_json(training_folder / RATES_FILE)
     if said.get("optimizer") != type(optimizer).__name__:
-        raise ModelError(f"{training} is the state of {said.get('optimizer')}, not of {type(optimizer).__name__}")
-    folder = training / FOLDER
+        raise ModelError(f"{training_folder} is the state of {said.get('optimizer')}, not of {type(optimizer).__name__}")
+    folder = training_folder / SHARDS_FOLDER
     try:
         found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (OSError, ValueError, LookupError) as error:
@@ -72,27 +72,27 @@ def read_shards(
         if stored.size != parameters[name].shape:  # type: ignore[union-attr]
             raise ModelError(f"{folder}: {key} has shape {tuple(stored.size)}, not {tuple(parameters[name].shape)}")  # type: ignore[union-attr]
         state[key] = torch.empty_like(parameters[name].detach(), dtype=stored.properties.dtype)  # type: ignore[union-attr]
-    lacking = sorted(name for name in parameters if f"{_WEIGHT}.{name}" not in state)
+    lacking = sorted(name for name in parameters if f"{_WEIGHT_KEY}.{name}" not in state)
     if lacking or said["lr"].keys() != parameters.keys():
         raise ModelError(f"{folder} is of other parameters than the model's: it lacks {(lacking or ['some'])[0]}")
     try:
         with warnings.catch_warnings():
             # it warns of reading alone, which is what was asked for
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
+            load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=single_process)
     except (CheckpointException, OSError, ValueError) as error:
-        raise ModelError(f"{folder} cannot be read: {_said(error)}") from error
-    weights = {name: state.pop(f"{_WEIGHT}.{name}") for name in parameters}
+        raise ModelError(f"{folder} cannot be read: {_error_message(error)}") from error
+    weights = {name: state.pop(f"{_WEIGHT_KEY}.{name}") for name in parameters}
     moments: Moments = {name: {} for name in parameters}
     for key, tensor in state.items():
         entry, _, name = key.partition(".")
         moments[name][entry] = tensor
     for name, step in said["steps"].items():
-        moments[name][_STEP] = torch.tensor(step)
+        moments[name][_STEP_KEY] = torch.tensor(step)
     return weights, moments, dict(said["lr"])
 
 
-def _said(error: BaseException) -> str:
+def _error_message(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if not failures:
         return str(error)

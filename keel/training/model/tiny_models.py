@@ -17,26 +17,26 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 FORMAT = 2
 """Raised whenever the same seed would give other weights or files."""
 
-PAD, START, END, TEXT_END = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+PAD_TOKEN, IM_START, IM_END, END_OF_TEXT = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 # id b is byte b, and every id is a token: whatever is sampled can be decoded
-SPECIALS = {PAD: 256, START: 257, END: 258, TEXT_END: 259}
-VOCABULARY = 260
+SPECIAL_TOKENS = {PAD_TOKEN: 256, IM_START: 257, IM_END: 258, END_OF_TEXT: 259}
+VOCAB_SIZE = 260
 
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-_ALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+_BASE_CONFIG: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "num_hidden_layers": 2,
     # the usual 0.02 makes a model of this width answer almost uniformly, which would hide mistakes in log-probs
     "initializer_range": 0.15,
-    "pad_token_id": SPECIALS[PAD],
-    "bos_token_id": SPECIALS[START],
-    "eos_token_id": SPECIALS[END],
+    "pad_token_id": SPECIAL_TOKENS[PAD_TOKEN],
+    "bos_token_id": SPECIAL_TOKENS[IM_START],
+    "eos_token_id": SPECIAL_TOKENS[IM_END],
 }
-_TRANSFORMER: dict[str, Any] = _ALL | {
+_TRANSFORMER_CONFIG: dict[str, Any] = _BASE_CONFIG | {
     "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -44,52 +44,52 @@ _TRANSFORMER: dict[str, Any] = _ALL | {
     "max_position_embeddings": 2048,
 }
 # shorter than any conversation, so that a wrong window shows
-_SLIDING: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_SLIDING_CONFIG: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
 _CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
-    "tiny": lambda: transformers.LlamaConfig(**_TRANSFORMER, tie_word_embeddings=True),
-    "tiny-llama-untied": lambda: transformers.LlamaConfig(**_TRANSFORMER, tie_word_embeddings=False),
-    "tiny-qwen2": lambda: transformers.Qwen2Config(**_TRANSFORMER, tie_word_embeddings=True),
-    "tiny-qwen3": lambda: transformers.Qwen3Config(**_TRANSFORMER, tie_word_embeddings=True),
-    "tiny-mistral": lambda: transformers.MistralConfig(**_TRANSFORMER, sliding_window=8, tie_word_embeddings=False),
+    "tiny": lambda: transformers.LlamaConfig(**_TRANSFORMER_CONFIG, tie_word_embeddings=True),
+    "tiny-llama-untied": lambda: transformers.LlamaConfig(**_TRANSFORMER_CONFIG, tie_word_embeddings=False),
+    "tiny-qwen2": lambda: transformers.Qwen2Config(**_TRANSFORMER_CONFIG, tie_word_embeddings=True),
+    "tiny-qwen3": lambda: transformers.Qwen3Config(**_TRANSFORMER_CONFIG, tie_word_embeddings=True),
+    "tiny-mistral": lambda: transformers.MistralConfig(**_TRANSFORMER_CONFIG, sliding_window=8, tie_word_embeddings=False),
     "tiny-gemma2": lambda: transformers.Gemma2Config(
-        **_TRANSFORMER,
-        **_SLIDING,
+        **_TRANSFORMER_CONFIG,
+        **_SLIDING_CONFIG,
         query_pre_attn_scalar=16,
         # low enough to bend the logits and scores of so small a model
         final_logit_softcapping=5.0,
         attn_logit_softcapping=4.0,
     ),
-    "tiny-gemma3": lambda: transformers.Gemma3TextConfig(**_TRANSFORMER, **_SLIDING, query_pre_attn_scalar=16),
+    "tiny-gemma3": lambda: transformers.Gemma3TextConfig(**_TRANSFORMER_CONFIG, **_SLIDING_CONFIG, query_pre_attn_scalar=16),
     "tiny-gpt-oss": lambda: transformers.GptOssConfig(
-        **_TRANSFORMER | {"intermediate_size": 64},
-        **_SLIDING,
+        **_TRANSFORMER_CONFIG | {"intermediate_size": 64},
+        **_SLIDING_CONFIG,
         num_local_experts=4,
         num_experts_per_tok=2,
         # the default stretches positions for 128k tokens
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
     "tiny-mixtral": lambda: transformers.MixtralConfig(
-        **_TRANSFORMER | {"intermediate_size": 64}, num_local_experts=4, num_experts_per_tok=2
+        **_TRANSFORMER_CONFIG | {"intermediate_size": 64}, num_local_experts=4, num_experts_per_tok=2
     ),
     "tiny-qwen3-moe": lambda: transformers.Qwen3MoeConfig(
-        **_TRANSFORMER, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
+        **_TRANSFORMER_CONFIG, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
     ),
-    "tiny-mamba": lambda: transformers.MambaConfig(**_ALL, state_size=8, tie_word_embeddings=True),
+    "tiny-mamba": lambda: transformers.MambaConfig(**_BASE_CONFIG, state_size=8, tie_word_embeddings=True),
 }
-NAMES = tuple(_CONFIGS)
+MODEL_NAMES = tuple(_CONFIGS)
 
 
-def write(name: str, seed: int, warm_up_steps: int, folder: Path) -> None:
+def write_model(name: str, seed: int, sft_warmup_steps: int, folder: Path) -> None:
     """The model of that name and seed, warmed up if asked, with its tokenizer, as a Hugging Face folder."""
-    network, words = build(name, seed), tokenizer()
-    if warm_up_steps:
-        warm_up(network, words, warm_up_steps, seed)
+    network, words = build_model(name, seed), build_tokenizer()
+    if sft_warmup_steps:
+        sft_warmup(network, words, sft_warmup_steps, seed)
     network.save_pretrained(folder)
     words.save_pretrained(folder)
 
 
-def build(name: str, seed: int) -> transformers.PreTrainedModel:
+def build_model(name: str, seed: int) -> transformers.PreTrainedModel:
     """The network, float32 on the CPU, with weights drawn from the seed. The caller's random state is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -104,19 +104,19 @@ def build(name: str, seed: int) -> transformers.PreTrainedModel:
     return network
 
 
-def tokenizer() -> transformers.PreTrainedTokenizerBase:
+def build_tokenizer() -> transformers.PreTrainedTokenizerBase:
     """One token per byte of UTF-8, and four special ones: decoding gives back any text exactly."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     words = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
-        pad_token=PAD,
-        bos_token=START,
-        eos_token=END,
-        additional_special_tokens=[TEXT_END],
+        pad_token=PAD_TOKEN,
+        bos_token=IM_START,
+        eos_token=IM_END,
+        additional_special_tokens=[END_OF_TEXT],
         clean_up_tokenization_spaces=False,
     )
     words.chat_template = _CHATML
@@ -130,14 +130,14 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
 
-def comparison(chance: random.Random) -> tuple[str, str, str]:
+def comparison_question(rng: random.Random) -> tuple[str, str, str]:
     """A question whose answer is one digit, the right answer and the wrong one."""
-    first, second = chance.sample(range(10), 2)
+    first, second = rng.sample(range(10), 2)
     return f"Which is larger, {first} or {second}?", str(max(first, second)), str(min(first, second))
 
 
-def warm_up(
-    network: transformers.PreTrainedModel, words: transformers.PreTrainedTokenizerBase, steps: int, seed: int
+def sft_warmup(
+    network: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase, steps: int, seed: int
 ) -> None:
     """Supervised steps on comparisons: cross entropy on the answer and the token that ends it.
 
@@ -151,7 +151,7 @@ def warm_up(
     torch.set_num_threads(1)
     try:
         for _ in range(steps):
-            inputs, labels = _examples(words, chance, 8)
+            inputs, labels = _sft_examples(tokenizer, chance, 8)
             logits = network(input_ids=inputs, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
             optimizer.zero_grad()
@@ -162,16 +162,16 @@ def warm_up(
     network.zero_grad()
 
 
-def _examples(
-    words: transformers.PreTrainedTokenizerBase, chance: random.Random, count: int
+def _sft_examples(
+    tokenizer: transformers.PreTrainedTokenizerBase, rng: random.Random, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, labels = [], []
     for _ in range(count):
-        question, right, wrong = comparison(chance)
-        answer = right if chance.random() < 0.6 else wrong
+        question, right, wrong = comparison_question(rng)
+        answer = right if rng.random() < 0.6 else wrong
         chat = [{"role": "user", "content": question}]
-        prompt = words.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        completion = words.encode(answer + END)
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        completion = tokenizer.encode(answer + IM_END)
         inputs.append(torch.tensor([*prompt, *completion]))
         labels.append(torch.tensor([*[-100] * len(prompt), *completion]))
     # every question has the same length in bytes: nothing to pad

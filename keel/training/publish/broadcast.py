@@ -15,106 +15,106 @@ import torch
 from torch import Tensor
 
 from keel.inference.pool.http_engine import HttpEngine
-from keel.inference.protocol import Engine, EngineError, Seat
-from keel.inference.tensor_broadcast import Sender
+from keel.inference.protocol import Engine, EngineError, BroadcastSlot
+from keel.inference.tensor_broadcast import BroadcastSender
 from keel.training.model.model import Model
-from keel.training.model.weights_io import full_state
+from keel.training.model.weights_io import full_state_dict
 
-GATHER = 0.2
+GATHER_SECONDS = 0.2
 """Seconds in which a round waits for further servers: a pool tells all of its members at once."""
 
 
 @dataclass(eq=False)
-class Round:
+class BroadcastRound:
     """Servers that receive together."""
 
     version: int
-    sender: "asyncio.Future[Sender]"
-    members: int = 0
-    absent: set[int] = field(default_factory=set)
+    sender: "asyncio.Future[BroadcastSender]"
+    num_receivers: int = 0
+    absent_ranks: set[int] = field(default_factory=set)
     """Ranks of those that were counted and will not come."""
 
-    def leave(self, rank: int) -> None:
-        self.absent.add(rank)
+    def mark_absent(self, rank: int) -> None:
+        self.absent_ranks.add(rank)
         if self.sender.done() and self.sender.exception() is None:
-            self.sender.result().absent(rank)
+            self.sender.result().mark_absent(rank)
 
 
-class Broadcast:
+class BroadcastTransport:
     """A way of weights to servers that `connect` makes; see `keel.training.publish.publisher`."""
 
     def __init__(self, model: Model, address: str) -> None:
         self._model, self._address = model, address
         self._device: torch.device = model.device
-        self._held: dict[int, Mapping[str, Tensor]] = {}
-        self._gathering: Round | None = None
-        self._rounds: set[asyncio.Task[None]] = set()
+        self._held_weights: dict[int, Mapping[str, Tensor]] = {}
+        self._open_round: BroadcastRound | None = None
+        self._round_tasks: set[asyncio.Task[None]] = set()
 
-    def take(self, version: int) -> None:
+    def snapshot(self, version: int) -> None:
         # tied weights travel once, under their first name
-        once = {tensor.data_ptr() or name: (name, tensor) for name, tensor in reversed(full_state(self._model).items())}
-        self._held[version] = dict(reversed(once.values()))
+        once = {tensor.data_ptr() or name: (name, tensor) for name, tensor in reversed(full_state_dict(self._model).items())}
+        self._held_weights[version] = dict(reversed(once.values()))
 
-    async def give(self, engine: Engine, version: int, *, drain: bool) -> None:
+    async def send(self, engine: Engine, version: int, *, drain: bool) -> None:
         await engine.load_weights(f"the broadcast of version {version}", version, drain=drain)
         # only now: until it is live somewhere, a pool may have to go back to the one before it
-        self._held = {version: self._held[version]}
+        self._held_weights = {version: self._held_weights[version]}
 
-    def connect(self, url: str, api_key: str | None) -> "Receiving":
+    def connect(self, url: str, api_key: str | None) -> "BroadcastEngine":
         """A server at this address that gets its weights by this way."""
-        engine = Receiving(url, api_key=api_key)
-        engine.broadcast = self
+        engine = BroadcastEngine(url, api_key=api_key)
+        engine.transport = self
         return engine
 
-    async def send(self, engine: HttpEngine, version: int, drain: bool) -> None:
+    async def send_to_server(self, engine: HttpEngine, version: int, drain: bool) -> None:
         """Send a version that was taken to one server, together with others that ask for it now."""
-        if version not in self._held:
-            raise self._gone(version)
-        meeting = self._gathering
+        if version not in self._held_weights:
+            raise self._not_held_error(version)
+        meeting = self._open_round
         if meeting is None or meeting.version != version:
-            meeting = self._gathering = Round(version, asyncio.get_running_loop().create_future())
-            task = asyncio.create_task(self._run(meeting), name=f"broadcast of version {version}")
-            self._rounds.add(task)
-            task.add_done_callback(self._rounds.discard)
-        meeting.members += 1
-        rank = meeting.members
+            meeting = self._open_round = BroadcastRound(version, asyncio.get_running_loop().create_future())
+            task = asyncio.create_task(self._run_round(meeting), name=f"broadcast of version {version}")
+            self._round_tasks.add(task)
+            task.add_done_callback(self._round_tasks.discard)
+        meeting.num_receivers += 1
+        rank = meeting.num_receivers
         try:
             sender = await asyncio.shield(meeting.sender)
-            await engine.receive_weights(Seat(sender.port, rank), version, drain=drain)
+            await engine.receive_weights(BroadcastSlot(sender.port, rank), version, drain=drain)
         except BaseException:
-            meeting.leave(rank)
+            meeting.mark_absent(rank)
             raise
 
-    async def _run(self, meeting: Round) -> None:
+    async def _run_round(self, broadcast_round: BroadcastRound) -> None:
         """One round: wait for others, then send from a thread; who failed is told by the servers themselves."""
-        await asyncio.sleep(GATHER)
-        if self._gathering is meeting:
-            self._gathering = None
-        held = self._held.get(meeting.version)
+        await asyncio.sleep(GATHER_SECONDS)
+        if self._open_round is broadcast_round:
+            self._open_round = None
+        held = self._held_weights.get(broadcast_round.version)
         try:
             if held is None:
-                raise self._gone(meeting.version)
-            sender = Sender(self._address, held, self._device)
+                raise self._not_held_error(broadcast_round.version)
+            sender = BroadcastSender(self._address, held, self._device)
         except EngineError as error:
-            meeting.sender.set_exception(error)
+            broadcast_round.sender.set_exception(error)
             return
-        for rank in meeting.absent:
-            sender.absent(rank)
-        meeting.sender.set_result(sender)
+        for rank in broadcast_round.absent_ranks:
+            sender.mark_absent(rank)
+        broadcast_round.sender.set_result(sender)
         # RuntimeError: the group broke, which every receiver has seen too
         with contextlib.suppress(RuntimeError):
-            await asyncio.to_thread(sender.send, meeting.members)
+            await asyncio.to_thread(sender.send, broadcast_round.num_receivers)
 
-    def _gone(self, version: int) -> EngineError:
+    def _not_held_error(self, version: int) -> EngineError:
         return EngineError(f"version {version} is no longer held to be sent: a newer one is live")
 
 
-class Receiving(HttpEngine):
+class BroadcastEngine(HttpEngine):
     """A server that gets all weights by broadcast."""
 
-    broadcast: Broadcast
+    transport: BroadcastTransport
 
     async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
         """Take the version from the trainer; `folder` only names it."""
         del folder
-        await self.broadcast.send(self, version, drain)
+        await self.transport.send_to_server(self, version, drain)

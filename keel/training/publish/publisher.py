@@ -15,48 +15,48 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from keel.common.atomic_files import discard, new_folder, seal
+from keel.common.atomic_files import remove_folder, atomic_folder, write_manifest
 from keel.errors import ModelError
 from keel.inference.protocol import Engine
 from keel.training.model.model import Model
-from keel.training.model.weights_io import full_state, gather, write_taken
+from keel.training.model.weights_io import full_state_dict, gather_weights, write_gathered
 
-Done = TypeVar("Done")
+ResultT = TypeVar("Done")
 
 
-class Way(Protocol):
+class WeightTransport(Protocol):
     """How weights travel."""
 
-    def take(self, version: int) -> None:
+    def snapshot(self, version: int) -> None:
         """Read the trainer's weights, in a thread; they do not change until it returns."""
 
-    async def give(self, engine: Engine, version: int, *, drain: bool) -> None:
+    async def send(self, engine: Engine, version: int, *, drain: bool) -> None:
         """Make what was taken live in the engine."""
 
 
-class Copied:
+class InMemoryTransport:
     """In this process: a copy of all weights, which the engine takes over between two decode steps."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._state: Mapping[str, Tensor] = {}
+        self._snapshot: Mapping[str, Tensor] = {}
 
-    def read(self, _folder: str) -> Mapping[str, Tensor]:
+    def read_snapshot(self, _folder: str) -> Mapping[str, Tensor]:
         """What was taken last: how the engine reads weights."""
-        return self._state
+        return self._snapshot
 
-    def take(self, version: int) -> None:
+    def snapshot(self, version: int) -> None:
         del version
-        self._state = full_state(self._model)
+        self._snapshot = full_state_dict(self._model)
 
-    async def give(self, engine: Engine, version: int, *, drain: bool) -> None:
+    async def send(self, engine: Engine, version: int, *, drain: bool) -> None:
         try:
             await engine.load_weights("", version, drain=drain)
         finally:
-            self._state = {}
+            self._snapshot = {}
 
 
-class Folder:
+class FolderTransport:
     """By a folder on a path that both sides see: the adapter alone with LoRA, all weights otherwise.
 
     The weights are copied, so that training need not wait for the disk. The folder is written under a temporary name,
@@ -66,39 +66,39 @@ class Folder:
 
     def __init__(self, model: Model, folder: Path) -> None:
         self._model, self._folder = model, folder
-        self._taken: dict[str, Tensor] = {}
-        self._before: int | None = None
+        self._snapshot: dict[str, Tensor] = {}
+        self._previous_version: int | None = None
 
-    def take(self, version: int) -> None:
+    def snapshot(self, version: int) -> None:
         del version
-        self._taken = gather(self._model, adapter=self._model.peft is not None)
+        self._snapshot = gather_weights(self._model, adapter=self._model.peft is not None)
 
-    async def give(self, engine: Engine, version: int, *, drain: bool) -> None:
+    async def send(self, engine: Engine, version: int, *, drain: bool) -> None:
         await asyncio.to_thread(self._write, version)
         load = engine.load_weights if self._model.peft is None else engine.load_adapter
-        await load(str(self.path(version).resolve()), version, drain=drain)
-        await asyncio.to_thread(self._clear, {version, self._before})
-        self._before = version
+        await load(str(self.version_path(version).resolve()), version, drain=drain)
+        await asyncio.to_thread(self._remove_old_versions, {version, self._previous_version})
+        self._previous_version = version
 
     def _write(self, version: int) -> None:
-        target = self.path(version)
+        target = self.version_path(version)
         if target.is_dir():
             # of an earlier life of the run, which may have been trained otherwise
-            discard(target)
-        with new_folder(target) as folder:
-            write_taken(folder, self._model, self._taken)
-            seal(folder)
-        self._taken = {}
+            remove_folder(target)
+        with atomic_folder(target) as folder:
+            write_gathered(folder, self._model, self._snapshot)
+            write_manifest(folder)
+        self._snapshot = {}
 
-    def path(self, version: int) -> Path:
+    def version_path(self, version: int) -> Path:
         return self._folder / f"version_{version}"
 
-    def _clear(self, kept: set[int | None]) -> None:
-        names = {f"version_{version}" for version in kept}
+    def _remove_old_versions(self, versions: set[int | None]) -> None:
+        names = {f"version_{version}" for version in versions}
         for old in self._folder.glob("version_*"):
             if old.name not in names:
                 with contextlib.suppress(OSError, ModelError):
-                    discard(old)
+                    remove_folder(old)
 
 
 class Publisher:
@@ -107,40 +107,40 @@ class Publisher:
     Without `overlap` a publication is over when `publish` returns: nothing is sampled with older weights afterwards.
     """
 
-    def __init__(self, engine: Engine, way: Way, *, drain: bool = False, overlap: bool = False) -> None:
+    def __init__(self, engine: Engine, transport: WeightTransport, *, drain: bool = False, overlap: bool = False) -> None:
         self.engine = engine
         self.seconds = 0.0
         """How long the last one took until it was live."""
-        self.told: Callable[[int], None] | None = None
+        self.on_live: Callable[[int], None] | None = None
         """Who hears of each version when it is live."""
-        self._way, self._drain, self._overlap = way, drain, overlap
-        self._taking: asyncio.Future[None] | None = None
-        self._giving: asyncio.Task[None] | None = None
+        self._transport, self._drain, self._overlap = transport, drain, overlap
+        self._snapshot_task: asyncio.Future[None] | None = None
+        self._send_task: asyncio.Task[None] | None = None
 
     async def publish(self, version: int) -> None:
         """Begin with the trainer's weights as this version, after the publication before it is over."""
-        await self.live()
-        self._taking = asyncio.ensure_future(asyncio.to_thread(self._way.take, version))
-        self._giving = asyncio.create_task(self._give(self._taking, version), name=f"publishing version {version}")
+        await self.wait_live()
+        self._snapshot_task = asyncio.ensure_future(asyncio.to_thread(self._transport.snapshot, version))
+        self._send_task = asyncio.create_task(self._send(self._snapshot_task, version), name=f"publishing version {version}")
         if not self._overlap:
-            await self.live()
+            await self.wait_live()
 
     @property
-    def reading(self) -> bool:
+    def snapshotting(self) -> bool:
         """Whether the trainer's weights must not change yet."""
-        return self._taking is not None and not self._taking.done()
+        return self._snapshot_task is not None and not self._snapshot_task.done()
 
-    async def taken(self) -> None:
+    async def snapshot_done(self) -> None:
         """Wait until the trainer's weights may change."""
-        await _over(self._taking)
+        await _wait_for(self._snapshot_task)
 
-    async def live(self) -> None:
+    async def wait_live(self) -> None:
         """Wait until what was published last is live."""
-        await _over(self._giving)
+        await _wait_for(self._send_task)
 
-    async def beside(self, work: Awaitable[Done]) -> Done:
+    async def run_alongside(self, awaitable: Awaitable[ResultT]) -> ResultT:
         """What `work` returns; a publication that fails first is raised, and the work is ended."""
-        task, giving = asyncio.ensure_future(work), self._giving
+        task, giving = asyncio.ensure_future(awaitable), self._send_task
         try:
             if giving is not None and not giving.done():
                 await asyncio.wait({task, giving}, return_when=asyncio.FIRST_COMPLETED)
@@ -155,22 +155,22 @@ class Publisher:
 
     async def close(self) -> None:
         """End what is under way; the engine is as it was before it, or as it would be after it."""
-        if self._giving is not None:
-            self._giving.cancel()
-        for task in (self._giving, self._taking):
+        if self._send_task is not None:
+            self._send_task.cancel()
+        for task in (self._send_task, self._snapshot_task):
             if task is not None:
                 await asyncio.gather(task, return_exceptions=True)
 
-    async def _give(self, taking: "asyncio.Future[None]", version: int) -> None:
+    async def _send(self, snapshot_task: "asyncio.Future[None]", version: int) -> None:
         began = time.monotonic()
-        await asyncio.shield(taking)
-        await self._way.give(self.engine, version, drain=self._drain)
+        await asyncio.shield(snapshot_task)
+        await self._transport.send(self.engine, version, drain=self._drain)
         self.seconds = time.monotonic() - began
-        if self.told is not None:
-            self.told(version)
+        if self.on_live is not None:
+            self.on_live(version)
 
 
-async def _over(task: "asyncio.Future[None] | None") -> None:
+async def _wait_for(task: "asyncio.Future[None] | None") -> None:
     """Wait for something that others wait for too: to be cancelled here does not end it."""
     if task is not None:
         await asyncio.wait({task})

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def dealt(network: Any, threads: Callable[[], int]) -> Iterator[None]:
+def share_cores(network: Any, threads: Callable[[], int]) -> Iterator[None]:
     """While it lasts, whoever runs the network does so with `threads()` threads, asked for anew before each layer."""
 
     def take(*_: object) -> None:

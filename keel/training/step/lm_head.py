@@ -20,7 +20,7 @@ CHUNK_BYTES = 96 << 20
 SLICE_BYTES = 3 << 20
 """Rows are normalised in slices that stay in the processor's cache."""
 
-Slope = Callable[[Tensor, slice], Tensor]
+LogprobGrad = Callable[[Tensor, slice], Tensor]
 """Takes the log-probs of some rows and gives the gradient of the loss by each of them."""
 
 
@@ -34,7 +34,7 @@ class Scores:
     top_logprobs: Float[Tensor, "n k"] | None = None
     top_ids: Int[Tensor, "n k"] | None = None
 
-    def placed(self, index: Int[Tensor, "n"], size: int) -> "Scores":
+    def scatter(self, index: Int[Tensor, "n"], size: int) -> "Scores":
         """The same scores at these places among `size` tokens; NaN, or -1 for ids, elsewhere."""
         columns = []
         for field in fields(self):
@@ -56,7 +56,7 @@ class HeadGradients:
 
 
 @dataclass(frozen=True, eq=False)
-class Head:
+class LMHead:
     """logits = cap * tanh(scale * (hidden @ weight.T + bias) / cap) / temperature."""
 
     weight: Float[Tensor, "V d"]
@@ -65,7 +65,7 @@ class Head:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, network: Any) -> "Head":
+    def from_network(cls, network: Any) -> "LMHead":
         """The head of a causal language model, with the scaling and capping that its configuration names."""
         linear, config = network.get_output_embeddings(), network.config.get_text_config()
         if not isinstance(linear, nn.Linear):
@@ -84,20 +84,20 @@ class Head:
         top_k: int = 0,
     ) -> Scores:
         """Log-probs, and what else is asked for; one matrix product."""
-        room = self._room(hidden)
+        room = self._logits_buffer(hidden)
         parts = [
-            self._chunk(hidden[rows], targets[rows], _at(temperature, rows), entropy, top_k, room).scores
-            for rows in self._chunks(len(hidden))
+            self._score_chunk(hidden[rows], targets[rows], _temperature_at(temperature, rows), entropy, top_k, room).scores
+            for rows in self._row_chunks(len(hidden))
         ]
-        return join(parts)
+        return concat_scores(parts)
 
     @torch.no_grad()
-    def fused(
+    def score_and_grad(
         self,
         hidden: Float[Tensor, "n d"],
         targets: Int[Tensor, "n"],
         temperature: Float[Tensor, "n"] | float,
-        slope: Slope,
+        logprob_grad: LogprobGrad,
         *,
         entropy: bool = False,
     ) -> tuple[Scores, HeadGradients]:
@@ -107,37 +107,37 @@ class Head:
         d_hidden = torch.zeros_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=wide) if self.weight.requires_grad else None
         d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and bias.requires_grad else None
-        gradients, room = HeadGradients(d_hidden, d_weight, d_bias), self._room(hidden)
+        gradients, room = HeadGradients(d_hidden, d_weight, d_bias), self._logits_buffer(hidden)
         parts = [
-            self._fused_chunk(hidden, targets, temperature, slope, entropy, rows, gradients, room)
-            for rows in self._chunks(len(hidden))
+            self._score_and_grad_chunk(hidden, targets, temperature, logprob_grad, entropy, rows, gradients, room)
+            for rows in self._row_chunks(len(hidden))
         ]
-        return join(parts), HeadGradients(d_hidden, _as(d_weight, self.weight), _as(d_bias, bias))
+        return concat_scores(parts), HeadGradients(d_hidden, _cast_like(d_weight, self.weight), _cast_like(d_bias, bias))
 
-    def _fused_chunk(
+    def _score_and_grad_chunk(
         self,
         hidden: Tensor,
         targets: Tensor,
         temperature: Tensor | float,
-        slope: Slope,
+        logprob_grad: LogprobGrad,
         entropy: bool,
         rows: slice,
         gradients: HeadGradients,
-        room: Tensor | None,
+        buffer: Tensor | None,
     ) -> Scores:
         """Scores of some rows; their part is added to the gradients."""
-        chunk = self._chunk(hidden[rows], targets[rows], _at(temperature, rows), entropy, 0, room)
-        worth = slope(chunk.scores.logprobs, rows)
+        chunk = self._score_chunk(hidden[rows], targets[rows], _temperature_at(temperature, rows), entropy, 0, buffer)
+        worth = logprob_grad(chunk.scores.logprobs, rows)
         some = worth.nonzero()[:, 0]
         if not len(some):
             return chunk.scores
         weight = self.weight.detach()
         wide = torch.promote_types(weight.dtype, torch.float32)
-        odds, states, places = chunk.odds, hidden[rows], targets[rows]
+        odds, states, places = chunk.exp_logits, hidden[rows], targets[rows]
         if len(some) < len(worth):
             odds, states, places = odds[some], states[some], places[some]
-        worth = (worth * self.scale / _at(temperature, rows))[some].to(wide)
-        at_target, at_all = (worth * chunk.target_slope[some])[:, None], (worth / chunk.total[some])[:, None]
+        worth = (worth * self.scale / _temperature_at(temperature, rows))[some].to(wide)
+        at_target, at_all = (worth * chunk.target_softcap_grad[some])[:, None], (worth / chunk.normalizer[some])[:, None]
         odds = odds.to(weight.dtype)
         d_states = weight[places].to(wide).mul_(at_target).sub_(torch.mm(odds, weight).to(wide).mul_(at_all))
         gradients.hidden[rows.start + some] = d_states.to(hidden.dtype)
@@ -152,40 +152,40 @@ class Head:
         hidden: Float[Tensor, "n d"],
         targets: Int[Tensor, "n"],
         temperature: Float[Tensor, "n"] | float,
-        gradient: Float[Tensor, "n"],
+        grad_logprob: Float[Tensor, "n"],
     ) -> HeadGradients:
         """Gradients for a known gradient by each log-prob; logits are formed again, of rows that matter only."""
-        some = gradient.nonzero()[:, 0]
-        worth = gradient[some]
+        some = grad_logprob.nonzero()[:, 0]
+        worth = grad_logprob[some]
         heat = temperature[some] if isinstance(temperature, Tensor) else temperature
-        _, gradients = self.fused(hidden[some], targets[some], heat, lambda _, rows: worth[rows])
+        _, gradients = self.score_and_grad(hidden[some], targets[some], heat, lambda _, rows: worth[rows])
         d_hidden = torch.zeros_like(hidden).index_copy_(0, some, gradients.hidden)
         return HeadGradients(d_hidden, gradients.weight, gradients.bias)
 
-    def _room(self, hidden: Tensor) -> Tensor | None:
+    def _logits_buffer(self, hidden: Tensor) -> Tensor | None:
         """Memory for one chunk's logits, used by all: a new piece for each would be taken beside the one just freed."""
         if self.weight.dtype.itemsize < 4 or not len(hidden):
             return None
-        first = self._chunks(len(hidden))[0]
+        first = self._row_chunks(len(hidden))[0]
         return hidden.new_empty(first.stop, len(self.weight))
 
-    def _chunks(self, size: int) -> list[slice]:
+    def _row_chunks(self, size: int) -> list[slice]:
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         step = max(1, CHUNK_BYTES // (len(self.weight) * wide.itemsize))
         # of no rows one empty chunk, so that every answer has its columns
         return [slice(first, min(first + step, size)) for first in range(0, max(size, 1), step)]
 
-    def _chunk(
+    def _score_chunk(
         self,
         hidden: Tensor,
         targets: Tensor,
         temperature: Tensor | float,
         entropy: bool,
         top_k: int,
-        room: Tensor | None,
-    ) -> "_Chunk":
+        buffer: Tensor | None,
+    ) -> "_ScoredChunk":
         weight, bias = self.weight.detach(), self.bias
-        odds = torch.mm(hidden, weight.T, out=None if room is None else room[: len(hidden)])
+        odds = torch.mm(hidden, weight.T, out=None if buffer is None else buffer[: len(hidden)])
         odds = odds.to(torch.promote_types(odds.dtype, torch.float32))
         total, target_slope = odds.new_empty(len(odds)), odds.new_ones(len(odds))
         logprobs, spread = torch.empty_like(total), torch.empty_like(total) if entropy else None
@@ -200,9 +200,9 @@ class Head:
                 bent = logits.mul_(self.scale / self.softcap).tanh_()
                 slope = 1 - bent.square()
                 target_slope[here] = slope.gather(1, targets[here, None])[:, 0]
-                logits.mul_(self.softcap / _column(temperature, here))
+                logits.mul_(self.softcap / _temperature_column(temperature, here))
             elif self.scale != 1 or isinstance(temperature, Tensor) or temperature != 1:
-                logits.mul_(self.scale / _column(temperature, here))
+                logits.mul_(self.scale / _temperature_column(temperature, here))
             logits.sub_(logits.amax(1, keepdim=True))
             chosen = logits.gather(1, targets[here, None])[:, 0]
             best = logits.topk(top_k, dim=1) if top_k else None
@@ -216,43 +216,43 @@ class Head:
             if slope is not None:
                 logits.mul_(slope)
         values, ids = (torch.cat(column) if top_k else None for column in zip(*top, strict=True))
-        return _Chunk(odds, total, target_slope, Scores(logprobs, spread, values, ids))
+        return _ScoredChunk(odds, total, target_slope, Scores(logprobs, spread, values, ids))
 
 
 @dataclass(frozen=True, eq=False)
-class _Chunk:
-    odds: Float[Tensor, "n V"]
+class _ScoredChunk:
+    exp_logits: Float[Tensor, "n V"]
     """exp(logit - largest logit), times the slope of the soft cap."""
-    total: Float[Tensor, "n"]
+    normalizer: Float[Tensor, "n"]
     """What the odds divide by to be probabilities."""
-    target_slope: Float[Tensor, "n"]
+    target_softcap_grad: Float[Tensor, "n"]
     scores: Scores
 
 
-def _at(temperature: Tensor | float, rows: slice) -> Tensor | float:
+def _temperature_at(temperature: Tensor | float, rows: slice) -> Tensor | float:
     return temperature[rows] if isinstance(temperature, Tensor) else temperature
 
 
-def _column(temperature: Tensor | float, rows: slice) -> Tensor | float:
+def _temperature_column(temperature: Tensor | float, rows: slice) -> Tensor | float:
     return temperature[rows, None] if isinstance(temperature, Tensor) else temperature
 
 
-def _as(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+def _cast_like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
     return None if gradient is None or parameter is None else gradient.to(parameter.dtype)
 
 
 def _add_weight_gradient(
-    d_weight: Tensor, odds: Tensor, states: Tensor, targets: Tensor, at_target: Tensor, at_all: Tensor
+    d_weight: Tensor, exp_logits: Tensor, states: Tensor, targets: Tensor, target_scale: Tensor, softmax_scale: Tensor
 ) -> None:
     """d_weight += one_hot(targets).T @ (at_target * states) - odds.T @ (at_all * states)."""
-    d_weight.index_add_(0, targets, states * at_target)
-    if odds.dtype == d_weight.dtype:
-        d_weight.addmm_(odds.T, states * at_all, alpha=-1)
+    d_weight.index_add_(0, targets, states * target_scale)
+    if exp_logits.dtype == d_weight.dtype:
+        d_weight.addmm_(exp_logits.T, states * softmax_scale, alpha=-1)
     else:
-        d_weight.sub_(torch.mm(odds.T, (states * at_all).to(odds.dtype)))
+        d_weight.sub_(torch.mm(exp_logits.T, (states * softmax_scale).to(exp_logits.dtype)))
 
 
-def join(parts: Sequence[Scores]) -> Scores:
+def concat_scores(parts: Sequence[Scores]) -> Scores:
     """Scores of several chunks or micro-batches, one after another."""
     columns = []
     for field in fields(Scores):
@@ -262,17 +262,17 @@ def join(parts: Sequence[Scores]) -> Scores:
 
 
 def logprobs(
-    head: Head, hidden: Float[Tensor, "n d"], targets: Int[Tensor, "n"], temperature: Tensor | float = 1.0
+    head: LMHead, hidden: Float[Tensor, "n d"], targets: Int[Tensor, "n"], temperature: Tensor | float = 1.0
 ) -> Float[Tensor, "n"]:
     """Log-probs of the targets, differentiable through hidden states, weight and bias."""
-    result: Tensor = _Logprobs.apply(hidden, head.weight, head.bias, head, targets, temperature)  # type: ignore[no-untyped-call]
+    result: Tensor = _LogprobsFunction.apply(hidden, head.weight, head.bias, head, targets, temperature)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Logprobs(torch.autograd.Function):
+class _LogprobsFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, _weight: Tensor, _bias: Tensor | None, head: Head, targets: Tensor, temperature: Any
+        ctx: Any, hidden: Tensor, _weight: Tensor, _bias: Tensor | None, head: LMHead, targets: Tensor, temperature: Any
     ) -> Tensor:
         ctx.save_for_backward(hidden, targets)
         ctx.rest = head, temperature
@@ -280,14 +280,14 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         hidden, targets = ctx.saved_tensors
         head, temperature = ctx.rest
-        gradients = head.backward(hidden, targets, temperature, outer)
+        gradients = head.backward(hidden, targets, temperature, grad_output)
         return gradients.hidden, gradients.weight, gradients.bias, None, None, None
 
 
-def back_through(head: Head, hidden: Tensor, gradients: HeadGradients) -> None:
+def backward_into(head: LMHead, hidden: Tensor, gradients: HeadGradients) -> None:
     """Send gradients that are already known through the graph behind hidden states, weight and bias."""
     tensors = [hidden, head.weight, head.bias]
     known = [gradients.hidden, gradients.weight, gradients.bias]

@@ -14,8 +14,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1
 _NEVER = -1
 # one arena: those of other threads than the first hold blocks of up to 64 MiB and hand back all that is larger, so that
 # a step in a thread of its own, beside an engine, took a fifth longer
-_KEEP = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _NEVER, _M_TOP_PAD: 256 * 2**20, _M_ARENA_MAX: 1}
-_GLIBC = {
+_RETAIN_OPTIONS = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _NEVER, _M_TOP_PAD: 256 * 2**20, _M_ARENA_MAX: 1}
+_GLIBC_DEFAULTS = {
     _M_MMAP_MAX: 65536,
     _M_MMAP_THRESHOLD: 128 * 2**10,
     _M_TRIM_THRESHOLD: 128 * 2**10,
@@ -24,7 +24,7 @@ _GLIBC = {
 }
 
 
-def keep_memory(on: bool = True) -> bool:
+def retain_freed_memory(enabled: bool = True) -> bool:
     """Keep freed memory, or stop keeping it; True when the allocator took the settings.
 
     Call it before the threads that train begin: a thread stays with the arena that it began with. Off restores glibc's
@@ -36,8 +36,8 @@ def keep_memory(on: bool = True) -> bool:
     libc = ctypes.CDLL(None)
     # every one is set even when one is refused, so no `all` over a generator
     taken = [
-        libc.mallopt(ctypes.c_int(name), ctypes.c_int(value)) == 1 for name, value in (_KEEP if on else _GLIBC).items()
+        libc.mallopt(ctypes.c_int(name), ctypes.c_int(value)) == 1 for name, value in (_RETAIN_OPTIONS if enabled else _GLIBC_DEFAULTS).items()
     ]
-    if not on:
+    if not enabled:
         libc.malloc_trim(ctypes.c_size_t(0))
     return all(taken)

@@ -8,7 +8,7 @@ import torch
 from keel.config.trainer import OptimizerSettings
 
 
-def rate(settings: OptimizerSettings, step: int) -> float:
+def learning_rate(settings: OptimizerSettings, step: int) -> float:
     """The learning rate of the optimizer step with this number, from 0."""
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / (settings.warmup_steps + 1)
@@ -21,7 +21,7 @@ def rate(settings: OptimizerSettings, step: int) -> float:
     return settings.lr * (floor + (1 - floor) * left)
 
 
-def build(settings: OptimizerSettings, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.AdamW:
+def build_optimizer(settings: OptimizerSettings, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.AdamW:
     """AdamW over the parameters; weight decay only on matrices, never on norms and biases."""
     matrices: list[torch.nn.Parameter] = []
     vectors: list[torch.nn.Parameter] = []
@@ -35,6 +35,6 @@ def build(settings: OptimizerSettings, parameters: Iterable[torch.nn.Parameter])
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -19,20 +19,20 @@ from torch import Tensor
 
 from keel.config import TrainerSettings
 from keel.errors import StepRefused
-from keel.signal import Metrics, Objective, Result, TokenBatch
+from keel.signal import Metrics, Objective, ObjectiveResult, TokenBatch
 from keel.training.distributed import fsdp
 from keel.training.step import optimizer as adamw
-from keel.training.step.forward import Forward, MicroBatch, exchange
-from keel.training.step.lm_head import Scores, back_through
-from keel.training.step.step_report import Ledger
+from keel.training.step.forward import Forward, MicroBatch, merge_scores_across_ranks
+from keel.training.step.lm_head import Scores, backward_into
+from keel.training.step.step_report import StepColumns
 
 
 @dataclass(frozen=True, eq=False)
-class Updated:
+class OptimizerStepResult:
     """What one optimizer step was."""
 
     stepped: bool
-    why_not: str
+    skip_reason: str
     loss: float
     terms: dict[str, float]
     grad_norm: float
@@ -42,7 +42,7 @@ class Updated:
     micro_batches: int
 
 
-class Update:
+class OptimizerStep:
     """One optimizer step over some of a step's samples."""
 
     def __init__(
@@ -51,92 +51,92 @@ class Update:
         optimizer: torch.optim.Optimizer,
         settings: TrainerSettings,
         objective: Objective,
-        ledger: Ledger,
+        columns: StepColumns,
         samples: Sequence[int],
         version: int | None,
     ) -> None:
         self.forward, self.optimizer, self.settings, self.objective = forward, optimizer, settings, objective
         self.world = forward.world
-        self.ledger, self.samples = ledger, list(samples)
-        tokens = ledger.tokens
-        places = [np.arange(tokens.of(number).start, tokens.of(number).stop) for number in self.samples]
-        self.index = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *places])).to(ledger.logprobs.device)
+        self.columns, self.samples = columns, list(samples)
+        tokens = columns.tokens
+        places = [np.arange(tokens.slice_of(number).start, tokens.slice_of(number).stop) for number in self.samples]
+        self.token_index = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *places])).to(columns.logprobs.device)
         """Which of the step's tokens belong to this update."""
-        zeros = torch.zeros_like(ledger.logprobs)
-        proximal = ledger.proximal_logprobs
+        zeros = torch.zeros_like(columns.logprobs)
+        proximal = columns.proximal_logprobs
         known = {
-            "reference_logprobs": ledger.reference_logprobs,
+            "reference_logprobs": columns.reference_logprobs,
             "proximal_logprobs": proximal,
-            "teacher_logprobs": ledger.teacher_logprobs,
+            "teacher_logprobs": columns.teacher_logprobs,
         }
-        self.blank = tokens.batch(zeros, version, **{name: value for name, value in known.items() if value is not None})
-        self.one_update = proximal is None and objective.composition.reads("proximal")
+        self.template_batch = tokens.to_batch(zeros, version, **{name: value for name, value in known.items() if value is not None})
+        self.policy_is_proximal = proximal is None and objective.composition.reads("proximal")
 
-    def take(self, steps: int) -> Updated:
+    def run(self, steps_taken: int) -> OptimizerStepResult:
         """The whole of it. `steps` is how many optimizer steps were taken before."""
         self.optimizer.zero_grad(set_to_none=True)
-        plan = self.forward.plan(self.ledger.tokens, self.samples)
-        with self.forward.attending():
+        plan = self.forward.plan(self.columns.tokens, self.samples)
+        with self.forward.tree_attention_enabled():
             result = self.backward(plan)
-            norm = self._checked_norm()
-        lr = adamw.rate(self.settings.optimizer, steps)
-        why_not = self._why_not(result)
+            norm = self._finite_grad_norm()
+        lr = adamw.learning_rate(self.settings.optimizer, steps_taken)
+        why_not = self._skip_reason(result)
         if not why_not:
-            self._step(norm, lr)
+            self._apply(norm, lr)
         self.optimizer.zero_grad(set_to_none=True)
-        return Updated(
+        return OptimizerStepResult(
             stepped=not why_not,
-            why_not=why_not,
+            skip_reason=why_not,
             loss=float(result.loss),
             terms={name: float(value) for name, value in result.terms.items()},
             grad_norm=norm,
             lr=lr,
             metrics=result.metrics,
-            computed_tokens=self._of_all(sum(len(batch) for batch in plan if len(batch.tokens))),
-            micro_batches=self._of_all(sum(len(batch.tokens) > 0 for batch in plan)),
+            computed_tokens=self._sum_over_ranks(sum(len(batch) for batch in plan if len(batch.token_index))),
+            micro_batches=self._sum_over_ranks(sum(len(batch.token_index) > 0 for batch in plan)),
         )
 
     # gradients
 
-    def backward(self, plan: Sequence[MicroBatch]) -> Result:
+    def backward(self, plan: Sequence[MicroBatch]) -> ObjectiveResult:
         """Forward and backward of the whole plan: gradients in the parameters, accounts in the ledger."""
-        return self._local(plan) if self.objective.token_local else self._whole(plan)
+        return self._single_pass(plan) if self.objective.token_local else self._two_pass(plan)
 
-    def _local(self, plan: Sequence[MicroBatch]) -> Result:
+    def _single_pass(self, plan: Sequence[MicroBatch]) -> ObjectiveResult:
         """Every micro-batch once: log-probs, their worth and the gradients in one pass over the logits."""
         # counts and centres do not depend on the policy's log-probs here; only a count of kept tokens does, and that
         # is one factor for the whole step, put right at the end
-        totals = self.objective.totals([self.blank.take(self.index)])
+        totals = self.objective.totals([self.template_batch.take(self.token_index)])
         for batch in plan:
             hidden = self.forward.hidden(batch)
 
-            def worth(logprobs: Tensor, rows: slice, tokens: Tensor = batch.tokens) -> Tensor:
+            def worth(logprobs: Tensor, rows: slice, tokens: Tensor = batch.token_index) -> Tensor:
                 if not len(logprobs):
                     return logprobs
                 if self.world is None:
                     self._check_finite(logprobs, tokens[rows])
-                    return self.objective(self._batch(tokens[rows], logprobs), totals).gradient
+                    return self.objective(self._make_batch(tokens[rows], logprobs), totals).gradient
                 # other ranks are in the same pass: what is not finite is left out here, and refused by all after it
                 finite = logprobs.isfinite()
                 known = torch.where(finite, logprobs, 0)
-                return self.objective(self._batch(tokens[rows], known), totals).gradient * finite
+                return self.objective(self._make_batch(tokens[rows], known), totals).gradient * finite
 
-            scores, gradients = self.forward.head.fused(
+            scores, gradients = self.forward.head.score_and_grad(
                 hidden.detach(), batch.targets, batch.temperature, worth, entropy=self.settings.entropy
             )
-            self._record(batch, scores.logprobs, scores.entropy)
+            self._store_scores(batch, scores.logprobs, scores.entropy)
             if self.world is not None or gradients.hidden.any():
-                back_through(self.forward.head, hidden, gradients)
-        self._exchange(plan)
-        result = self._evaluate()
-        self.forward.collect()
+                backward_into(self.forward.head, hidden, gradients)
+        self._merge_ranks(plan)
+        result = self._evaluate_objective()
+        self.forward.reduce_head_gradient()
         factor = totals.denominator() / result.totals.denominator()
         if factor != 1:
             for gradient in self._gradients():
                 gradient.mul_(factor)
         return result
 
-    def _whole(self, plan: Sequence[MicroBatch]) -> Result:
+    def _two_pass(self, plan: Sequence[MicroBatch]) -> ObjectiveResult:
         """Log-probs of all first; then the gradient, whose value by each log-prob is known."""
         if len(plan) == 1:
             (batch,) = plan
@@ -144,73 +144,73 @@ class Update:
             scores = self.forward.head.score(
                 hidden.detach(), batch.targets, batch.temperature, entropy=self.settings.entropy
             )
-            self._record(batch, scores.logprobs, scores.entropy)
-            self._exchange(plan)
-            result = self._evaluate()
-            self._backward([batch], hidden)
+            self._store_scores(batch, scores.logprobs, scores.entropy)
+            self._merge_ranks(plan)
+            result = self._evaluate_objective()
+            self._backward_known_gradient([batch], hidden)
             return result
         for batch in plan:
             with torch.no_grad():
                 hidden = self.forward.hidden(batch)
             scores = self.forward.head.score(hidden, batch.targets, batch.temperature, entropy=self.settings.entropy)
-            self._record(batch, scores.logprobs, scores.entropy)
-        self._exchange(plan)
-        result = self._evaluate()
-        self._backward(self.forward.plan(self.ledger.tokens, self._learning()))
+            self._store_scores(batch, scores.logprobs, scores.entropy)
+        self._merge_ranks(plan)
+        result = self._evaluate_objective()
+        self._backward_known_gradient(self.forward.plan(self.columns.tokens, self._samples_with_gradient()))
         return result
 
-    def _backward(self, plan: Sequence[MicroBatch], hidden: Tensor | None = None) -> None:
+    def _backward_known_gradient(self, plan: Sequence[MicroBatch], hidden: Tensor | None = None) -> None:
         """Backward of micro-batches whose gradient by each log-prob is known; `hidden`: of the only one."""
         head = self.forward.head
         for batch in plan:
-            gradient = self.ledger.gradient[batch.tokens]
+            gradient = self.columns.dloss_dlogprob[batch.token_index]
             states = self.forward.hidden(batch) if hidden is None else hidden
             if self.world is not None or gradient.any():
-                back_through(head, states, head.backward(states.detach(), batch.targets, batch.temperature, gradient))
-        self.forward.collect()
+                backward_into(head, states, head.backward(states.detach(), batch.targets, batch.temperature, gradient))
+        self.forward.reduce_head_gradient()
 
-    def _batch(self, tokens: Tensor, logprobs: Tensor) -> TokenBatch:
-        batch = self.blank.take(tokens)
+    def _make_batch(self, tokens: Tensor, logprobs: Tensor) -> TokenBatch:
+        batch = self.template_batch.take(tokens)
         # with one update the policy at its start is the policy itself
-        proximal = {"proximal_logprobs": logprobs} if self.one_update else {}
+        proximal = {"proximal_logprobs": logprobs} if self.policy_is_proximal else {}
         return batch.replace(logprobs=logprobs, **proximal)
 
-    def _evaluate(self) -> Result:
+    def _evaluate_objective(self) -> ObjectiveResult:
         """The objective on all tokens of the update: their reasons, their gradient, the loss, the metrics."""
-        ledger = self.ledger
-        self._check_finite(ledger.logprobs[self.index], self.index)
-        batch = self._batch(self.index, ledger.logprobs[self.index])
+        ledger = self.columns
+        self._check_finite(ledger.logprobs[self.token_index], self.token_index)
+        batch = self._make_batch(self.token_index, ledger.logprobs[self.token_index])
         if ledger.entropy is not None:
-            batch = batch.replace(entropy=ledger.entropy[self.index])
+            batch = batch.replace(entropy=ledger.entropy[self.token_index])
         result = self.objective(batch)
-        ledger.reasons[self.index] = result.reasons
-        ledger.gradient[self.index] = result.gradient
+        ledger.reasons[self.token_index] = result.reasons
+        ledger.dloss_dlogprob[self.token_index] = result.gradient
         return result
 
-    def _record(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> None:
-        self.ledger.logprobs[batch.tokens] = logprobs
-        if self.ledger.entropy is not None and entropy is not None:
-            self.ledger.entropy[batch.tokens] = entropy
+    def _store_scores(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> None:
+        self.columns.logprobs[batch.token_index] = logprobs
+        if self.columns.entropy is not None and entropy is not None:
+            self.columns.entropy[batch.token_index] = entropy
 
-    def _exchange(self, plan: Sequence[MicroBatch]) -> None:
+    def _merge_ranks(self, plan: Sequence[MicroBatch]) -> None:
         """On several ranks: what each has found out about its tokens, to all."""
         if self.world is None:
             return
-        ledger = self.ledger
-        own = torch.cat([batch.tokens for batch in plan]) if plan else self.index[:0]
+        ledger = self.columns
+        own = torch.cat([batch.token_index for batch in plan]) if plan else self.token_index[:0]
         entropy = None if ledger.entropy is None else ledger.entropy[own]
-        found = exchange(Scores(ledger.logprobs[own], entropy), own, len(ledger.tokens), self.world)
-        ledger.logprobs[self.index] = found.logprobs[self.index]
+        found = merge_scores_across_ranks(Scores(ledger.logprobs[own], entropy), own, len(ledger.tokens), self.world)
+        ledger.logprobs[self.token_index] = found.logprobs[self.token_index]
         if ledger.entropy is not None and found.entropy is not None:
-            ledger.entropy[self.index] = found.entropy[self.index]
+            ledger.entropy[self.token_index] = found.entropy[self.token_index]
 
-    def _of_all(self, count: int) -> int:
-        return count if self.world is None else int(self.world.sum(torch.tensor(count)))
+    def _sum_over_ranks(self, count: int) -> int:
+        return count if self.world is None else int(self.world.all_reduce_sum(torch.tensor(count)))
 
-    def _learning(self) -> list[int]:
+    def _samples_with_gradient(self) -> list[int]:
         """The samples with any token that has a gradient."""
-        tokens, worth = self.ledger.tokens, self.ledger.gradient.cpu()
-        return [number for number in self.samples if worth[tokens.of(number)].any()]
+        tokens, worth = self.columns.tokens, self.columns.dloss_dlogprob.cpu()
+        return [number for number in self.samples if worth[tokens.slice_of(number)].any()]
 
     # checks and the step itself
 
@@ -219,41 +219,41 @@ class Update:
         if not len(bad):
             return
         self.optimizer.zero_grad(set_to_none=True)
-        found = self.ledger.tokens
+        found = self.columns.tokens
         suspects = sorted(set(found.sample[bad].tolist()))
         # a NaN spreads to all that is computed in one row with it, so each suspect is asked alone
-        numbers = [number for number in suspects if not self._alone(number).isfinite().all()] or suspects
+        numbers = [number for number in suspects if not self._score_alone(number).isfinite().all()] or suspects
         raise StepRefused(
-            f"the policy's log-probs are not finite for {self._names(numbers)}; this update was not taken", numbers
+            f"the policy's log-probs are not finite for {self._describe_samples(numbers)}; this update was not taken", numbers
         )
 
-    def _alone(self, number: int) -> Tensor:
+    def _score_alone(self, sample_index: int) -> Tensor:
         """The log-probs of one sample, computed with no other."""
-        tokens = self.ledger.tokens
-        return self.forward.score(tokens, plan=self.forward.plan(tokens, [number])).logprobs[tokens.of(number)]
+        tokens = self.columns.tokens
+        return self.forward.score(tokens, plan=self.forward.plan(tokens, [sample_index])).logprobs[tokens.slice_of(sample_index)]
 
-    def _checked_norm(self) -> float:
-        norm = self._norm()
+    def _finite_grad_norm(self) -> float:
+        norm = self._grad_norm()
         if math.isfinite(norm):
             return norm
-        offenders = self._offenders()
+        offenders = self._non_finite_samples()
         self.optimizer.zero_grad(set_to_none=True)
-        whose = self._names(offenders) if offenders else "no sample alone, but all of them together"
+        whose = self._describe_samples(offenders) if offenders else "no sample alone, but all of them together"
         raise StepRefused(f"the gradient is not finite, from {whose}; this update was not taken", offenders)
 
-    def _offenders(self) -> list[int]:
+    def _non_finite_samples(self) -> list[int]:
         """The samples whose gradient alone is not finite."""
         offenders = []
-        for number in self._learning():
+        for number in self._samples_with_gradient():
             self.optimizer.zero_grad(set_to_none=True)
-            self._backward(self.forward.plan(self.ledger.tokens, [number]))
-            if not math.isfinite(self._norm()):
+            self._backward_known_gradient(self.forward.plan(self.columns.tokens, [number]))
+            if not math.isfinite(self._grad_norm()):
                 offenders.append(number)
         return offenders
 
-    def _names(self, numbers: Sequence[int]) -> str:
-        samples = self.ledger.tokens.samples
-        names = [samples[number].name or f"number {number}" for number in numbers]
+    def _describe_samples(self, sample_indices: Sequence[int]) -> str:
+        samples = self.columns.tokens.samples
+        names = [samples[number].name or f"number {number}" for number in sample_indices]
         rest = f" and {len(names) - 8} more" if len(names) > 8 else ""
         return f"sample{'s' if len(names) > 1 else ''} {', '.join(names[:8])}{rest}"
 
@@ -261,23 +261,23 @@ class Update:
         weights = self.forward.model.parameters().values()
         return [weight.grad for weight in weights if weight.grad is not None]
 
-    def _norm(self) -> float:
+    def _grad_norm(self) -> float:
         wide = torch.promote_types(self.forward.model.dtype, torch.float32)
-        return fsdp.norm(self._gradients(), wide, self.world)
+        return fsdp.grad_norm(self._gradients(), wide, self.world)
 
-    def _why_not(self, result: Result) -> str:
-        if not len(self.index):
+    def _skip_reason(self, result: ObjectiveResult) -> str:
+        if not len(self.token_index):
             return "no sample has a trainable token"
         if not result.kept_tokens:
             return "every token was refused by the objective"
-        if not self.ledger.gradient[self.index].any():
+        if not self.columns.dloss_dlogprob[self.token_index].any():
             return "no token has a gradient"
         return ""
 
-    def _step(self, norm: float, lr: float) -> None:
+    def _apply(self, norm: float, lr: float) -> None:
         limit = self.settings.max_grad_norm
         if limit is not None and norm > limit:
             for gradient in self._gradients():
                 gradient.mul_(limit / norm)
-        adamw.set_rate(self.optimizer, lr)
+        adamw.set_learning_rate(self.optimizer, lr)
         self.optimizer.step()

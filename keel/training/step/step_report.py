@@ -10,11 +10,11 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from keel.signal import Metric, Metrics
-from keel.training.step.sample import Tokens
+from keel.training.step.sample import TrainableTokens
 
 
 @dataclass(frozen=True, eq=False)
-class TokenAccount:
+class TokenReport:
     """The step's trainable tokens, sample after sample, one tensor per column, on CPU."""
 
     sample: Int[Tensor, "N"]
@@ -25,7 +25,7 @@ class TokenAccount:
     """Under the policy before the update."""
     reasons: UInt8[Tensor, "N"]
     """0: trained; else why not, by the names in `StepReport.reasons`."""
-    gradient: Float[Tensor, "N"]
+    dloss_dlogprob: Float[Tensor, "N"]
     """d loss / d logprob: what the token contributed."""
     entropy: Float[Tensor, "N"] | None = None
     reference_logprobs: Float[Tensor, "N"] | None = None
@@ -33,7 +33,7 @@ class TokenAccount:
     def __len__(self) -> int:
         return len(self.sample)
 
-    def of(self, sample: int) -> dict[str, Tensor]:
+    def for_sample(self, sample: int) -> dict[str, Tensor]:
         """The columns of one sample."""
         here = self.sample == sample
         return {name: column[here] for name, column in self.columns()}
@@ -51,7 +51,7 @@ class StepReport:
     steps: int
     """Optimizer steps taken since the start, this one included."""
     stepped: bool
-    why_not: str
+    skip_reason: str
     """Why the optimizer did not step; empty when it did."""
     loss: float
     terms: dict[str, float]
@@ -60,41 +60,41 @@ class StepReport:
     """Before clipping."""
     lr: float
     metrics: Metrics
-    tokens: TokenAccount
+    tokens: TokenReport
     reasons: tuple[str, ...]
     """The meaning of the numbers in `tokens.reasons`."""
     samples: int
     computed_tokens: int
     """Tokens that went through the model, in one pass over the step."""
-    plain_tokens: int
+    unshared_tokens: int
     """What it would have been had each sample been computed alone."""
     micro_batches: int
     seconds: float
-    references: dict[str, Metric] = field(default_factory=dict)
+    reference_kl: dict[str, Metric] = field(default_factory=dict)
     """Mean of l - f for each reference."""
 
     @property
     def kept_tokens(self) -> int:
         return int((self.tokens.reasons == 0).sum())
 
-    def numbers(self) -> dict[str, float]:
+    def scalars(self) -> dict[str, float]:
         """Everything that fits a log line."""
         own: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("steps", "loss", "grad_norm", "lr", "samples", "computed_tokens", "plain_tokens", "seconds")
         }
         own |= {f"loss/{name}": value for name, value in self.terms.items()}
-        own |= {f"drift/{name}": metric.mean for name, metric in self.references.items()}
+        own |= {f"drift/{name}": metric.mean for name, metric in self.reference_kl.items()}
         return {name: float(value) for name, value in own.items()} | self.metrics.means()
 
 
 @dataclass(eq=False)
-class Ledger:
+class StepColumns:
     """The columns of a step while it is being taken: tensors over all of its trainable tokens."""
 
-    tokens: Tokens
+    tokens: TrainableTokens
     logprobs: Tensor
-    gradient: Tensor
+    dloss_dlogprob: Tensor
     reasons: Tensor
     entropy: Tensor | None
     reference_logprobs: Tensor | None = None
@@ -104,20 +104,20 @@ class Ledger:
     """Under the trainer's own teacher; None when samples bring theirs, or none is needed."""
 
     @classmethod
-    def empty(cls, tokens: Tokens, dtype: torch.dtype, device: torch.device, *, entropy: bool) -> "Ledger":
+    def empty(cls, tokens: TrainableTokens, dtype: torch.dtype, device: torch.device, *, entropy: bool) -> "StepColumns":
         blank = torch.full((len(tokens),), torch.nan, dtype=dtype, device=device)
         reasons = torch.zeros(len(tokens), dtype=torch.uint8, device=device)
         return cls(tokens, blank, torch.zeros_like(blank), reasons, blank.clone() if entropy else None)
 
-    def account(self) -> TokenAccount:
-        columns = [self.logprobs, self.reasons, self.gradient]
+    def to_token_report(self) -> TokenReport:
+        columns = [self.logprobs, self.reasons, self.dloss_dlogprob]
         logprobs, reasons, gradient = (column.detach().cpu() for column in columns)
-        return TokenAccount(
+        return TokenReport(
             sample=torch.from_numpy(np.array(self.tokens.sample)),
             position=torch.from_numpy(np.array(self.tokens.position)),
             logprobs=logprobs,
             reasons=reasons,
-            gradient=gradient,
+            dloss_dlogprob=gradient,
             entropy=None if self.entropy is None else self.entropy.cpu(),
             reference_logprobs=None if self.reference_logprobs is None else self.reference_logprobs.cpu(),
         )

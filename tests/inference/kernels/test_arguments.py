@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from keel.inference.kernels import build, decode_attention, packed_matmul
-from keel.inference.kernels.decode_attention import Stretches, attend_rows, rotate
-from keel.inference.kernels.packed_matmul import Norm, Panels
+from keel.inference.kernels.decode_attention import KeySpans, attend_rows, apply_rope
+from keel.inference.kernels.packed_matmul import RMSNormParams, PackedMatrix
 from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels
@@ -29,7 +29,7 @@ def _no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
             pytest.fail(f"{name} was called")
 
     guard: Any = Guard()
-    packing = packed_matmul._functions()
+    packing = packed_matmul._kernels()
     guard.pack_matrix, guard.panel_columns = packing.pack_matrix, packing.panel_columns
     monkeypatch.setattr(packed_matmul, "_functions", lambda: guard)
     monkeypatch.setattr(decode_attention, "_functions", lambda: guard)
@@ -52,7 +52,7 @@ def strided(tensor: Tensor) -> Tensor:
 )
 def test_a_matrix_that_cannot_be_packed_is_named(matrix: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        Panels(matrix)
+        PackedMatrix(matrix)
 
 
 FLOAT64 = "is float64 on cpu"
@@ -74,16 +74,16 @@ META = "is float32 on meta"
             "left is float32 on cpu, shape [3, 5], strides [5, 1]; required: float32 on cpu, shape [any, 10]",
         ),
         (
-            {"left": torch.ones(M, 2 * K), "gated": True, "norm": Norm(torch.ones(K), 0.1)},
+            {"left": torch.ones(M, 2 * K), "gated": True, "norm": RMSNormParams(torch.ones(K), 0.1)},
             "norm and gated are both given; required: at most one of them",
         ),
-        ({"norm": Norm(torch.ones(K).double(), 0.1)}, f"norm.weight {FLOAT64}"),
-        ({"norm": Norm(torch.ones(K, device="meta"), 0.1)}, f"norm.weight {META}"),
-        ({"norm": Norm(torch.ones(K - 1), 0.1)}, "norm.weight is float32 on cpu, shape [4]"),
-        ({"norm": Norm(torch.ones(1, K), 0.1)}, "norm.weight is float32 on cpu, shape [1, 5]"),
-        ({"norm": Norm(strided(torch.ones(K)), 0.1)}, "norm.weight is float32 on cpu, shape [5], strides [2]"),
-        ({"norm": Norm(torch.ones(K), -0.1)}, "norm.epsilon is -0.1; required: a finite number of at least 0"),
-        ({"norm": Norm(torch.ones(K), math.nan)}, "norm.epsilon is nan"),
+        ({"norm": RMSNormParams(torch.ones(K).double(), 0.1)}, f"norm.weight {FLOAT64}"),
+        ({"norm": RMSNormParams(torch.ones(K, device="meta"), 0.1)}, f"norm.weight {META}"),
+        ({"norm": RMSNormParams(torch.ones(K - 1), 0.1)}, "norm.weight is float32 on cpu, shape [4]"),
+        ({"norm": RMSNormParams(torch.ones(1, K), 0.1)}, "norm.weight is float32 on cpu, shape [1, 5]"),
+        ({"norm": RMSNormParams(strided(torch.ones(K)), 0.1)}, "norm.weight is float32 on cpu, shape [5], strides [2]"),
+        ({"norm": RMSNormParams(torch.ones(K), -0.1)}, "norm.epsilon is -0.1; required: a finite number of at least 0"),
+        ({"norm": RMSNormParams(torch.ones(K), math.nan)}, "norm.epsilon is nan"),
         ({"bias": torch.ones(N).half()}, "bias is float16 on cpu"),
         ({"bias": torch.ones(N, device="meta")}, f"bias {META}"),
         (
@@ -104,7 +104,7 @@ META = "is float32 on meta"
 def test_a_bad_argument_of_a_product_is_named(changes: dict[str, Any], message: str) -> None:
     given = {"left": torch.ones(M, K)} | changes
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        Panels(torch.ones(K, N)).times(**given)
+        PackedMatrix(torch.ones(K, N)).matmul(**given)
 
 
 FIRST, STORE, OFFSET, LENGTH, ALONG = [0, 1, 3], [0, 0, 1], [0, 64, 0], [4, 2, 1], [32, 32, 32]
@@ -131,7 +131,7 @@ FIRST, STORE, OFFSET, LENGTH, ALONG = [0, 1, 3], [0, 0, 1], [0, 64, 0], [4, 2, 1
 def test_a_bad_list_of_stretches_is_named(changes: dict[str, list[int]], message: str) -> None:
     given = {"first": FIRST, "store": STORE, "offset": OFFSET, "length": LENGTH, "along": ALONG} | changes
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        Stretches(**given)
+        KeySpans(**given)
 
 
 def stores() -> list[Tensor]:
@@ -143,7 +143,7 @@ def decode_step() -> dict[str, Any]:
     """Return good arguments of `attend_rows`: 2 key heads, 3 query heads for each, 2 rows."""
     return {
         "query": torch.ones(2, 3, 2, 8),
-        "stretches": Stretches(FIRST, STORE, OFFSET, LENGTH, ALONG),
+        "stretches": KeySpans(FIRST, STORE, OFFSET, LENGTH, ALONG),
         "keys": stores(),
         "values": stores(),
         "scale": 0.5,
@@ -233,18 +233,18 @@ def test_a_missing_store_is_named(name: str) -> None:
 def test_a_bad_argument_of_rotary_embeddings_is_named(changes: dict[str, Any], message: str) -> None:
     given = {"states": torch.ones(3, 32), "heads": 2, "cosine": torch.ones(3, 4), "sine": torch.ones(3, 4)} | changes
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        rotate(**given)
+        apply_rope(**given)
 
 
 def test_values_of_another_type_or_width_do_not_fit_decode_attention() -> None:
     query, value = torch.ones(2, 3, 2, 8), torch.ones(2, 2, 8)
-    assert decode_attention.fits(query, value)
-    assert not decode_attention.fits(query, value.double())
-    assert not decode_attention.fits(query.double(), value)
-    assert not decode_attention.fits(query, value.to("meta"))
-    assert not decode_attention.fits(query, value[..., :4])
-    assert not decode_attention.fits(query[..., :4], value[..., :4])
-    assert not decode_attention.fits(strided(query), value)
+    assert decode_attention.decode_kernel_supports(query, value)
+    assert not decode_attention.decode_kernel_supports(query, value.double())
+    assert not decode_attention.decode_kernel_supports(query.double(), value)
+    assert not decode_attention.decode_kernel_supports(query, value.to("meta"))
+    assert not decode_attention.decode_kernel_supports(query, value[..., :4])
+    assert not decode_attention.decode_kernel_supports(query[..., :4], value[..., :4])
+    assert not decode_attention.decode_kernel_supports(strided(query), value)
 
 
 def test_without_a_library_wrappers_say_why(monkeypatch: pytest.MonkeyPatch) -> None:

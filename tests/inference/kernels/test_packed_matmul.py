@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from keel.inference.kernels.decode_attention import Stretches, attend_rows, rotate
-from keel.inference.kernels.packed_matmul import Norm, Panels
+from keel.inference.kernels.decode_attention import KeySpans, attend_rows, apply_rope
+from keel.inference.kernels.packed_matmul import RMSNormParams, PackedMatrix
 from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels
@@ -40,7 +40,7 @@ def test_a_product_is_that_of_float64_to_rounding_however_its_factors_lie(
 ) -> None:
     m, k, n = size
     left, right = normal(m, k), normal(k, n, seed=1)
-    found = Panels(turned(right, right_turned)).times(turned(left, left_turned))
+    found = PackedMatrix(turned(right, right_turned)).matmul(turned(left, left_turned))
     assert apart(found, left.double() @ right.double(), k) < 3e-6
 
 
@@ -52,7 +52,7 @@ def test_norm_bias_and_residual_are_taken_along(size: tuple[int, int, int], bias
     bias, before = normal(n, seed=3), normal(m, n, seed=4)
     out = before.clone()
     given_bias = bias if biased else None
-    Panels(right).times(left, norm=Norm(weight, 1e-5), bias=given_bias, out=out, add=add)
+    PackedMatrix(right).matmul(left, norm=RMSNormParams(weight, 1e-5), bias=given_bias, out=out, accumulate=add)
     truth = functional.rms_norm(left.double(), (k,), weight.double(), 1e-5) @ right.double()
     truth += bias.double() if biased else 0
     truth += before.double() if add else 0
@@ -66,34 +66,34 @@ def test_a_gate_is_taken_along(size: tuple[int, int, int]) -> None:
     left, right = normal(m, 2 * k) * 10, normal(k, n, seed=1)
     gate, up = left.double().chunk(2, 1)
     truth = (functional.silu(gate) * up) @ right.double()
-    found = Panels(right).times(left, gated=True)
+    found = PackedMatrix(right).matmul(left, gated=True)
     assert apart(found, truth, 10_000 * k) < 3e-6
 
 
 def test_a_gate_far_from_zero_is_open_or_shut_and_never_nan() -> None:
     gates = torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4]])
-    found = Panels(torch.eye(7)).times(torch.cat([gates, torch.ones(1, 7)], 1), gated=True)
+    found = PackedMatrix(torch.eye(7)).matmul(torch.cat([gates, torch.ones(1, 7)], 1), gated=True)
     assert torch.allclose(found, functional.silu(gates.double()).float(), rtol=1e-6, atol=1e-35)
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_shows_in_its_own_row_and_nowhere_else(junk: float) -> None:
-    left, panels = normal(9, 50), Panels(normal(50, 60, seed=1))
-    clean = panels.times(left)
+    left, panels = normal(9, 50), PackedMatrix(normal(50, 60, seed=1))
+    clean = panels.matmul(left)
     left[4, 7] = junk
-    found = panels.times(left)
+    found = panels.matmul(left)
     assert not found[4].isfinite().any()
     rest = [row for row in range(9) if row != 4]
     assert torch.equal(found[rest], clean[rest])
-    assert not panels.times(left, norm=Norm(torch.ones(50), 1e-5))[4].isfinite().any()
+    assert not panels.matmul(left, norm=RMSNormParams(torch.ones(50), 1e-5))[4].isfinite().any()
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 140), st.integers(1, 140), st.integers(1, 600))
 def test_a_row_depends_on_no_other_bit_for_bit(few: int, many: int, k: int) -> None:
     few, many = sorted((few, many))
-    left, panels = normal(many, k), Panels(normal(k, 50, seed=1))
-    assert torch.equal(panels.times(left[:few]), panels.times(left)[:few])
+    left, panels = normal(many, k), PackedMatrix(normal(k, 50, seed=1))
+    assert torch.equal(panels.matmul(left[:few]), panels.matmul(left)[:few])
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:
@@ -103,7 +103,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(Panels(right).times(left))
+            found.append(PackedMatrix(right).matmul(left))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
@@ -111,12 +111,12 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 
 def test_states_of_any_strides_are_normed_and_gated() -> None:
-    panels, weight = Panels(normal(30, 8)), normal(30, seed=1)
+    panels, weight = PackedMatrix(normal(30, 8)), normal(30, seed=1)
     left, wide = normal(5, 30, seed=2), normal(5, 60, seed=3)
     assert torch.equal(
-        panels.times(turned(left, True), norm=Norm(weight, 1e-5)), panels.times(left, norm=Norm(weight, 1e-5))
+        panels.matmul(turned(left, True), norm=RMSNormParams(weight, 1e-5)), panels.matmul(left, norm=RMSNormParams(weight, 1e-5))
     )
-    assert torch.equal(panels.times(turned(wide, True), gated=True), panels.times(wide, gated=True))
+    assert torch.equal(panels.matmul(turned(wide, True), gated=True), panels.matmul(wide, gated=True))
 
 
 # attention of rows
@@ -146,7 +146,7 @@ def test_rows_attend_to_their_stretches_as_in_float64(
         first.append(len(found))
     columns = [list(column) for column in zip(*found, strict=True)]
     out = torch.full((rows, groups * rest, width), math.nan)
-    attend_rows(query, Stretches(first, *columns), stores[0], stores[1], 0.3, out)
+    attend_rows(query, KeySpans(first, *columns), stores[0], stores[1], 0.3, out)
     for row in range(rows):
         mine = parts[first[row] : first[row + 1]]
         keys, values = (torch.cat([part[which] for part in mine], 1).double() for which in (0, 1))
@@ -157,7 +157,7 @@ def test_rows_attend_to_their_stretches_as_in_float64(
 def test_a_row_with_a_key_that_is_not_finite_spoils_no_other() -> None:
     keys, values = normal(3, 1, 10, 8), normal(3, 1, 10, 8, seed=1)
     query, first = normal(1, 2, 3, 8, seed=2), [0, 1, 2, 3]
-    stretches = Stretches(first, [0] * 3, [0, 80, 160], [10, 7, 10], [80] * 3)
+    stretches = KeySpans(first, [0] * 3, [0, 80, 160], [10, 7, 10], [80] * 3)
     clean, found = torch.empty(3, 2, 8), torch.empty(3, 2, 8)
     attend_rows(query, stretches, [keys], [values], 1.0, clean)
     keys[1, 0, 3] = math.nan
@@ -173,7 +173,7 @@ def test_queries_and_keys_are_rotated_and_values_are_not(size: int, heads: int, 
     states = normal(size, (heads + 2) * width)
     angles = normal(size, width // 2, seed=1).double()
     found = states.clone()
-    rotate(found, heads, angles.cos().float(), angles.sin().float())
+    apply_rope(found, heads, angles.cos().float(), angles.sin().float())
     pairs = states.double().view(size, heads + 2, 2, width // 2)
     low, high = pairs[:, :heads, 0], pairs[:, :heads, 1]
     cosine, sine = angles.cos()[:, None], angles.sin()[:, None]

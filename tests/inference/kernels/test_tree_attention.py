@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keel.inference.kernels import tree_attention as module
-from keel.inference.kernels.tree_attention import Plan, TreeAttention, fits
-from keel.training.step.prefix_tree import Ints, Tree, build_tree
-from keel.training.step.tile_attention import TileAttention, tiles
+from keel.inference.kernels.tree_attention import TreePlan, TreeAttention, tree_kernel_supports
+from keel.training.step.prefix_tree import IntArray, PrefixTree, build_tree
+from keel.training.step.tile_attention import TileAttention, build_tiles
 from tests.support.kernels import needs_kernels
 from tests.support.policy_strategies import dense_attention, sequences
 
@@ -26,11 +26,11 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def plan_of(tree: Tree) -> Plan:
-    return Plan(tree.end, tree.positions)
+def plan_of(tree: PrefixTree) -> TreePlan:
+    return TreePlan(tree.subtree_end, tree.positions)
 
 
-def visible(tree: Tree) -> Tensor:
+def visible(tree: PrefixTree) -> Tensor:
     return torch.from_numpy(tree.visible(0, len(tree), np.arange(len(tree))))
 
 
@@ -38,7 +38,7 @@ def normal(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-def states(tree: Tree, heads: int = 6, key_heads: int = 2, width: int = 16) -> list[Tensor]:
+def states(tree: PrefixTree, heads: int = 6, key_heads: int = 2, width: int = 16) -> list[Tensor]:
     """As models lay them out: [T, heads, D] seen as [heads, T, D]."""
     return [
         normal(len(tree), count, width, seed=seed).transpose(0, 1)
@@ -46,20 +46,20 @@ def states(tree: Tree, heads: int = 6, key_heads: int = 2, width: int = 16) -> l
     ]
 
 
-def attend(tree: Tree, given: list[Tensor], outer: Tensor, scale: float | None = None) -> list[Tensor]:
+def attend(tree: PrefixTree, given: list[Tensor], outer: Tensor, scale: float | None = None) -> list[Tensor]:
     """What comes out, and the gradients of query, key and value."""
     leaves = [state.detach().requires_grad_() for state in given]
     out = TreeAttention.apply(*leaves, plan_of(tree), scale or outer.shape[-1] ** -0.5)
     return [out.detach(), *torch.autograd.grad(out, leaves, outer)]
 
 
-def dense(tree: Tree, given: list[Tensor], outer: Tensor, scale: float | None = None) -> list[Tensor]:
+def dense(tree: PrefixTree, given: list[Tensor], outer: Tensor, scale: float | None = None) -> list[Tensor]:
     leaves = [state.detach().double().requires_grad_() for state in given]
     out = dense_attention(*leaves, visible(tree), scale or outer.shape[-1] ** -0.5)
     return [out.detach(), *torch.autograd.grad(out, leaves, outer.double())]
 
 
-def check(tree: Tree, heads: int = 6, key_heads: int = 2, width: int = 16) -> None:
+def check(tree: PrefixTree, heads: int = 6, key_heads: int = 2, width: int = 16) -> None:
     given, outer = states(tree, heads, key_heads, width), normal(len(tree), heads, width, seed=9)
     compare(attend(tree, given, outer), dense(tree, given, outer))
 
@@ -74,7 +74,7 @@ def compare(found: list[Tensor], wanted: list[Tensor]) -> None:
             assert float(error.abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
 
 
-def prompts(count: int = 3, length: int = 70, opening: int = 9, answers: int = 5, seed: int = 0) -> Tree:
+def prompts(count: int = 3, length: int = 70, opening: int = 9, answers: int = 5, seed: int = 0) -> PrefixTree:
     """Prompts with one opening, each with answers of uneven lengths, some of which branch again."""
     chance = np.random.default_rng(seed)
     root, found = chance.integers(0, 99, opening), []
@@ -87,7 +87,7 @@ def prompts(count: int = 3, length: int = 70, opening: int = 9, answers: int = 5
     return build_tree(found)
 
 
-def ladder(size: int) -> Tree:
+def ladder(size: int) -> PrefixTree:
     """Each token has a leaf beside the next one: as many turns as there are ancestors."""
     return build_tree([np.append(np.zeros(length, np.int64), 1) for length in range(size)])
 
@@ -113,7 +113,7 @@ def test_any_width_gives_dense_attention_and_its_gradients(width: int) -> None:
     st.integers(1, 30),
 )
 def test_any_tree_in_any_parts_is_dense_attention(
-    found: list[Ints], share: bool, heads: tuple[int, int], stretch: int, items: int
+    found: list[IntArray], share: bool, heads: tuple[int, int], stretch: int, items: int
 ) -> None:
     longer = [np.repeat(one, stretch) for one in found]
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +139,7 @@ def test_no_tokens_give_nothing() -> None:
 
 
 @pytest.mark.parametrize("tree", [ladder(120), build_tree([np.array([word]) for word in range(150)])])
-def test_many_turns_and_many_roots_are_dense_attention(tree: Tree) -> None:
+def test_many_turns_and_many_roots_are_dense_attention(tree: PrefixTree) -> None:
     check(tree, 3, 1)
 
 
@@ -147,7 +147,7 @@ def test_it_is_what_the_tiles_give() -> None:
     tree = prompts(4, 150, 30, 8)
     given, outer = states(tree, 9, 3, 64), normal(len(tree), 9, 64, seed=9)
     leaves = [state.detach().requires_grad_() for state in given]
-    out = TileAttention.apply(*leaves, tiles(tree, torch.float32), 0.125)
+    out = TileAttention.apply(*leaves, build_tiles(tree, torch.float32), 0.125)
     tiled = [out.detach(), *torch.autograd.grad(out, leaves, outer)]
     for actual, expected in zip(attend(tree, given, outer, 0.125), tiled, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
@@ -181,7 +181,7 @@ def test_a_gradient_that_is_one_number_everywhere_is_read_as_such() -> None:
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("tree", [prompts(6, 90), build_tree([np.arange(900)]), build_tree([np.arange(3)])])
-def test_the_number_of_threads_changes_no_bit(tree: Tree) -> None:
+def test_the_number_of_threads_changes_no_bit(tree: PrefixTree) -> None:
     given, outer = states(tree), normal(len(tree), 6, 16, seed=9)
     torch.set_num_threads(1)
     wanted = attend(tree, given, outer)
@@ -242,23 +242,23 @@ def test_what_is_not_finite_shows_in_what_sees_it_and_changes_no_bit_of_anything
 
 def test_tensors_are_served_only_when_they_fit() -> None:
     query, key, value = states(prompts(), 6, 2, 16)
-    assert fits(query, key, value)
-    assert not fits(query.double(), key.double(), value.double())
-    assert not fits(query, key, value.double())
-    assert not fits(query.bfloat16(), key, value)
-    assert not fits(query[:5], key, value)
-    assert not fits(query, key[:, 1:], value[:, 1:])
-    assert not fits(query, key, value[..., :8])
-    assert not fits(*(state[..., :8] for state in (query, key, value)))
-    assert not fits(*(torch.nn.functional.pad(state, (0, 4)) for state in (query, key, value)))
-    assert not fits(*(torch.nn.functional.pad(state, (0, 256)) for state in (query, key, value)))
-    assert not fits(*(state.to("meta") for state in (query, key, value)))
-    assert not fits(query, key[:0], value[:0])
+    assert tree_kernel_supports(query, key, value)
+    assert not tree_kernel_supports(query.double(), key.double(), value.double())
+    assert not tree_kernel_supports(query, key, value.double())
+    assert not tree_kernel_supports(query.bfloat16(), key, value)
+    assert not tree_kernel_supports(query[:5], key, value)
+    assert not tree_kernel_supports(query, key[:, 1:], value[:, 1:])
+    assert not tree_kernel_supports(query, key, value[..., :8])
+    assert not tree_kernel_supports(*(state[..., :8] for state in (query, key, value)))
+    assert not tree_kernel_supports(*(torch.nn.functional.pad(state, (0, 4)) for state in (query, key, value)))
+    assert not tree_kernel_supports(*(torch.nn.functional.pad(state, (0, 256)) for state in (query, key, value)))
+    assert not tree_kernel_supports(*(state.to("meta") for state in (query, key, value)))
+    assert not tree_kernel_supports(query, key[:0], value[:0])
 
 
 def test_without_the_library_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "library", lambda: None)
-    assert not fits(*states(prompts()))
+    assert not tree_kernel_supports(*states(prompts()))
 
 
 @pytest.mark.parametrize(
@@ -283,14 +283,14 @@ def test_tensors_that_do_not_fit_raise_an_error_that_names_them(
     tree = prompts()
     given = dict(zip(("query", "key", "value"), states(tree), strict=True))
     given[name] = change(given[name])
-    assert not fits(*given.values())
+    assert not tree_kernel_supports(*given.values())
     with pytest.raises(ValueError, match=rf"^{message}.*; call `fits` first and use TileAttention"):
         TreeAttention.apply(*given.values(), plan_of(tree), 0.3)
 
 
 def test_too_many_tokens_for_the_offsets_of_the_kernel_do_not_fit() -> None:
     query = torch.empty(1).expand(1, 2**27, 16)
-    assert not fits(query, query, query)
+    assert not tree_kernel_supports(query, query, query)
     assert "134217728 tokens; required: fewer" in module._problem(query, query, query)
 
 
@@ -316,16 +316,16 @@ def test_a_plan_of_another_tree_raises_an_error() -> None:
         (np.array([2, 2]), np.array([0, 2]), r"positions\[1\] is 2; required: 0 to 1"),
     ],
 )
-def test_a_plan_of_other_arrays_raises_an_error(end: Ints, positions: Ints, message: str) -> None:
+def test_a_plan_of_other_arrays_raises_an_error(end: IntArray, positions: IntArray, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
-        Plan(end, positions)
+        TreePlan(end, positions)
 
 
 @pytest.mark.parametrize("name", ["key_heads", "each", "rows"])
 def test_parts_of_nothing_raise_an_error(name: str) -> None:
     sizes = {"key_heads": 1, "each": 1, "rows": 8} | {name: 0}
     with pytest.raises(ValueError, match=f"^{name} is 0; required: at least 1"):
-        plan_of(build_tree([np.arange(3)])).parts(**sizes)
+        plan_of(build_tree([np.arange(3)])).partition(**sizes)
 
 
 @pytest.mark.parametrize(
@@ -334,24 +334,24 @@ def test_parts_of_nothing_raise_an_error(name: str) -> None:
 )
 def test_what_is_no_tree_is_refused(end: list[int], positions: list[int]) -> None:
     with pytest.raises(ValueError, match=r"position"):
-        Plan(np.array(end), np.array(positions))
+        TreePlan(np.array(end), np.array(positions))
 
 
 @settings(max_examples=50)
 @given(sequences(), st.booleans(), st.integers(1, 3), st.integers(1, 60))
 def test_parts_hold_every_panel_once_and_have_room_for_what_they_see(
-    found: list[Ints], share: bool, key_heads: int, each: int
+    found: list[IntArray], share: bool, key_heads: int, each: int
 ) -> None:
     tree, rows = build_tree(found, share=share), 8
     if not len(tree):
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "PANELS", 1)
-        bounds, room, first, last = plan_of(tree).parts(key_heads, each, rows)
+        bounds, room, first, last = plan_of(tree).partition(key_heads, each, rows)
     assert bounds[0] == 0
     assert bounds[-1] == -(-len(tree) * each // rows)
     assert (np.diff(bounds) > 0).all()
-    assert room[-1] <= module.COPIES * len(tree) or len(bounds) == 2
+    assert room[-1] <= module.MAX_KEY_COPIES * len(tree) or len(bounds) == 2
     seen = visible(tree).numpy()
     for keys, begin, stop in zip(np.diff(room), first, last, strict=True):
         assert keys == int(seen[begin:stop].any(0).sum())
@@ -359,5 +359,5 @@ def test_parts_hold_every_panel_once_and_have_room_for_what_they_see(
 
 def test_memory_beside_the_result_is_bounded_where_each_part_sees_all_before() -> None:
     tree = build_tree([np.arange(4096)])
-    _, room, _, _ = plan_of(tree).parts(3, 3, 48)
-    assert room[-1] <= module.COPIES * 4096
+    _, room, _, _ = plan_of(tree).partition(3, 3, 48)
+    assert room[-1] <= module.MAX_KEY_COPIES * 4096

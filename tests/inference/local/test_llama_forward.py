@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from keel.config import Sampling
-from keel.inference.kernels.build import library
-from keel.inference.kernels.packed_matmul import Panels
+from keel.inference.kernels.build import load_kernels
+from keel.inference.kernels.packed_matmul import PackedMatrix
 from keel.inference.local import decode_attention, decoders, torch_rows
 from keel.inference.local import llama_forward as own_pass
-from keel.inference.local.continuous_batch import Batch
-from keel.inference.local.decoders import Together, choose
+from keel.inference.local.continuous_batch import ContinuousBatch
+from keel.inference.local.decoders import BatchedDecoder, select_decoder
 from keel.inference.local.local_engine import LocalEngine
-from keel.inference.local.prefix_cache import Node, Prefixes, shelve
+from keel.inference.local.prefix_cache import PrefixNode, PrefixCache, allocate_blocks
 from keel.inference.protocol import Generation
 from keel.training.model.model import Model
 from tests.inference.local.test_local_engine import PROMPTS, ask, off_trainer, request
@@ -36,7 +36,7 @@ TREE = [
 
 
 def answered(decoder: Any, prompts: Sequence[Sequence[int]], size: int = 6) -> list[Generation]:
-    batch = Batch(decoder, 16)
+    batch = ContinuousBatch(decoder, 16)
     # another length for each, so that rows leave while others go on
     asked = [request(prompt, seed=number, max_tokens=size + number % 3) for number, prompt in enumerate(prompts)]
     batch.waiting.extend(asked)
@@ -59,9 +59,9 @@ def noisy(family: str) -> Model:
 @pytest.mark.parametrize("family", LIKE_LLAMA)
 def test_the_engines_own_pass_gives_the_models_own_numbers(family: str, compiled: bool) -> None:
     model = noisy(family)
-    decoder: Any = choose(model.network, family, compiled=compiled)
+    decoder: Any = select_decoder(model.network, family, native_kernels=compiled)
     assert decoder.own is not None
-    assert decoder.compiled is (compiled and library() is not None)
+    assert decoder.compiled is (compiled and load_kernels() is not None)
     prompts = [prompt for prompt in TREE for _ in range(2)]
     found = answered(decoder, prompts)
     decoder.own = None
@@ -78,7 +78,7 @@ def test_the_engines_own_pass_gives_the_models_own_numbers(family: str, compiled
 @pytest.mark.parametrize("family", ["tiny-qwen3", "tiny-gemma3", "tiny-mistral"])
 def test_kernels_in_c_serve_families_whose_code_is_their_own(family: str) -> None:
     model = noisy(family)
-    decoder: Any = choose(model.network, family)
+    decoder: Any = select_decoder(model.network, family)
     assert decoder.compiled
     assert all(one.panels is not None for one in (*decoder.fused.groups, *decoder.fused.others))
     found = answered(decoder, TREE)
@@ -89,7 +89,7 @@ def test_kernels_in_c_serve_families_whose_code_is_their_own(family: str) -> Non
 @needs_kernels
 def test_with_kernels_in_c_an_answer_is_the_same_bit_for_bit_whatever_is_decoded_beside_it() -> None:
     """Of answers: prompts of a shelf are computed side by side by torch."""
-    decoder: Any = choose(noisy("tiny-qwen2").network, "tiny-qwen2")
+    decoder: Any = select_decoder(noisy("tiny-qwen2").network, "tiny-qwen2")
     prompt = [7] * 30
 
     def rows(count: int) -> torch.Tensor:
@@ -114,20 +114,20 @@ def test_with_kernels_in_c_an_answer_is_the_same_bit_for_bit_whatever_is_decoded
 
 def test_only_networks_whose_code_is_known_get_the_engines_own_pass() -> None:
     for family in ("tiny-mistral", "tiny-qwen3", "tiny-gemma3", "tiny-mixtral"):
-        decoder: Any = choose(tiny(family).network, family)
-        assert isinstance(decoder, Together)
-        assert decoder.own is None
-    half: Any = choose(tiny(dtype="bfloat16").network, "tiny")
+        decoder: Any = select_decoder(tiny(family).network, family)
+        assert isinstance(decoder, BatchedDecoder)
+        assert decoder.llama_forward is None
+    half: Any = select_decoder(tiny(dtype="bfloat16").network, "tiny")
     assert half.own is None
 
 
 def test_an_own_pass_that_a_probe_finds_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = own_pass._normed
+    right = own_pass._rms_norm
     monkeypatch.setattr(own_pass, "_normed", lambda states, norm: right(states, norm) * 1.1)
     model = tiny()
-    decoder: Any = choose(model.network, "tiny")
-    assert isinstance(decoder, Together)
-    assert decoder.own is None
+    decoder: Any = select_decoder(model.network, "tiny")
+    assert isinstance(decoder, BatchedDecoder)
+    assert decoder.llama_forward is None
     assert off_trainer(model, TREE, answered(decoder, TREE)) < 1e-5
 
 
@@ -135,22 +135,22 @@ def test_an_own_pass_that_a_probe_finds_wrong_is_not_used(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("wrong", ["times", "attend_rows"])
 def test_kernels_that_a_probe_finds_wrong_are_not_used(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if wrong == "times":
-        right = Panels.times
-        monkeypatch.setattr(Panels, "times", lambda self, left, **given: right(self, left, **given).mul_(2))
+        right = PackedMatrix.matmul
+        monkeypatch.setattr(PackedMatrix, "times", lambda self, left, **given: right(self, left, **given).mul_(2))
     else:
         monkeypatch.setattr(decode_attention, "attend_rows", lambda *given: given[-1].zero_())
     model = tiny()
-    decoder: Any = choose(model.network, "tiny")
-    assert isinstance(decoder, Together)
-    assert not decoder.compiled
-    assert decoder.own is not None
+    decoder: Any = select_decoder(model.network, "tiny")
+    assert isinstance(decoder, BatchedDecoder)
+    assert not decoder.native_kernels
+    assert decoder.llama_forward is not None
     assert off_trainer(model, TREE, answered(decoder, TREE)) < 1e-5
 
 
 def test_without_a_compiler_everything_goes_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "library", lambda: None)
     model = tiny()
-    decoder: Any = choose(model.network, "tiny")
+    decoder: Any = select_decoder(model.network, "tiny")
     assert not decoder.compiled
     assert decoder.own is not None
     assert all(one.panels is None for one in (*decoder.fused.groups, *decoder.fused.others))
@@ -178,11 +178,11 @@ def test_kernels_torch_is_obeyed_and_int8_packs_nothing() -> None:
 
 
 def test_a_short_beginning_is_held_with_what_follows_and_a_long_one_is_not() -> None:
-    prefixes = Prefixes()
-    nodes = prefixes.grow(map(tuple, TREE))  # held: they live as long as somebody uses them
+    prefixes = PrefixCache()
+    nodes = prefixes.insert(map(tuple, TREE))  # held: they live as long as somebody uses them
     assert len(nodes) == 8
     leaves = [prefixes.get(tuple(prompt)) for prompt in TREE]
-    assert [leaf and [(one.first, one.end) for one in leaf.path] for leaf in leaves] == [
+    assert [leaf and [(one.kv_start, one.end) for one in leaf.kv_path] for leaf in leaves] == [
         [(0, 40), (40, 43)],
         [(0, 40), (40, 42)],
         [(0, 60)],
@@ -190,24 +190,24 @@ def test_a_short_beginning_is_held_with_what_follows_and_a_long_one_is_not() -> 
         [(0, 30)],
         [(0, 1)],
     ]
-    together = [leaf.shelf for leaf in leaves[2:4] if leaf]
+    together = [leaf.block for leaf in leaves[2:4] if leaf]
     assert together[0] is together[1]
-    assert (together[0].before, together[0].length) == (20, 60)
+    assert (together[0].parent_tokens, together[0].length) == (20, 60)
 
 
 def test_rows_between_which_a_row_is_gone_stay_one_product_and_far_ones_do_not() -> None:
-    nodes = [Node((number,)) for number in range(10)]
-    shelve(nodes)
+    nodes = [PrefixNode((number,)) for number in range(10)]
+    allocate_blocks(nodes)
     device = torch.device("cpu")
-    gap = list(torch_rows._runs([nodes[0], nodes[1], nodes[3], nodes[4]], device))
-    assert [(run.first, run.last) for run in gap] == [(0, 5)]
-    far = list(torch_rows._runs([nodes[0], nodes[9]], device))
-    assert [(run.first, run.last) for run in far] == [(0, 1), (9, 10)]
+    gap = list(torch_rows._group_rows_by_block([nodes[0], nodes[1], nodes[3], nodes[4]], device))
+    assert [(run.first_node, run.end_node) for run in gap] == [(0, 5)]
+    far = list(torch_rows._group_rows_by_block([nodes[0], nodes[9]], device))
+    assert [(run.first_node, run.end_node) for run in far] == [(0, 1), (9, 10)]
 
 
 def test_equal_answers_are_kept_once_and_those_of_a_step_side_by_side() -> None:
-    decoder: Any = choose(tiny().network, "tiny")
-    batch = Batch(decoder, 8)
+    decoder: Any = select_decoder(tiny().network, "tiny")
+    batch = ContinuousBatch(decoder, 8)
     asked = [request(PROMPTS[0], seed=seed, max_tokens=4) for seed in (1, 1, 2, 3)]
     batch.waiting.extend(asked)
     while batch.busy:
@@ -227,7 +227,7 @@ def test_weights_are_packed_anew_when_they_have_changed(tmp_path: Path) -> None:
     async def use(engine: LocalEngine) -> tuple[Generation, Generation]:
         fused = engine._batch.decoder.fused
         assert fused is not None
-        assert all(one.panels is not None for one in (*fused.groups, *fused.others))
+        assert all(one.packed_matrix is not None for one in (*fused.groups, *fused.singles))
         before = await engine.generate(PROMPTS[0], Sampling(max_tokens=5, seed=1))
         await engine.load_weights(folder, 1)
         return before, await engine.generate(PROMPTS[0], Sampling(max_tokens=5, seed=1))

@@ -11,11 +11,11 @@ import torch
 
 from keel.config import EngineSettings, Sampling, TrainerSettings
 from keel.inference.local import decoders
-from keel.inference.local.continuous_batch import PREFILL, Batch, Request
-from keel.inference.local.decode_attention import LENGTH
-from keel.inference.local.decoders import Alone, Together, choose
+from keel.inference.local.continuous_batch import MAX_PREFILL_TOKENS, ContinuousBatch, GenerationRequest
+from keel.inference.local.decode_attention import INITIAL_CAPACITY
+from keel.inference.local.decoders import SequentialDecoder, BatchedDecoder, select_decoder
 from keel.inference.local.local_engine import LocalEngine
-from keel.inference.local.sampling import StopText
+from keel.inference.local.sampling import StopStringDetector
 from keel.inference.protocol import EngineError, Generation
 from keel.training import Model, Sample, Trainer
 from tests.support.policy_strategies import FAMILIES, tiny
@@ -66,10 +66,10 @@ def off_trainer(model: Model, prompts: Sequence[Sequence[int]], found: Sequence[
     return float((recorded - wanted).abs().mean())
 
 
-def request(prompt: Sequence[int], **sampling: Any) -> Request:
+def request(prompt: Sequence[int], **sampling: Any) -> GenerationRequest:
     settings = Sampling(**sampling)
     stops = frozenset(settings.stop_token_ids)
-    return Request(tuple(prompt), settings, stops, StopText(None, ()), settings.max_tokens)
+    return GenerationRequest(tuple(prompt), settings, stops, StopStringDetector(None, ()), settings.max_tokens)
 
 
 # exactness
@@ -89,9 +89,9 @@ def test_logprobs_are_the_trainers_at_any_temperature(family: str) -> None:
 
 def test_models_are_batched_unless_they_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
     for family in FAMILIES:
-        assert isinstance(choose(tiny(family).network, family), Together), family
+        assert isinstance(select_decoder(tiny(family).network, family), BatchedDecoder), family
     with caplog.at_level(logging.WARNING, logger="keel"):
-        assert isinstance(choose(tiny("tiny-mamba").network, "tiny-mamba"), Alone)
+        assert isinstance(select_decoder(tiny("tiny-mamba").network, "tiny-mamba"), SequentialDecoder)
     assert "recurrent state" in caplog.text
 
 
@@ -104,7 +104,7 @@ def test_a_model_with_a_state_is_decoded_alone_and_exact() -> None:
 def test_half_precision_is_sampled_as_it_is_trained() -> None:
     for family in ("tiny", "tiny-gpt-oss"):
         model = tiny(family, dtype="bfloat16")
-        assert isinstance(choose(model.network, family), Together)
+        assert isinstance(select_decoder(model.network, family), BatchedDecoder)
         asked = [(prompt, Sampling(max_tokens=12, seed=3)) for prompt in PROMPTS]
         assert off_trainer(model, PROMPTS, ask(model, together(asked))) < 0.1
 
@@ -126,7 +126,7 @@ def test_long_answers_that_spill_stay_exact_and_reserve_nothing_for_others(
 
     async def use(engine: LocalEngine) -> list[Generation]:
         found = await together(asked)(engine)
-        assert engine._batch.decoder.tails.length == LENGTH  # type: ignore[attr-defined]
+        assert engine._batch.decoder.tails.length == INITIAL_CAPACITY  # type: ignore[attr-defined]
         return found
 
     found = ask(model, use, max_batch=4)
@@ -173,7 +173,7 @@ def test_equal_seeds_give_equal_answers_and_others_do_not() -> None:
 
 def test_a_group_computes_its_prompt_once_and_nobody_copies_it() -> None:
     decoder = counting(tiny())
-    batch = Batch(decoder, 8)
+    batch = ContinuousBatch(decoder, 8)
     batch.waiting.extend(request(PROMPTS[0], seed=number, max_tokens=5) for number in range(12))
     batch.step(0)
     leaf = batch.rows[0].leaf
@@ -187,7 +187,7 @@ def test_a_group_computes_its_prompt_once_and_nobody_copies_it() -> None:
 
 def test_what_prompts_have_in_common_is_computed_once() -> None:
     decoder = counting(tiny())
-    batch = Batch(decoder, 8)
+    batch = ContinuousBatch(decoder, 8)
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
     batch.waiting.extend(request(prompt, max_tokens=2) for prompt in prompts)
     batch.step(0)
@@ -197,7 +197,7 @@ def test_what_prompts_have_in_common_is_computed_once() -> None:
 
 def test_a_prompt_that_is_not_kept_is_dropped_with_its_last_request() -> None:
     decoder = counting(tiny(), keep=0)
-    batch = Batch(decoder, 8)
+    batch = ContinuousBatch(decoder, 8)
     for _ in range(2):
         batch.waiting.append(request(PROMPTS[0], max_tokens=1))
         batch.step(0)
@@ -209,14 +209,14 @@ def test_a_prompt_that_is_not_kept_is_dropped_with_its_last_request() -> None:
 def counting(model: Model, **options: Any) -> Any:
     """A decoder that notes how many tokens each forward pass had."""
 
-    class Counting(Together):
+    class Counting(BatchedDecoder):
         computed: list[int] = []
 
         def _forward(self, nodes: Any, rows: Any) -> torch.Tensor:
             self.computed.append(sum(len(node) for node in nodes) + len(rows))
             return super()._forward(nodes, rows)
 
-    choose(model.network, "tiny")
+    select_decoder(model.network, "tiny")
     decoder = Counting(model.network, **options)
     decoder.computed = []
     return decoder
@@ -226,7 +226,7 @@ def counting(model: Model, **options: Any) -> Any:
 
 
 def test_requests_join_between_steps_and_leave_at_once_in_order() -> None:
-    batch = Batch(counting(tiny()), 2)
+    batch = ContinuousBatch(counting(tiny()), 2)
     asked = [request(prompt, max_tokens=size) for prompt, size in zip(PROMPTS, (3, 1, 2, 4, 1), strict=True)]
     batch.waiting.extend(asked)
     running = []
@@ -239,8 +239,8 @@ def test_requests_join_between_steps_and_leave_at_once_in_order() -> None:
 
 
 def test_long_prompts_do_not_all_join_in_one_step() -> None:
-    batch = Batch(counting(tiny()), 8)
-    batch.waiting.extend(request([number] * (PREFILL // 2 + 1), max_tokens=3) for number in range(3))
+    batch = ContinuousBatch(counting(tiny()), 8)
+    batch.waiting.extend(request([number] * (MAX_PREFILL_TOKENS // 2 + 1), max_tokens=3) for number in range(3))
     batch.step(0)
     assert len(batch.rows) == 1
 
@@ -265,7 +265,7 @@ def test_cancelling_frees_the_row_before_the_next_step() -> None:
 
 def test_a_cancelled_request_that_waits_is_never_started() -> None:
     decoder = counting(tiny())
-    batch = Batch(decoder, 4)
+    batch = ContinuousBatch(decoder, 4)
     batch.waiting.append(request(PROMPTS[0]))
     batch.waiting[0].future.cancel()
     batch.step(0)
@@ -284,7 +284,7 @@ def test_rows_that_move_into_a_gap_stay_exact() -> None:
 
 def test_rows_may_leave_and_fail_in_the_step_in_which_others_join() -> None:
     model = tiny()
-    batch = Batch(counting(model), 8)
+    batch = ContinuousBatch(counting(model), 8)
     first = [request(PROMPTS[n], seed=n, max_tokens=3) for n in range(2)]
     later = [request(PROMPTS[n % 3], seed=n, max_tokens=6) for n in range(6)]
     batch.waiting.extend(first)
@@ -298,10 +298,10 @@ def test_rows_may_leave_and_fail_in_the_step_in_which_others_join() -> None:
     found = [one.future.result() for one in (*first, *later)]
     assert off_trainer(model, [one.prompt for one in (*first, *later)], found) < 1e-5
     batch.waiting.extend(request(PROMPTS[n % 3]) for n in range(8))
-    batch.decoder.logits = None  # type: ignore[assignment,method-assign]
+    batch.decoder.compute_logits = None  # type: ignore[assignment,method-assign]
     with pytest.raises(TypeError):
         batch.step(0)
-    batch.fail(lambda: EngineError("it failed"), waiting=True)
+    batch.fail(lambda: EngineError("it failed"), include_waiting=True)
     assert not batch.busy
 
 

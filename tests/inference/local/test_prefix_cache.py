@@ -9,12 +9,12 @@ import torch
 
 from keel.config import Sampling
 from keel.inference.local import decoders
-from keel.inference.local.continuous_batch import Batch
-from keel.inference.local.decoders import choose
+from keel.inference.local.continuous_batch import ContinuousBatch
+from keel.inference.local.decoders import select_decoder
 from keel.inference.local.local_engine import LocalEngine
-from keel.inference.local.prefix_cache import Kept, Node, shelve
+from keel.inference.local.prefix_cache import RetainedPrefixes, PrefixNode, allocate_blocks
 from keel.inference.protocol import EngineError, Generation
-from keel.inference.server.openai_responses import Piece
+from keel.inference.server.openai_responses import TokenChunk
 from tests.inference.local.test_local_engine import PROMPTS, ask, counting, off_trainer, request
 from tests.inference.local.test_weight_loading import adapter_of, folder_of
 from tests.support.policy_strategies import FAMILIES, LORA, tiny
@@ -24,7 +24,7 @@ MORE = [*b"\nuser\nHigher.\n"]
 
 def turns(decoder: Any, count: int, size: int = 5) -> tuple[list[list[int]], list[Generation]]:
     """A conversation: each prompt is all that came before and what the user says next."""
-    batch, prompt = Batch(decoder, 4), list(PROMPTS[0])
+    batch, prompt = ContinuousBatch(decoder, 4), list(PROMPTS[0])
     prompts, found = [], []
     for turn in range(count):
         one = request(prompt, max_tokens=size, seed=turn)
@@ -87,25 +87,25 @@ def test_nothing_that_other_weights_computed_is_reused(tmp_path: Path) -> None:
 
 
 def test_kept_beginnings_take_bounded_memory_and_the_oldest_go_first() -> None:
-    def node(first: int, parent: Node | None = None) -> Node:
-        one = Node((*(parent.ids if parent else ()), *[first] * 16), parent)
-        shelve([one])
-        one.store(0, torch.zeros(1, 16, 8), torch.zeros(1, 16, 8))
+    def node(first: int, parent: PrefixNode | None = None) -> PrefixNode:
+        one = PrefixNode((*(parent.ids if parent else ()), *[first] * 16), parent)
+        allocate_blocks([one])
+        one.store_kv(0, torch.zeros(1, 16, 8), torch.zeros(1, 16, 8))
         return one
 
     size = 2 * 16 * 8 * 4
-    kept, root = Kept(3 * size), node(0)
+    kept, root = RetainedPrefixes(3 * size), node(0)
     first, second, third = (node(number, root) for number in (1, 2, 3))
     kept.add(first)
     kept.add(second)
-    assert kept.bytes == 3 * size  # the root once
+    assert kept.used_bytes == 3 * size  # the root once
     kept.add(first)
     kept.add(third)
     assert list(kept._nodes.values()) == [first, third]
-    assert kept.bytes == 3 * size
+    assert kept.used_bytes == 3 * size
     kept.add(node(4))
-    assert kept.bytes == 3 * size
-    Kept(size - 1).add(root)  # more than there is room for is not kept at all
+    assert kept.used_bytes == 3 * size
+    RetainedPrefixes(size - 1).add(root)  # more than there is room for is not kept at all
 
 
 def test_forgetting_prompts_computes_them_anew() -> None:
@@ -113,7 +113,7 @@ def test_forgetting_prompts_computes_them_anew() -> None:
         first = await engine.generate(PROMPTS[0], Sampling(max_tokens=5, seed=1))
         prefixes = engine._batch.decoder.prefixes  # type: ignore[attr-defined]
         assert len(prefixes) > 0
-        await engine.forget_prompts()
+        await engine.clear_prefix_cache()
         assert len(prefixes) == 0
         assert await engine.version() == 0
         assert await engine.generate(PROMPTS[0], Sampling(max_tokens=5, seed=1)) == first
@@ -128,14 +128,14 @@ def test_layers_of_one_input_are_one_product_and_hold_no_second_weight() -> None
     for family in FAMILIES:
         network: Any = tiny(family).network
         size = sum(weight.numel() for weight in network.parameters())
-        fused = choose(network, family).fused
+        fused = select_decoder(network, family).fused
         assert fused is not None
         layers = len(network.model.layers)
         dense = hasattr(network.model.layers[0].mlp, "up_proj")
         assert [len(group.layers) for group in fused.groups] == ([3, 2] if dense else [3]) * layers, family
         held = {weight.untyped_storage().data_ptr(): weight for weight in network.parameters()}
         assert sum(weight.untyped_storage().nbytes() // 4 for weight in held.values()) == size
-        assert all(group.whole for group in fused.groups)
+        assert all(group.views_intact for group in fused.groups)
 
 
 def test_closing_leaves_the_network_as_it_was(tmp_path: Path) -> None:
@@ -151,13 +151,13 @@ def test_closing_leaves_the_network_as_it_was(tmp_path: Path) -> None:
 
 def test_weights_put_in_place_of_others_are_followed(tmp_path: Path) -> None:
     model = tiny()
-    fused = choose(model.network, "tiny").fused
+    fused = select_decoder(model.network, "tiny").fused
     assert fused is not None
     layer = fused.groups[0].layers[1]
     layer.weight.data = layer.weight.data * 2
-    assert not fused.groups[0].whole
-    fused.check()
-    assert fused.groups[0].whole
+    assert not fused.groups[0].views_intact
+    fused.refresh()
+    assert fused.groups[0].views_intact
     states = torch.randn(3, layer.in_features)
     torch.testing.assert_close(layer(states), torch.nn.functional.linear(states, layer.weight))
 
@@ -169,7 +169,7 @@ def test_an_adapter_on_int8_and_fused_layers_is_still_merged(tmp_path: Path) -> 
         await engine.load_adapter(adapter, 1)
         fused = engine._batch.decoder.fused
         assert fused is not None
-        assert all(group.whole for group in fused.groups)
+        assert all(group.views_intact for group in fused.groups)
 
     ask(tiny(), use)
     ask(tiny(), use, int8=True)
@@ -181,7 +181,7 @@ def test_an_adapter_on_int8_and_fused_layers_is_still_merged(tmp_path: Path) -> 
 def test_pieces_of_a_stream_joined_are_the_answer_and_come_while_it_is_sampled() -> None:
     sampling = Sampling(max_tokens=40, seed=3)
 
-    async def use(engine: LocalEngine) -> tuple[list[Piece], Generation]:
+    async def use(engine: LocalEngine) -> tuple[list[TokenChunk], Generation]:
         pieces = [piece async for piece in engine.stream(PROMPTS[0], sampling)]
         return pieces, await engine.generate(PROMPTS[0], sampling)
 

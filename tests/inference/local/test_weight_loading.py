@@ -12,10 +12,10 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from keel.common.atomic_files import new_folder, seal
+from keel.common.atomic_files import atomic_folder, write_manifest
 from keel.config import Sampling
-from keel.inference.local.decoders import choose
-from keel.inference.local.int8 import Int8, quantised
+from keel.inference.local.decoders import select_decoder
+from keel.inference.local.int8 import Int8Linear, quantize_linears
 from keel.inference.local.local_engine import LocalEngine
 from keel.inference.protocol import EngineError, Generation
 from keel.training import Model
@@ -59,7 +59,7 @@ def test_requests_after_new_weights_are_exact_to_them(family: str, tmp_path: Pat
 
 async def relabelled(found: Awaitable[Generation], version: int) -> Generation:
     one = await found
-    return Generation(one.token_ids, one.logprobs, (version,) * len(one.versions), one.finish, one.temperature)
+    return Generation(one.token_ids, one.logprobs, (version,) * len(one.versions), one.finish_reason, one.temperature)
 
 
 def test_a_request_in_flight_goes_on_and_its_versions_switch_once(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_token_after_the_switch_sees_old_keys_by_new_weights(tmp_path: Path) -
     """The documented meaning: the model's own cache, filled by the old weights and then read by the new ones."""
     old, new = tiny(), tiny(seed=5)
     row = request(PROMPTS[0])
-    decoder: Any = choose(old.network, "old")
+    decoder: Any = select_decoder(old.network, "old")
     with torch.inference_mode():
         decoder.logits([row])
         row.tokens.append(65)
@@ -243,9 +243,9 @@ def _other_rank(path: Path) -> str:
 
 
 def _sealed(model: Model, path: Path) -> Path:
-    with new_folder(path) as folder:
+    with atomic_folder(path) as folder:
         write_weights(folder, model)
-        seal(folder)
+        write_manifest(folder)
     return path
 
 
@@ -336,7 +336,7 @@ def test_the_callers_own_way_to_load_is_used() -> None:
 
     async def run() -> Generation:
         model = tiny()
-        engine = LocalEngine(model.network, model.tokenizer, load=lambda folder: other.network.state_dict())
+        engine = LocalEngine(model.network, model.tokenizer, weight_reader=lambda folder: other.network.state_dict())
         await engine.load_weights("anywhere", 4)
         found = await answer(engine)
         await engine.close()
@@ -385,7 +385,7 @@ def test_int8_layers_are_made_anew_for_an_adapter(tmp_path: Path) -> None:
 
 def test_an_int8_copy_holds_no_second_set_of_other_weights() -> None:
     network: Any = tiny().network
-    twin = quantised(network)
+    twin = quantize_linears(network)
     assert twin.get_input_embeddings().weight.data_ptr() == network.get_input_embeddings().weight.data_ptr()
     assert not any(isinstance(layer, torch.nn.Linear) and type(layer) is torch.nn.Linear for layer in twin.modules())
 
@@ -393,7 +393,7 @@ def test_an_int8_copy_holds_no_second_set_of_other_weights() -> None:
 def test_an_int8_row_depends_on_no_other_row() -> None:
     chance = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(40, 24, generator=chance), torch.randn(40, generator=chance)
-    layer = Int8(weight, bias)
+    layer = Int8Linear(weight, bias)
     rows = torch.randn(6, 24, generator=chance) * torch.tensor([1e-6, 1.0, 1.0, 3.0, 500.0, 0.0])[:, None]
     alone = torch.cat([layer(row[None]) for row in rows])
     assert torch.equal(layer(rows), alone)
@@ -406,7 +406,7 @@ def test_an_int8_row_depends_on_no_other_row() -> None:
 @pytest.mark.parametrize("junk", [float("nan"), float("inf")])
 def test_an_int8_row_that_is_not_finite_is_its_own_trouble(junk: float) -> None:
     rows = torch.randn(4, 24, generator=torch.Generator().manual_seed(0))
-    layer = Int8(torch.randn(40, 24, generator=torch.Generator().manual_seed(1)), None)
+    layer = Int8Linear(torch.randn(40, 24, generator=torch.Generator().manual_seed(1)), None)
     whole = layer(rows)
     rows[2, 5] = junk
     found = layer(rows)
@@ -415,9 +415,9 @@ def test_an_int8_row_that_is_not_finite_is_its_own_trouble(junk: float) -> None:
 
 
 def test_int8_by_the_engines_own_forward_pass_is_int8_by_the_models_code() -> None:
-    decoder: Any = choose(tiny().network, "tiny")
+    decoder: Any = select_decoder(tiny().network, "tiny")
     assert decoder.own is not None
-    twin = quantised(decoder.network, decoder.fused)
+    twin = quantize_linears(decoder.network, decoder.fused)
     decoder.network = twin
 
     def scores() -> torch.Tensor:

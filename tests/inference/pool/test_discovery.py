@@ -20,9 +20,9 @@ from keel.inference.pool.discovery import (
     HttpList,
     StaticList,
     WatchedFile,
-    members,
-    plain,
-    source_of,
+    validate_urls,
+    one_line,
+    make_source,
 )
 
 
@@ -35,22 +35,22 @@ def http_list(handler: Any, url: str = "http://registry/members") -> HttpList:
 
 
 def test_settings_choose_the_source() -> None:
-    assert isinstance(source_of(PoolSettings(urls=["http://a"])), StaticList)
-    assert isinstance(source_of(PoolSettings(dns="a:1")), DnsName)
-    assert isinstance(source_of(PoolSettings(file="a")), WatchedFile)
-    assert isinstance(source_of(PoolSettings(list_url="http://a")), HttpList)
+    assert isinstance(make_source(PoolSettings(urls=["http://a"])), StaticList)
+    assert isinstance(make_source(PoolSettings(dns="a:1")), DnsName)
+    assert isinstance(make_source(PoolSettings(file="a")), WatchedFile)
+    assert isinstance(make_source(PoolSettings(list_url="http://a")), HttpList)
 
 
 def test_only_a_static_list_is_asked_once() -> None:
-    assert not StaticList(["http://a"]).changes
-    assert DnsName("a:1").changes and WatchedFile("a").changes and HttpList("http://a").changes
+    assert not StaticList(["http://a"]).dynamic
+    assert DnsName("a:1").dynamic and WatchedFile("a").dynamic and HttpList("http://a").dynamic
 
 
 # URLs
 
 
 def test_members_are_listed_once_and_in_order() -> None:
-    assert members(["http://b:1/", "https://a", "http://b:1", "http://[::1]:8000/v1"]) == [
+    assert validate_urls(["http://b:1/", "https://a", "http://b:1", "http://[::1]:8000/v1"]) == [
         "http://b:1",
         "https://a",
         "http://[::1]:8000/v1",
@@ -79,13 +79,13 @@ def test_members_are_listed_once_and_in_order() -> None:
 )
 def test_what_is_no_url_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(DiscoveryError, match=r"http://10\.0\.0\.1:8000") as refused:
-        members(["http://good", url])
+        validate_urls(["http://good", url])
     assert str(refused.value).isprintable()
 
 
 def test_a_password_in_a_url_is_refused_and_not_shown() -> None:
     with pytest.raises(DiscoveryError, match=r"pool\.api_key") as refused:
-        members(["http://me:secret@host:1"])
+        validate_urls(["http://me:secret@host:1"])
     assert "secret" not in str(refused.value)
 
 
@@ -99,10 +99,10 @@ def test_a_static_list_is_checked_when_it_is_made() -> None:
 @example("\x1b]0;title\x07[bold]")
 @example("a" * 10_000)
 def test_plain_text_is_one_printable_line(text: str | bytes) -> None:
-    line = plain(text)
+    line = one_line(text)
     assert len(line) <= 200
     assert line.isprintable()
-    assert plain(line) == line
+    assert one_line(line) == line
 
 
 # DNS

@@ -18,7 +18,7 @@ from keel.inference.protocol import Engine, EngineError, Generation
 from keel.inference.server.app import build_app
 from keel.inference.server.openai_requests import Limits
 from keel.training import load_model
-from keel.training.model.model_source import find
+from keel.training.model.model_source import resolve_model
 from tests.support.engine_fakes import ANYWHERE, END, TOKENIZER, FakeEngine, serving, until
 
 PROMPT = [97, 98]
@@ -28,7 +28,7 @@ def on_app(work: Callable[[HttpEngine], Any], engine: FakeEngine, *, key: str | 
     """What `work` gives on an engine that talks to Keel's server, without a network."""
 
     async def run() -> Any:
-        app = build_app(engine, TOKENIZER, model="tiny", roots=ANYWHERE, **options)
+        app = build_app(engine, TOKENIZER, model="tiny", allowed_folders=ANYWHERE, **options)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
             return await work(HttpEngine("http://127.0.0.1/v1", api_key=key, client=client))
 
@@ -129,7 +129,7 @@ def test_whether_to_try_again_survives_the_way_over_http(error: EngineError, ret
 
 def test_a_full_server_may_be_tried_again_and_a_wrong_key_not() -> None:
     with pytest.raises(EngineError, match=r"429.*limit of 0") as full:
-        on_app(generate, FakeEngine(), limits=Limits(requests=0))
+        on_app(generate, FakeEngine(), limits=Limits(max_in_flight=0))
     assert full.value.retryable
     with pytest.raises(EngineError, match=r"401.*key is wrong") as wrong:
         on_app(generate, FakeEngine(), api_key="right", key="no")
@@ -338,7 +338,7 @@ def test_a_hundred_requests_at_once_each_get_their_own_answer() -> None:
 
 def test_the_local_engine_over_http_takes_weights_and_adapters_while_it_answers(tmp_path: Path) -> None:
     model = load_model(ModelSettings(name="tiny"))
-    other = find("tiny", seed=1).folder
+    other = resolve_model("tiny", seed=1).folder
     adapted = load_model(ModelSettings(name="tiny", lora=LoraSettings(rank=4)))
     for name, weight in adapted.parameters().items():
         if "lora_B" in name:
@@ -377,7 +377,7 @@ def test_the_local_engine_over_http_takes_weights_and_adapters_while_it_answers(
         assert not error.value.retryable
         await engine.close()
 
-    with serving(build_app(local, model.tokenizer, model="tiny", roots=ANYWHERE)) as url:
+    with serving(build_app(local, model.tokenizer, model="tiny", allowed_folders=ANYWHERE)) as url:
         asyncio.run(run(url))
 
 

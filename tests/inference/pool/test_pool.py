@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from keel.inference.pool import pool as pool_module
-from keel.inference.pool.target_weights import Load, Weights
+from keel.inference.pool.target_weights import WeightLoad, TargetWeights
 from keel.inference.protocol import EngineError
 from tests.support.pool_world import World, now, play
 
@@ -71,7 +71,7 @@ def test_an_unreachable_member_is_loaded_again_even_if_its_version_looks_right()
         world[0].restart()
         world[0].version = 7
         await asyncio.sleep(90)
-        assert world[0].loads == (Load("weights", "/w", 7),)
+        assert world[0].loads == (WeightLoad("weights", "/w", 7),)
         assert world.states() == ["ready"] * 3
 
     play(scene)
@@ -104,7 +104,7 @@ def test_what_a_member_said_before_a_request_failed_does_not_count() -> None:
 def test_a_member_at_a_version_that_nobody_can_give_it_is_not_used() -> None:
     async def scene(world: World) -> None:
         world[0].version = 5
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         assert world.states() == ["unhealthy", "ready"]
         assert "holds version 5, the pool wants 0" in world.pool.status()[0].last_error
         await world.pool.load_weights("/w", 6)
@@ -196,7 +196,7 @@ def test_the_memory_of_groups_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     async def scene(world: World) -> None:
         for i in range(200):
             await world.ask(f"g{i}")
-        assert len(world.pool._groups) == 50
+        assert len(world.pool._group_urls) == 50
 
     play(scene)
 
@@ -204,7 +204,7 @@ def test_the_memory_of_groups_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_requests_of_others_count_as_load() -> None:
     async def scene(world: World) -> None:
         world[0].running = 9
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         await asyncio.gather(*(world.ask() for _ in range(4)))
         assert [len(world[i].asked) for i in range(2)] == [0, 4]
         world[0].running = 0
@@ -220,7 +220,7 @@ def test_a_retryable_error_is_tried_elsewhere_and_others_pass() -> None:
         await world.ask("g")
         member = world.hand_outs[0][0]
         member.error = EngineError("queue is full")
-        assert (await world.ask("g")).finish == "stop"
+        assert (await world.ask("g")).finish_reason == "stop"
         assert [server is member for server, *_ in world.hand_outs] == [True, True, False]
         for i in range(3):
             world[i].error = EngineError("prompt is too long", retryable=False)
@@ -236,7 +236,7 @@ def test_a_retryable_error_is_tried_elsewhere_and_others_pass() -> None:
 
 def test_a_member_that_fails_at_once_does_not_draw_all_requests() -> None:
     async def scene(world: World) -> None:
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         world[0].error = EngineError("out of memory")
         world[0].answer_seconds = 0.0
         for _ in range(30):
@@ -272,7 +272,7 @@ def test_the_only_member_is_tried_again_after_it_said_that_it_is_well() -> None:
         asking = asyncio.create_task(world.ask())
         await asyncio.sleep(0.8)
         world[0].error = None
-        assert (await asking).finish == "stop"
+        assert (await asking).finish_reason == "stop"
         assert len(world.hand_outs) == 2
 
     play(scene, 1)
@@ -280,7 +280,7 @@ def test_the_only_member_is_tried_again_after_it_said_that_it_is_well() -> None:
 
 def test_a_cancelled_request_is_cancelled_at_its_member() -> None:
     async def scene(world: World) -> None:
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         asking = asyncio.create_task(world.ask())
         await asyncio.sleep(0.3)
         assert sum(world[i].running for i in range(3)) == 1
@@ -297,7 +297,7 @@ def test_a_cancelled_request_is_cancelled_at_its_member() -> None:
 
 def test_requests_at_a_member_that_vanished_are_given_up_and_moved() -> None:
     async def scene(world: World) -> None:
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         for i in range(3):
             world[i].answer_seconds = 60.0
         asking = [asyncio.create_task(world.ask()) for _ in range(3)]
@@ -340,7 +340,7 @@ def test_nobody_found_is_an_error_too() -> None:
 def test_looks_at_a_dead_member_become_rare_and_it_is_found_when_it_returns() -> None:
     async def scene(world: World) -> None:
         world[0].stop()
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         await asyncio.sleep(3600)
         gaps = [round(b - a, 1) for a, b in pairwise(world[0].health_calls)]
         assert gaps[:5] == [2.5, 5.0, 10.0, 20.0, 40.0]
@@ -355,7 +355,7 @@ def test_looks_at_a_dead_member_become_rare_and_it_is_found_when_it_returns() ->
 
 def test_closing_ends_what_is_in_flight_and_what_waits() -> None:
     async def scene(world: World) -> None:
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         asking = asyncio.create_task(world.ask())
         await asyncio.sleep(0.3)
         for i in range(3):
@@ -380,7 +380,7 @@ def test_closing_ends_what_is_in_flight_and_what_waits() -> None:
 
 def test_an_update_reaches_all_members_at_once_and_then_the_version_advances() -> None:
     async def scene(world: World) -> None:
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         assert await world.pool.version() == 0
         start = now()
         update = asyncio.create_task(world.pool.load_weights("/w", 3))
@@ -398,7 +398,7 @@ def test_an_update_reaches_all_members_at_once_and_then_the_version_advances() -
 
 def test_sampling_goes_on_with_the_weights_before_until_new_ones_are_live_somewhere() -> None:
     async def scene(world: World) -> None:
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         for i in range(3):
             world[i].load_seconds = 30.0 + 5 * i
         update = asyncio.create_task(world.pool.load_weights("/w", 1))
@@ -459,7 +459,7 @@ def test_after_a_failed_update_nobody_is_used_on_the_strength_of_what_it_held_be
 
 def test_requests_in_flight_survive_an_update() -> None:
     async def scene(world: World) -> None:
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         for i in range(3):
             world[i].answer_seconds = 5
         asking = [asyncio.create_task(world.ask()) for _ in range(6)]
@@ -473,7 +473,7 @@ def test_requests_in_flight_survive_an_update() -> None:
 
 def test_a_member_that_misses_an_update_is_left_out_until_it_has_caught_up() -> None:
     async def scene(world: World) -> None:
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         world[1].loads_fail = True
         await world.pool.load_weights("/w", 1)
         assert await world.pool.version() == 1
@@ -485,7 +485,7 @@ def test_a_member_that_misses_an_update_is_left_out_until_it_has_caught_up() -> 
         world[1].loads_fail = False
         await asyncio.sleep(60)
         assert world.states() == ["ready"] * 3
-        assert world[1].loads == (Load("weights", "/w2", 2),)
+        assert world[1].loads == (WeightLoad("weights", "/w2", 2),)
 
     play(scene)
 
@@ -514,7 +514,7 @@ def test_an_update_before_any_member_is_there_waits_for_one(looked: bool) -> Non
         for i in range(2):
             world[i].stop()
         if looked:
-            await world.pool.looked()
+            await world.pool.wait_until_probed()
         with pytest.raises(EngineError, match="no member loaded version 1"):
             await world.pool.load_weights("/w", 1)
         assert now() == pytest.approx(300, abs=1)
@@ -531,7 +531,7 @@ def test_an_update_before_any_member_is_there_waits_for_one(looked: bool) -> Non
 
 def test_a_cancelled_update_leaves_one_version() -> None:
     async def scene(world: World) -> None:
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         for i in range(3):
             world[i].load_seconds = 5
         update = asyncio.create_task(world.pool.load_weights("/w", 1))
@@ -552,7 +552,7 @@ def test_a_cancelled_update_leaves_one_version() -> None:
 
 def test_a_straggler_does_not_hold_up_the_others() -> None:
     async def scene(world: World) -> None:
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         world[2].load_seconds = 500
         start = now()
         update = asyncio.create_task(world.pool.load_weights("/w", 1))
@@ -571,7 +571,7 @@ def test_a_straggler_does_not_hold_up_the_others() -> None:
 
 def test_a_load_that_never_ends_makes_a_member_unhealthy() -> None:
     async def scene(world: World) -> None:
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         world[0].load_seconds = 1e6
         with pytest.raises(EngineError, match=r"took longer than pool.load_timeout = 30 s"):
             await world.pool.load_weights("/w", 1)
@@ -588,7 +588,7 @@ def test_a_new_member_gets_all_weights_and_then_the_adapter() -> None:
         world.listed = ["http://s0:1", "http://s1:1"]
         await asyncio.sleep(15)
         assert world.states() == ["ready", "ready"]
-        assert world[0].loads == world[1].loads == (Load("weights", "/w", 1), Load("adapter", "/b", 3))
+        assert world[0].loads == world[1].loads == (WeightLoad("weights", "/w", 1), WeightLoad("adapter", "/b", 3))
 
     play(scene, 2)
 
@@ -608,24 +608,24 @@ def test_the_same_version_in_another_form_is_another_thing() -> None:
     async def scene(world: World) -> None:
         await world.pool.load_adapter("/a", 1)
         await world.pool.load_weights("/w", 1)
-        assert {world[i].loads for i in range(3)} == {(Load("weights", "/w", 1),)}
+        assert {world[i].loads for i in range(3)} == {(WeightLoad("weights", "/w", 1),)}
 
     play(scene)
 
 
 def test_only_what_is_missing_is_loaded() -> None:
-    w, a, b = Load("weights", "/w", 1), Load("adapter", "/a", 2), Load("adapter", "/b", 3)
-    base = Weights(0)
-    assert base.then(w).then(a) == Weights(2, (w, a))
-    assert base.then(a).then(b) == Weights(3, (b,))
-    assert base.then(a).then(w) == Weights(1, (w,))
-    assert Weights(3, (w, b)).missing(Weights(2, (w, a))) == (b,)
-    assert Weights(3, (w, b)).missing(Weights(1, (w,))) == (b,)
-    assert Weights(3, (w, b)).missing(None) == (w, b)
-    assert Weights(3, (w, b)).missing(Weights(2, (a,))) == (w, b)
-    assert Weights(3, (b,)).missing(Weights(2, (a,))) == (b,)
-    assert Weights(1, (w,)).missing(Weights(2, (w, a))) == (w,)
-    assert Weights(1, (w,)).missing(Weights(1, (w,))) == ()
+    w, a, b = WeightLoad("weights", "/w", 1), WeightLoad("adapter", "/a", 2), WeightLoad("adapter", "/b", 3)
+    base = TargetWeights(0)
+    assert base.plus(w).plus(a) == TargetWeights(2, (w, a))
+    assert base.plus(a).plus(b) == TargetWeights(3, (b,))
+    assert base.plus(a).plus(w) == TargetWeights(1, (w,))
+    assert TargetWeights(3, (w, b)).loads_needed(TargetWeights(2, (w, a))) == (b,)
+    assert TargetWeights(3, (w, b)).loads_needed(TargetWeights(1, (w,))) == (b,)
+    assert TargetWeights(3, (w, b)).loads_needed(None) == (w, b)
+    assert TargetWeights(3, (w, b)).loads_needed(TargetWeights(2, (a,))) == (w, b)
+    assert TargetWeights(3, (b,)).loads_needed(TargetWeights(2, (a,))) == (b,)
+    assert TargetWeights(1, (w,)).loads_needed(TargetWeights(2, (w, a))) == (w,)
+    assert TargetWeights(1, (w,)).loads_needed(TargetWeights(1, (w,))) == ()
 
 
 # membership
@@ -634,14 +634,14 @@ def test_only_what_is_missing_is_loaded() -> None:
 def test_members_come_and_go_without_a_request_lost() -> None:
     async def scene(world: World) -> None:
         world.listed = ["http://s0:1", "http://s1:1"]
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         for i in range(3):
             world[i].answer_seconds = 30
         asking = [asyncio.create_task(world.ask()) for _ in range(4)]
         await asyncio.sleep(1)
         world.listed = ["http://s1:1", "http://s2:1"]
         await asyncio.sleep(14)
-        assert [(row.url, row.leaving) for row in world.pool.status()] == [
+        assert [(row.url, row.retiring) for row in world.pool.status()] == [
             ("http://s1:1", False),
             ("http://s2:1", False),
             ("http://s0:1", True),
@@ -661,11 +661,11 @@ def test_members_come_and_go_without_a_request_lost() -> None:
 
 def test_a_discovery_error_keeps_the_members_and_is_reported() -> None:
     async def scene(world: World) -> None:
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         world.list_error = "the list is \x00 gone"
         await asyncio.sleep(30)
         assert world.pool.discovery_error == "the list is gone"
-        assert (await world.ask()).finish == "stop"
+        assert (await world.ask()).finish_reason == "stop"
         assert len(world.pool.status()) == 3
         world.list_error = ""
         world.listed = world.listed[:1]
@@ -678,7 +678,7 @@ def test_a_discovery_error_keeps_the_members_and_is_reported() -> None:
 
 def test_a_source_that_hangs_is_reported_and_asked_only_once() -> None:
     async def scene(world: World) -> None:
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         asked = []
 
         async def never() -> list[str]:
@@ -686,11 +686,11 @@ def test_a_source_that_hangs_is_reported_and_asked_only_once() -> None:
             await asyncio.sleep(1000)
             return world.listed
 
-        world.find = never  # type: ignore[method-assign]
+        world.fetch_urls = never  # type: ignore[method-assign]
         await asyncio.sleep(300)
         assert "still waiting" in world.pool.discovery_error
         assert len(asked) == 1
-        assert (await world.ask()).finish == "stop"
+        assert (await world.ask()).finish_reason == "stop"
 
     play(scene)
 
@@ -706,7 +706,7 @@ def test_a_connection_that_cannot_be_made_is_that_members_problem() -> None:
 
         await world.pool.close()
         world.pool = pool_module.Pool(world.settings, refuse, source=world)
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         assert world.states() == ["unhealthy", "ready"]
         assert world.pool.status()[0].last_error == "no such engine"
 
@@ -719,7 +719,7 @@ def test_a_connection_that_cannot_be_made_is_that_members_problem() -> None:
 def test_the_status_has_what_happened() -> None:
     async def scene(world: World) -> None:
         assert world.pool.status() == []
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         world[1].answer_seconds = 20
         asking = [asyncio.create_task(world.ask()) for _ in range(2)]
         await asyncio.sleep(10.5)

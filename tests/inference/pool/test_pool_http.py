@@ -34,7 +34,7 @@ class Box:
         self.engine = FakeEngine()
         self.engine.live = 0
         self._running = ExitStack()
-        app = build_app(self.engine, TOKENIZER, model="tiny", api_key="key", roots=ANYWHERE)
+        app = build_app(self.engine, TOKENIZER, model="tiny", api_key="key", allowed_folders=ANYWHERE)
         self._running.enter_context(serving(app, port=self.port, timeout_graceful_shutdown=0))
 
     def kill(self) -> None:
@@ -118,7 +118,7 @@ def test_a_quick_restart_is_found_out_by_the_versions_of_the_answer(tmp_path: Pa
 def test_requests_in_flight_at_a_killed_server_are_answered_by_another() -> None:
     async def scene(machines: list[Box]) -> None:
         async with pool_of(urls=[box.url for box in machines]) as pool:
-            await pool.looked()
+            await pool.wait_until_probed()
             for box in machines:
                 box.engine.delay = 1.0
             asking = [ask(pool) for _ in range(8)]
@@ -136,7 +136,7 @@ def test_requests_in_flight_at_a_killed_server_are_answered_by_another() -> None
 def test_a_cancelled_request_is_cancelled_on_the_server() -> None:
     async def scene(machines: list[Box]) -> None:
         async with pool_of(urls=[machines[0].url]) as pool:
-            await pool.looked()
+            await pool.wait_until_probed()
             machines[0].engine.delay = 30.0
             asking = ask(pool)
             async with asyncio.timeout(10):

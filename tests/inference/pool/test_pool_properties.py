@@ -115,10 +115,10 @@ class History:
         while True:
             version = await pool.version()
             assert version not in self.refused
-            assert pool._live.loads in self.world.live
-            assert version == (pool._live.loads[-1].version if pool._live.loads else 0)
+            assert pool._live_weights.loads in self.world.live
+            assert version == (pool._live_weights.loads[-1].version if pool._live_weights.loads else 0)
             for row in pool.status():
-                assert row.state != "ready" or row.leaving or row.version == version == pool._desired.version
+                assert row.state != "ready" or row.retiring or row.version == version == pool._target_weights.version
             await asyncio.sleep(0.5)
 
 
@@ -216,7 +216,7 @@ def test_new_weights_never_stop_the_sampling_and_an_answer_is_never_older_than_t
             assert now() - began < world.settings.interval + 1.1
             assert min(answer.versions) >= seen
 
-        await world.pool.looked()
+        await world.pool.wait_until_probed()
         updating = asyncio.create_task(update())
         asking = []
         for pause, group in asks:

@@ -24,16 +24,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from keel.common.manifest import seal
+from keel.common.manifest import write_manifest
 from keel.config import ModelSettings, PoolSettings, Sampling
 from keel.errors import ConfigError
 from keel.inference.pool.pool import Pool
-from keel.inference.pool.process import environment
+from keel.inference.pool.process import server_env
 from keel.inference.pool.vllm_engine import VllmEngine, start_vllm
 from keel.inference.protocol import EngineError, Generation
 from keel.training import load_model
 from keel.training.model import tiny_models
-from keel.training.publish.publisher import Folder, Publisher
+from keel.training.publish.publisher import FolderTransport, Publisher
 from tests.support.paths import ROOT
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
@@ -220,7 +220,7 @@ def test_a_request_under_way_goes_on_from_its_tokens_and_each_token_has_the_vers
         names = {0: "base", 1: "step_1", 2: "step_2"}
         assert [names[version] for version in answer.versions] == server.sampled_from
         assert set(answer.versions) == {0, 1, 2}
-        assert answer.finish == "length"
+        assert answer.finish_reason == "length"
         assert len({body["seed"] for body in server.bodies}) == 3
 
     on_stand_in(work)
@@ -246,7 +246,7 @@ def test_a_drained_change_waits_for_answers_and_each_is_of_one_version(missing: 
 
 def test_a_folder_that_was_changed_on_the_way_is_refused_before_vllm_hears_of_it(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    seal(tmp_path)
+    write_manifest(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"weighty")
 
     async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
@@ -279,7 +279,7 @@ def test_an_abort_that_this_engine_did_not_ask_for_is_passed_on() -> None:
         await happens(lambda: len(server.sampled_from) > 3)
         await server.pause({})
         answer = await request
-        assert answer.finish == "cancelled"
+        assert answer.finish_reason == "cancelled"
         assert 3 < len(answer.token_ids) < 50
 
     on_stand_in(work)
@@ -388,7 +388,7 @@ def test_an_answer_ends_where_the_model_does() -> None:
     async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
         answer = await sampled(engine, 100)
         assert server.bodies[0]["max_tokens"] == len(answer.token_ids) == 64 - len(PROMPT)
-        assert answer.finish == "length"
+        assert answer.finish_reason == "length"
 
     on_stand_in(work)
 
@@ -446,7 +446,7 @@ def alive(pid: int) -> bool:
 def test_what_the_user_set_in_the_environment_goes_before_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    made = environment()
+    made = server_env()
     assert made["VLLM_CPU_KVCACHE_SPACE"] == "7"
     assert made["VLLM_SERVER_DEV_MODE"] == "1"
     assert "PYTHONPATH" not in made
@@ -469,7 +469,7 @@ def model_folder(folder: Path, seed: int) -> Path:
         bos_token_id=257, pad_token_id=256,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    tiny_models.tokenizer().save_pretrained(folder)
+    tiny_models.build_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -514,7 +514,7 @@ def test_the_real_server_end_to_end(tmp_path: Path) -> None:
         try:
             await exchange(engine)
         except BaseException:
-            sys.stderr.write(process.tail(60))
+            sys.stderr.write(process.log_tail(60))
             raise
         finally:
             await engine.close()
@@ -534,7 +534,7 @@ def test_the_real_server_end_to_end(tmp_path: Path) -> None:
         assert seeded[0] == seeded[1]
         stopped = await answers(engine, 8, stop_token_ids=tuple(range(128)), max_tokens=64)
         assert all(answer.token_ids[-1] < 128 or answer.token_ids[-1] == 258 for answer in stopped)
-        assert {answer.finish for answer in stopped} == {"stop"}
+        assert {answer.finish_reason for answer in stopped} == {"stop"}
 
         # an adapter, and requests under way that stay without it
         under_way = asyncio.ensure_future(answers(engine, 2, max_tokens=200))
@@ -575,7 +575,7 @@ def test_the_real_server_end_to_end(tmp_path: Path) -> None:
             await engine.generate([1] * 3000, Sampling(max_tokens=4))
         assert not error.value.retryable
         # the model's own end is an end like that of max_tokens
-        last = (await engine.generate([1] * 2040, Sampling(max_tokens=100))).finish
+        last = (await engine.generate([1] * 2040, Sampling(max_tokens=100))).finish_reason
         assert last in ("length", "stop")
 
     async def published(engine: VllmEngine) -> None:
@@ -590,16 +590,16 @@ def test_the_real_server_end_to_end(tmp_path: Path) -> None:
             for name, weight in adapted.peft.named_parameters():
                 if "lora_B" in name:
                     weight.normal_(0, 0.1)
-        await pool.looked()
+        await pool.wait_until_probed()
         settings = Sampling(max_tokens=300, stop_token_ids=())
         under_way = [asyncio.ensure_future(pool.generate(LONG, settings)) for _ in range(4)]
         await asyncio.sleep(0.2)
-        await Publisher(pool, Folder(whole, tmp_path / "whole"), drain=True).publish(10)
+        await Publisher(pool, FolderTransport(whole, tmp_path / "whole"), drain=True).publish(10)
         assert [row.version for row in pool.status()] == [10]
         assert all(len(set(answer.versions)) == 1 for answer in await asyncio.gather(*under_way))
         fresh = [await pool.generate(LONG, Sampling(max_tokens=12)) for _ in range(3)]
         assert difference(first, fresh, {10}) < 1e-3
-        await Publisher(pool, Folder(adapted, tmp_path / "adapted")).publish(11)
+        await Publisher(pool, FolderTransport(adapted, tmp_path / "adapted")).publish(11)
         changed = [await pool.generate(LONG, Sampling(max_tokens=12)) for _ in range(3)]
         assert {version for answer in changed for version in answer.versions} == {11}
         assert difference(adapted.network, changed, {11}) < 1e-3 < 0.01 < difference(first, changed, {11})

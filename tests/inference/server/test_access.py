@@ -24,16 +24,16 @@ from safetensors.torch import save_file
 import keel
 from keel.cli import main
 from keel.common.lora_config_check import check_adapter
-from keel.config import EngineSettings, ModelSettings, load
+from keel.config import EngineSettings, ModelSettings, load_settings
 from keel.errors import ConfigError, KeelError, ModelError
 from keel.inference.local.local_engine import LocalEngine
-from keel.inference.server.access import Access, Rate, Rates, check_binding
+from keel.inference.server.access import AccessControl, RateLimit, RateLimiter, check_binding
 from keel.inference.server.app import build_app
 from keel.inference.server.openai_requests import Limits
 from keel.run.monitor.exporter import Exporter, ExporterServer
 from keel.tools.lens.server import build_app as build_lens
 from keel.training import load_model
-from keel.training.model.model_source import find
+from keel.training.model.model_source import resolve_model
 from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
 from tests.support.lens_world import make_run
 from tests.support.run_world import train
@@ -51,13 +51,13 @@ def scope(client: str = "127.0.0.1", path: str = "/x", **headers: str) -> dict[s
     return {"type": "http", "path": path, "client": (client, 1), "headers": encoded}
 
 
-def status(access: Access, **asked: Any) -> int:
-    refusal = access.refusal(scope(**asked))
+def status(access: AccessControl, **asked: Any) -> int:
+    refusal = access.check_request(scope(**asked))
     return 200 if refusal is None else refusal.status
 
 
 def test_a_key_lets_in_from_anywhere_and_is_sent_by_programs_or_typed_into_a_browser() -> None:
-    access = Access(KEY, None)
+    access = AccessControl(KEY, None)
     assert status(access, client="10.0.0.7", authorization=f"Bearer {KEY}") == 200
     typed = "Basic " + base64.b64encode(f"anyone:{KEY}".encode()).decode()
     assert status(access, client="10.0.0.7", host="box.example", authorization=typed) == 200
@@ -109,11 +109,11 @@ def test_no_client_is_answered_more_often_than_the_rate_and_none_pays_for_anothe
     asked: list[tuple[float, int]], rate: int, burst: int
 ) -> None:
     now = [0.0]
-    rates = Rates(Rate(rate, burst), lambda: now[0])
+    rates = RateLimiter(RateLimit(rate, burst), lambda: now[0])
     answered: dict[int, list[float]] = {}
     for pause, client in asked:
         now[0] += pause
-        wait = rates.wait(client)
+        wait = rates.seconds_until_allowed(client)
         if not wait:
             answered.setdefault(client, []).append(now[0])
         else:
@@ -126,30 +126,30 @@ def test_no_client_is_answered_more_often_than_the_rate_and_none_pays_for_anothe
 
 
 def test_beyond_its_rate_a_client_is_told_when_to_come_back_and_others_are_answered() -> None:
-    access = Access(KEY, Rate(per_second=0.25, burst=3), open_paths=frozenset({"/health"}))
+    access = AccessControl(KEY, RateLimit(per_second=0.25, burst=3), open_paths=frozenset({"/health"}))
     mine = {"client": "10.0.0.7", "authorization": f"Bearer {KEY}"}
     assert [status(access, **mine) for _ in range(4)] == [200, 200, 200, 429]
-    refusal = access.refusal(scope(**mine))
+    refusal = access.check_request(scope(**mine))
     assert refusal is not None and refusal.retry_after == 4
     assert status(access, client="10.0.0.8", authorization=f"Bearer {KEY}") == 200
     assert status(access, client="10.0.0.7", path="/health") == 200  # how it is doing is counted apart
 
 
 def test_strangers_are_limited_and_cannot_use_up_what_the_holder_of_the_key_has() -> None:
-    access = Access(KEY, Rate(per_second=1, burst=5))
+    access = AccessControl(KEY, RateLimit(per_second=1, burst=5))
     seen = [status(access, authorization="Bearer guess") for _ in range(80)]
     assert set(seen) == {401, 429}
     assert [status(access, authorization=f"Bearer {KEY}") for _ in range(5)] == [200] * 5
 
 
 def test_a_subscribers_whole_network_is_one_client() -> None:
-    access = Access(KEY, Rate(per_second=0.1, burst=2))
+    access = AccessControl(KEY, RateLimit(per_second=0.1, burst=2))
     asked = [{"client": f"2001:db8::{n}", "authorization": f"Bearer {KEY}"} for n in range(3)]
     assert [status(access, **one) for one in asked] == [200, 200, 429]
 
 
 def test_the_server_answers_429_with_retry_after_over_http() -> None:
-    app = build_app(FakeEngine(), TOKENIZER, model="m", limits=Limits(rate=Rate(per_second=0.5, burst=3)))
+    app = build_app(FakeEngine(), TOKENIZER, model="m", limits=Limits(rate_limit=RateLimit(per_second=0.5, burst=3)))
     with serving(app) as url, httpx.Client() as client:
         answers = [client.get(f"{url}/v1/models") for _ in range(5)]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 429, 429]
@@ -158,7 +158,7 @@ def test_the_server_answers_429_with_retry_after_over_http() -> None:
 
 
 def test_a_body_that_does_not_arrive_is_not_waited_for() -> None:
-    app = build_app(FakeEngine(), TOKENIZER, model="m", limits=Limits(body_seconds=0.2))
+    app = build_app(FakeEngine(), TOKENIZER, model="m", limits=Limits(body_timeout=0.2))
 
     async def slow() -> Any:
         yield b'{"prompt": '
@@ -244,7 +244,7 @@ class Trap:
 
 def test_weights_that_are_a_program_are_not_run(tmp_path: Path) -> None:
     sprung = tmp_path / "sprung"
-    base = shutil.copytree(find("tiny").folder, tmp_path / "base")
+    base = shutil.copytree(resolve_model("tiny").folder, tmp_path / "base")
     trap = pickle.dumps(Trap(sprung))
     (base / "model.safetensors").unlink()
     (base / "pytorch_model.bin").write_bytes(trap)
@@ -350,7 +350,7 @@ def test_a_pools_key_is_nowhere_but_in_its_file(
     file.write_text(KEY)
     own = load_model(ModelSettings(name="tiny", warm_up_steps=300))
     engine = LocalEngine(own.network, own.tokenizer, EngineSettings())
-    app = build_app(engine, own.tokenizer, model="m", api_key=KEY, roots=ANYWHERE)
+    app = build_app(engine, own.tokenizer, model="m", api_key=KEY, allowed_folders=ANYWHERE)
     folder = tmp_path / "run"
     with serving(app) as url, httpx.Client() as client:
         train(
@@ -394,5 +394,5 @@ def test_the_endpoint_of_the_api_is_on_loopback_behind_a_key_of_its_own() -> Non
 
 
 def test_settings_without_secrets_are_taken() -> None:
-    loaded = load(overrides=["--environments.larger_number.options.shots", "2"])
+    loaded = load_settings(overrides=["--environments.larger_number.options.shots", "2"])
     assert loaded.settings.environments["larger_number"].options == {"shots": 2}

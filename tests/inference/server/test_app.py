@@ -27,8 +27,8 @@ from keel.inference.local.local_engine import LocalEngine
 from keel.inference.protocol import EngineError, Generation
 from keel.inference.server.access import is_loopback
 from keel.inference.server.app import build_app
-from keel.inference.server.openai_requests import NEUTRAL, ChatRequest, CompletionRequest, Limits
-from keel.inference.server.openai_responses import Text
+from keel.inference.server.openai_requests import NO_OP_VALUES, ChatRequest, CompletionRequest, Limits
+from keel.inference.server.openai_responses import IncrementalDetokenizer
 from keel.training import load_model
 from tests.support.engine_fakes import ANYWHERE, END, TOKENIZER, FakeEngine, FakeStreamingEngine, serving, until
 
@@ -149,11 +149,11 @@ def test_deltas_joined_are_the_whole_text_however_the_tokens_arrive(
     text: str, cuts: list[int], stop: list[str]
 ) -> None:
     ids = list(text.encode())
-    whole = Text(TOKENIZER, tuple(stop)).push(ids, last=True)
+    whole = IncrementalDetokenizer(TOKENIZER, tuple(stop)).push(ids, is_last=True)
     assert whole == text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
-    grown, places = Text(TOKENIZER, tuple(stop)), sorted({min(cut, len(ids)) for cut in cuts} | {0, len(ids)})
-    deltas = [grown.push(ids[low:high], last=False) for low, high in itertools.pairwise(places)]
-    deltas.append(grown.push([], last=True))
+    grown, places = IncrementalDetokenizer(TOKENIZER, tuple(stop)), sorted({min(cut, len(ids)) for cut in cuts} | {0, len(ids)})
+    deltas = [grown.push(ids[low:high], is_last=False) for low, high in itertools.pairwise(places)]
+    deltas.append(grown.push([], is_last=True))
     assert "".join(deltas) == whole
     assert all("\ufffd" not in delta for delta in deltas)
 
@@ -262,7 +262,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=5,
 )
-FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, *NEUTRAL, "role"})
+FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, *NO_OP_VALUES, "role"})
 
 
 @settings(max_examples=150)
@@ -426,7 +426,7 @@ def test_weights_and_adapters_are_announced_after_they_are_live(tmp_path: Path) 
 def test_a_client_that_leaves_cancels_its_answers_and_frees_their_room() -> None:
     engine = FakeEngine()
     engine.delay = 30
-    with serving(app_of(engine, limits=Limits(requests=3))) as url:
+    with serving(app_of(engine, limits=Limits(max_in_flight=3))) as url:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{url}/v1/completions", json={"prompt": "a", "n": 3}, timeout=0.3)
         until(lambda: engine.cancelled == 3)
@@ -453,7 +453,7 @@ def test_beyond_the_limit_clients_are_told_to_come_back() -> None:
     engine.delay = 0.5
 
     async def run() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(app_of(engine, limits=Limits(requests=4)))
+        transport = httpx.ASGITransport(app_of(engine, limits=Limits(max_in_flight=4)))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             bodies = [{"prompt": "a", "n": 2, "stream": stream} for stream in (False, True, False, True)]
             return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
@@ -613,7 +613,7 @@ def test_the_server_gives_what_the_local_engine_gives_whole_and_token_by_token()
         assert tuple(choice["token_ids"]) == expected.token_ids
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected.logprobs, abs=1e-5)
         assert choice["versions"] == list(expected.versions)
-        assert choice["finish_reason"] == expected.finish
+        assert choice["finish_reason"] == expected.finish_reason
         chunks = events(httpx.post(f"{url}/v1/completions", json=body | {"stream": True, "n": 2}))[:-1]
         first = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == 0]
         assert joined(part["token_ids"] for part in first) == choice["token_ids"]

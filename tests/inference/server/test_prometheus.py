@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from keel.cli import main
 from keel.inference.protocol import EngineError
 from keel.inference.server.app import build_app
-from keel.inference.server.prometheus import Family, family, text
-from keel.run.evaluate import Evaluation
+from keel.inference.server.prometheus import MetricFamily, single_value_family, render_metrics
+from keel.run.evaluate import EvaluationResult
 from keel.run.monitor.exporter import Exporter, ExporterServer
 from tests.support.engine_fakes import TOKENIZER, FakeEngine, FakeStreamingEngine, until
 from tests.support.run_world import RECIPE
@@ -49,10 +49,10 @@ def parse(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def test_the_page_of_known_numbers() -> None:
-    page = text(
+    page = render_metrics(
         [
-            family("keel_ready", "gauge", "Ready.", True),
-            Family("keel_x_total", "counter", "X,\nby kind.", [({"kind": 'a "b"\\c\n'}, 2.5), ({"kind": "d"}, 1e300)]),
+            single_value_family("keel_ready", "gauge", "Ready.", True),
+            MetricFamily("keel_x_total", "counter", "X,\nby kind.", [({"kind": 'a "b"\\c\n'}, 2.5), ({"kind": "d"}, 1e300)]),
         ]
     )
     assert page == (
@@ -64,17 +64,17 @@ def test_the_page_of_known_numbers() -> None:
 
 def test_numbers_that_are_not_finite_have_their_words() -> None:
     values = [({"a": str(at)}, value) for at, value in enumerate((float("nan"), float("inf"), float("-inf")))]
-    lines = text([Family("x", "gauge", "X.", values)]).split("\n")[2:5]
+    lines = render_metrics([MetricFamily("x", "gauge", "X.", values)]).split("\n")[2:5]
     assert [line.split(" ")[1] for line in lines] == ["NaN", "+Inf", "-Inf"]
 
 
 @given(st.text().filter(lambda label: "\r" not in label), st.floats(allow_nan=False))
 def test_any_label_and_any_number_come_back(label: str, value: float) -> None:
-    assert parse(text([family("x", "gauge", "X.", value, label=label)])) == {("x", (("label", label),)): value}
+    assert parse(render_metrics([single_value_family("x", "gauge", "X.", value, label=label)])) == {("x", (("label", label),)): value}
 
 
 def test_text_that_has_no_bytes_is_still_a_page() -> None:
-    page = text([family("x", "gauge", "X.", 1, label="\ud800\r")])
+    page = render_metrics([single_value_family("x", "gauge", "X.", 1, label="\ud800\r")])
     assert page.encode().count(b"\n") == 3
     assert len(page.splitlines()) == 3
 
@@ -144,12 +144,12 @@ def test_metrics_are_behind_the_key() -> None:
 
 def test_an_exporter_shows_what_it_was_told_last() -> None:
     exporter = Exporter()
-    assert parse(exporter.page())["keel_run_stage", (("stage", "loading"),)] == 1
+    assert parse(exporter.render())["keel_run_stage", (("stage", "loading"),)] == 1
     exporter.started("mine", Path("runs/mine"), 9, 2)
     exporter.waiting("sampling: 3 groups ready")
     exporter.step(3, {"reward": 0.5, "loss": float("nan")})
-    exporter.evaluated(3, Evaluation("larger_number", 0.5, 0.25, 0.75, 4, 1, {1: 0.5}, 0, 1.0))
-    page = parse(exporter.page())
+    exporter.evaluated(3, EvaluationResult("larger_number", 0.5, 0.25, 0.75, 4, 1, {1: 0.5}, 0, 1.0))
+    page = parse(exporter.render())
     assert page["keel_run_info", (("run", "mine"),)] == 1
     assert (page["keel_run_step", ()], page["keel_run_steps", ()]) == (3, 9)
     assert page["keel_run_number", (("name", "reward"),)] == 0.5
@@ -204,7 +204,7 @@ def test_the_numbers_of_a_run_are_served_while_it_runs(tmp_path: Path, monkeypat
         until(lambda: not thread.is_alive())
         self.ledger.set_status("finished")
 
-    monkeypatch.setattr(loop.Run, "train", train_one_step)
+    monkeypatch.setattr(loop.TrainingRun, "train", train_one_step)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
     assert main(["train", str(recipe), "--run", str(tmp_path / "run"), "--metrics-port", str(number)]) == 0

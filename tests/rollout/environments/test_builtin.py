@@ -183,7 +183,7 @@ def test_the_calculator_answers_and_the_tool_result_is_not_trained():
     call = f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}</tool_call>' + END
     engine = ScriptedEngine(call, f"It is {task.data['answer']}{END}")
     rollout = play(environment, task, engine)
-    assert rollout.rewards == {"correct": 1.0, "called": 0.1}
+    assert rollout.reward_components == {"correct": 1.0, "called": 0.1}
     assert rollout.reward == pytest.approx(1.1)
     assert rollout.metrics == {"calls": 1.0, "failed_calls": 0.0}
     (sample,) = rollout.samples
@@ -216,4 +216,4 @@ def test_calling_for_ever_is_ended():
     environment = load("calculator", calls=2)
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 1"}}</tool_call>' + END
     rollout = play(environment, environment.tasks("train")[0], ScriptedEngine(*[call] * 9))
-    assert (rollout.turns, rollout.rewards["correct"], rollout.rewards["called"]) == (3, 0.0, 0.1)
+    assert (rollout.turns, rollout.reward_components["correct"], rollout.reward_components["called"]) == (3, 0.0, 0.1)

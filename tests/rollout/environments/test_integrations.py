@@ -130,7 +130,7 @@ def test_a_verifiers_taskset_is_played_and_scored_by_its_own_rewards(taskset):
     task = splits["train"][0]
     engine = ScriptedEngine(task.data["task"].data.answer + END, "no" + END)
     rollout = play(environment, task, engine)
-    assert (rollout.reward, rollout.rewards, rollout.error) == (2.0, {"right": 2.0}, None)
+    assert (rollout.reward, rollout.reward_components, rollout.error) == (2.0, {"right": 2.0}, None)
     assert "<|im_start|>system\nBe short.<|im_end|>" in engine.tokenizer.decode(engine.requests[0][0])
     wrong = play(environment, task, engine)
     assert (wrong.reward, wrong.metrics) == (0.0, {"length": 2.0})

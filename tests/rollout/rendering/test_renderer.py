@@ -9,10 +9,10 @@ from transformers import AutoTokenizer
 from keel.config import EpisodeLimits, RendererSettings
 from keel.errors import ConfigError
 from keel.inference.protocol import Generation
-from keel.rollout.rendering.renderer import Renderer, Spoken
-from keel.rollout.trajectory import Trajectory
+from keel.rollout.rendering.renderer import Renderer, RenderedTurn
+from keel.rollout.trajectory import EpisodeTrajectory
 from keel.training.model import tiny_models
-from keel.training.model.model_source import find
+from keel.training.model.model_source import resolve_model
 
 KEEP_ALL = RendererSettings(preserve_all_thinking=True)
 KEEP_IN_TOOL_CALLS = RendererSettings(preserve_thinking_between_tool_calls=True)
@@ -67,14 +67,14 @@ MOVES_TOOLS = (
 
 
 def words(template=None):
-    tokenizer = tiny_models.tokenizer()
+    tokenizer = tiny_models.build_tokenizer()
     tokenizer.chat_template = template or tokenizer.chat_template
     return tokenizer
 
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return AutoTokenizer.from_pretrained(find("smollm2-135m").folder)
+    return AutoTokenizer.from_pretrained(resolve_model("smollm2-135m").folder)
 
 
 class Talk:
@@ -82,7 +82,7 @@ class Talk:
 
     def __init__(self, tokenizer, settings=None, tools=None):
         self.tokenizer, self.renderer, self.tools = tokenizer, Renderer(tokenizer, settings), tools
-        self.messages, self.spoken, self.trajectory = [], [], Trajectory()
+        self.messages, self.spoken, self.trajectory = [], [], EpisodeTrajectory()
 
     def say(self, *messages, answer):
         """Give these messages, get this answer; returns the prompt."""
@@ -90,14 +90,14 @@ class Talk:
         prompt = self.renderer.extend(self.spoken, self.messages, self.tools)
         ids = tuple(self.tokenizer.encode(answer, add_special_tokens=False) if isinstance(answer, str) else answer)
         reply = self.renderer.parse(ids, prompt_ids=prompt.ids)
-        self.spoken.append(Spoken(prompt, self.tools, ids, reply))
+        self.spoken.append(RenderedTurn(prompt, self.tools, ids, reply))
         generation = Generation(ids, (-1.0,) * len(ids), (0,) * len(ids), "stop", 1.0)
-        self.trajectory.add(prompt.ids, generation, prompt.reason)
+        self.trajectory.add_turn(prompt.ids, generation, prompt.split_reason)
         self.messages.append(reply)
         return prompt
 
     def samples(self):
-        return self.trajectory.samples(EpisodeLimits(tokens=100_000))
+        return self.trajectory.build_samples(EpisodeLimits(tokens=100_000))
 
     def shown(self, prompt):
         return self.tokenizer.decode(prompt.ids)
@@ -126,7 +126,7 @@ def test_the_next_prompt_is_the_tokens_so_far_and_what_was_added(model, answer, 
     second = talk.say(user("And?"), answer="ok<|im_end|>")
     sampled = tuple(tokenizer.encode(answer, add_special_tokens=False))
     assert second.ids[: len(first.ids) + len(sampled)] == first.ids + sampled
-    assert second.reason is None
+    assert second.split_reason is None
     body = answer.removesuffix("<|im_end|>") + "<|im_end|>"
     assert talk.shown(second) == (
         talk.shown(first) + body + "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
@@ -141,16 +141,16 @@ def test_the_first_prompt_is_the_chat_template(smollm2):
 
 def test_stop_ids_are_the_end_of_text_and_the_end_of_turn(smollm2):
     assert Renderer(smollm2).stop_token_ids == (2,)
-    assert Renderer(words()).stop_token_ids == (tiny_models.SPECIALS[tiny_models.END],)
+    assert Renderer(words()).stop_token_ids == (tiny_models.SPECIAL_TOKENS[tiny_models.IM_END],)
 
 
-@given(st.lists(st.lists(st.integers(0, tiny_models.VOCABULARY - 1), min_size=1, max_size=12), min_size=1, max_size=5))
+@given(st.lists(st.lists(st.integers(0, tiny_models.VOCAB_SIZE - 1), min_size=1, max_size=12), min_size=1, max_size=5))
 @settings(max_examples=100)
 def test_any_tokens_whatever_are_extended_and_never_tokenised_again(answers):
     """Broken UTF-8, special tokens in the middle, an end or none: all of it can be sampled."""
     talk = Talk(words())
     for answer in answers:
-        assert talk.say(user("next"), answer=answer).reason is None
+        assert talk.say(user("next"), answer=answer).split_reason is None
     (sample,) = talk.samples().samples
     trained = [token for token, trains in zip(sample.token_ids, sample.trainable, strict=True) if trains]
     assert trained == [token for answer in answers for token in answer]
@@ -163,7 +163,7 @@ def test_another_tokenisation_of_the_same_text_is_kept(smollm2):
     prompt = talk.renderer.extend([], [user("Hi")])
     reply = talk.renderer.parse(letters, prompt_ids=prompt.ids)
     assert reply["content"] == "hello"
-    following = talk.renderer.extend([Spoken(prompt, None, letters, reply)], [user("Hi"), reply, user("more")])
+    following = talk.renderer.extend([RenderedTurn(prompt, None, letters, reply)], [user("Hi"), reply, user("more")])
     assert following.ids[len(prompt.ids) :][: len(letters)] == letters
 
 
@@ -171,8 +171,8 @@ def test_a_reply_given_back_without_space_or_thinking_is_still_the_reply():
     talk = Talk(words())
     talk.say(user("a"), answer="<think>hm</think> yes <|im_end|>")
     talk.messages[-1] = {"role": "assistant", "content": "yes"}
-    assert talk.say(user("b"), answer="ok<|im_end|>").reason is None
-    assert talk.say(user("c"), answer="ok<|im_end|>").reason is None
+    assert talk.say(user("b"), answer="ok<|im_end|>").split_reason is None
+    assert talk.say(user("c"), answer="ok<|im_end|>").split_reason is None
     assert len(talk.samples().samples) == 1
 
 
@@ -181,35 +181,35 @@ def test_a_changed_history_is_a_compaction():
     talk.say(user("a"), answer="b<|im_end|>")
     talk.messages = [user("summary of a and b")]
     prompt = talk.say(user("c"), answer="d<|im_end|>")
-    assert prompt.reason == "compaction"
-    assert talk.say(user("e"), answer="f<|im_end|>").reason is None
-    assert [sample.reason for sample in talk.samples().samples] == ["start", "compaction"]
+    assert prompt.split_reason == "compaction"
+    assert talk.say(user("e"), answer="f<|im_end|>").split_reason is None
+    assert [sample.split_reason for sample in talk.samples().samples] == ["start", "compaction"]
 
 
 def test_asking_the_same_again_is_a_branch_and_other_tools_are_said_so():
     talk = Talk(words(QWEN_LIKE))
     talk.say(user("a"), answer="b<|im_end|>")
-    assert talk.renderer.extend(talk.spoken, [user("a")]).reason == "branch"
-    assert talk.renderer.extend(talk.spoken, [*talk.messages, user("c")], [{"name": "f"}]).reason == "tools"
+    assert talk.renderer.extend(talk.spoken, [user("a")]).split_reason == "branch"
+    assert talk.renderer.extend(talk.spoken, [*talk.messages, user("c")], [{"name": "f"}]).split_reason == "tools"
 
 
 def test_a_family_that_strips_thinking_splits_at_a_new_question_and_not_at_a_tool_result():
     talk = Talk(words(QWEN_LIKE))
     talk.say(user("q1"), answer=CALL.format(1))
-    assert talk.say(tool("r1"), answer=CALL.format(2)).reason is None
-    assert talk.say(tool("r2"), answer=THOUGHT.format(3)).reason is None
+    assert talk.say(tool("r1"), answer=CALL.format(2)).split_reason is None
+    assert talk.say(tool("r2"), answer=THOUGHT.format(3)).split_reason is None
     after = talk.say(user("q2"), answer=THOUGHT.format(4))
-    assert after.reason == "thinking"
+    assert after.split_reason == "thinking"
     assert "hm" not in talk.shown(after)
     result = talk.samples()
-    assert [sample.reason for sample in result.samples] == ["start", "thinking"]
+    assert [sample.split_reason for sample in result.samples] == ["start", "thinking"]
     assert result.counts["split_thinking"] == 1
 
 
 def test_answers_without_thinking_do_not_split_where_thinking_would_be_stripped():
     talk = Talk(words(QWEN_LIKE))
     for number in range(4):
-        assert talk.say(user(f"q{number}"), answer="plain<|im_end|>").reason is None
+        assert talk.say(user(f"q{number}"), answer="plain<|im_end|>").split_reason is None
     assert len(talk.samples().samples) == 1
 
 
@@ -219,7 +219,7 @@ def test_thinking_kept_makes_one_sample_of_many_questions(template):
     talk = Talk(words(template), KEEP_ALL)
     for number in range(4):
         prompt = talk.say(user(f"q{number}"), answer=f"{opening}hm {number}\n</think>\n\na<|im_end|>")
-        assert prompt.reason is None
+        assert prompt.split_reason is None
     assert [f"hm {number}" in talk.shown(prompt) for number in range(4)] == [True, True, True, False]
     assert len(talk.samples().samples) == 1
 
@@ -229,7 +229,7 @@ def test_a_prompt_that_opens_the_thinking_is_read_so_and_stripped_by_habit():
     talk.say(user("q"), answer="hm\n</think>\n\na<|im_end|>")
     assert talk.messages[-1] == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
     prompt = talk.say(user("r"), answer="x\n</think>\n\na<|im_end|>")
-    assert prompt.reason == "thinking"
+    assert prompt.split_reason == "thinking"
     assert "hm" not in talk.shown(prompt)
 
 
@@ -238,14 +238,14 @@ def test_kept_between_tool_calls_is_stripped_at_the_next_question():
     talk = Talk(words(OPENED), KEEP_IN_TOOL_CALLS)
     talk.say(user("q1"), answer="hm 1\n</think>\n\ncall<|im_end|>")
     second = talk.say(tool("r1"), answer="hm 2\n</think>\n\ndone<|im_end|>")
-    assert second.reason is None
+    assert second.split_reason is None
     third = talk.say(user("q2"), answer="hm 3\n</think>\n\ndone<|im_end|>")
-    assert third.reason == "thinking"
+    assert third.split_reason == "thinking"
     assert "hm" not in talk.shown(third)
     assert len(talk.samples().samples) == 2
     without = Talk(words(OPENED))
     without.say(user("q1"), answer="hm 1\n</think>\n\ncall<|im_end|>")
-    assert without.say(tool("r1"), answer="hm 2\n</think>\n\ndone<|im_end|>").reason == "thinking"
+    assert without.say(tool("r1"), answer="hm 2\n</think>\n\ndone<|im_end|>").split_reason == "thinking"
 
 
 @given(st.lists(st.sampled_from(["user", "tool", "compact"]), max_size=8), st.sampled_from([QWEN_LIKE, OPENED]))
@@ -286,7 +286,7 @@ def test_a_template_that_moves_what_came_before_splits_and_says_so():
     talk = Talk(words(MOVES_TOOLS))
     talk.say(user("a"), answer="b<|im_end|>")
     prompt = talk.say(user("c"), answer="d<|im_end|>")
-    assert prompt.reason == "template"
+    assert prompt.split_reason == "template"
     assert talk.shown(prompt).count("[tools]") == 1
 
 
@@ -294,10 +294,10 @@ def test_empty_thinking_that_a_template_shows_here_and_not_there_splits_nothing(
     assert SHOWS_EMPTY.endswith("<think>\\n' -}}{%- endif -%}")
     talk = Talk(words(SHOWS_EMPTY), KEEP_ALL)
     answers = [f"hm {number}\n</think>\n\na<|im_end|>" for number in range(4)]
-    assert talk.say(user("q"), answer=answers[0]).reason is None
-    assert talk.say(tool("r"), answer=answers[1]).reason is None
-    assert talk.say(user("q"), answer=answers[2]).reason is None
-    assert talk.say(tool("r"), answer=answers[3]).reason is None
+    assert talk.say(user("q"), answer=answers[0]).split_reason is None
+    assert talk.say(tool("r"), answer=answers[1]).split_reason is None
+    assert talk.say(user("q"), answer=answers[2]).split_reason is None
+    assert talk.say(tool("r"), answer=answers[3]).split_reason is None
     assert len(talk.samples().samples) == 1
 
 
@@ -405,7 +405,7 @@ def test_the_library_keeps_thinking_as_the_settings_say(settings, reasons):
         talk.say(user("q2"), answer=CALL.format(4)),
         talk.say(tool("r4"), answer=THOUGHT.format(5)),
     ]
-    assert [prompt.reason for prompt in seen] == reasons
+    assert [prompt.split_reason for prompt in seen] == reasons
     assert len(talk.samples().samples) == 1 + sum(reason is not None for reason in reasons)
     assert talk.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
     assert talk.messages[1]["reasoning_content"].strip() == "hm 1"
@@ -415,5 +415,5 @@ def test_the_library_extends_answers_without_thinking_whatever_its_habit():
     pytest.importorskip("renderers")
     talk = Talk(family_words(), RendererSettings(family="qwen3"))
     for answer in ("plain<|im_end|>", " spaced \n<|im_end|>", "cut off"):
-        assert talk.say(user("q"), answer=answer).reason is None
+        assert talk.say(user("q"), answer=answer).split_reason is None
     assert len(talk.samples().samples) == 1

@@ -10,14 +10,14 @@ import pytest
 
 from keel.config import SchedulerSettings
 from keel.errors import ConfigError, KeelError
-from keel.rollout.scheduler.accounts import Batch, Closed, Exhausted, NothingToTrain
-from keel.rollout.scheduler.groups import Dispatch
+from keel.rollout.scheduler.accounts import RolloutBatch, SchedulerClosed, TasksExhausted, NothingToTrain
+from keel.rollout.scheduler.groups import RolloutRequest
 from keel.rollout.scheduler.scheduler import Scheduler
-from keel.rollout.scheduler.task_sources import Source
+from keel.rollout.scheduler.task_sources import TaskSource
 from keel.tools.simulate.virtual_clock import run_virtually
 from tests.support.scheduler_world import Engine, Faults, Job, Ledger, Told, jobs, sources
 
-Runner = Callable[[Dispatch], Awaitable[Any]]
+Runner = Callable[[RolloutRequest], Awaitable[Any]]
 
 
 class Script:
@@ -29,7 +29,7 @@ class Script:
         self.dispatched: list[tuple[str, int, int]] = []
         self.cancelled: list[tuple[str, int, int]] = []
 
-    async def __call__(self, dispatch: Dispatch) -> Told:
+    async def __call__(self, dispatch: RolloutRequest) -> Told:
         key = dispatch.task_id, dispatch.member, dispatch.attempt
         self.dispatched.append(key)
         version, line = self.version, self.lines.get(key)
@@ -48,27 +48,27 @@ class Script:
 
 def scheduler(run: Runner, tasks: Any = None, **given: Any) -> Scheduler:
     chosen = {"groups": 2, "group_size": 2, "max_off_policy_steps": 0, **given}
-    return Scheduler(run, [Source("a", jobs(100) if tasks is None else tasks)], SchedulerSettings(**chosen))
+    return Scheduler(run, [TaskSource("a", jobs(100) if tasks is None else tasks)], SchedulerSettings(**chosen))
 
 
-def batches(made: Scheduler, versions: Any = (0,)) -> list[Batch]:
+def batches(made: Scheduler, versions: Any = (0,)) -> list[RolloutBatch]:
     """A trainer that publishes each version before it asks for the next batch."""
 
-    async def main() -> list[Batch]:
+    async def main() -> list[RolloutBatch]:
         found = []
-        for made._run.version in versions:
-            found.append(await made.next_batch(made._run.version))
+        for made._run_rollout.version in versions:
+            found.append(await made.next_batch(made._run_rollout.version))
         return found
 
     return run_virtually(main())
 
 
-def ids(batch: Batch) -> list[str]:
+def ids(batch: RolloutBatch) -> list[str]:
     return [group.task_id for group in batch.groups]
 
 
-def refused(batch: Batch) -> list[tuple[str, int, int, str]]:
-    return sorted((r.task_id, r.member, r.attempt, r.reason) for r in batch.refused)
+def refused(batch: RolloutBatch) -> list[tuple[str, int, int, str]]:
+    return sorted((r.task_id, r.member, r.attempt, r.reason) for r in batch.dropped)
 
 
 # -- groups and retries -----------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_a_batch_holds_whole_groups_in_order_of_dispatch() -> None:
     assert ids(batch) == ["task0", "task1"]
     assert [member.member for member in batch.groups[0].members] == [0, 1, 2]
     assert all(member.valid for group in batch.groups for member in group.members)
-    assert batch.refused == []
+    assert batch.dropped == []
     assert batch.counters == {"dispatched": 6, "succeeded": 6, "groups_trained": 2}
 
 
@@ -119,13 +119,13 @@ def test_without_attempts_the_first_failure_drops_the_group_and_cancels_the_rest
 def test_by_default_failures_are_tried_again_for_ever_with_growing_pauses() -> None:
     lines: dict[Any, Any] = {("task0", 0, attempt): "engine" for attempt in range(40)}
 
-    async def main() -> tuple[Batch, float]:
+    async def main() -> tuple[RolloutBatch, float]:
         batch = await scheduler(Script(lines)).next_batch(0)
         return batch, asyncio.get_running_loop().time()
 
     batch, seconds = run_virtually(main())
     assert batch.groups[0].members[0].attempt == 40
-    assert len(batch.refused) == 40
+    assert len(batch.dropped) == 40
     doubling = sum(min(0.1 * 2**n, 30.0) for n in range(39))
     assert seconds == pytest.approx(41 + doubling)
 
@@ -171,7 +171,7 @@ def test_it_halts_after_batches_in_a_row_with_nothing_to_train_on_and_says_why()
         with pytest.raises(NothingToTrain, match="2 batches in a row") as halt:
             await made.next_batch(0)
         assert halt.value.reasons == {"timeout": 4, "group_dropped": 4}
-        assert len(halt.value.batch.refused) == 4
+        assert len(halt.value.batch.dropped) == 4
         assert "refused: timeout 4, group_dropped 4; the last error: ('task7', 0, 0) went wrong" in str(halt.value)
         assert len((await made.next_batch(0)).groups) == 2, "whoever catches it may go on"
 
@@ -187,19 +187,19 @@ def test_whatever_escapes_the_runner_is_that_rollouts_error(broken: BaseExceptio
     (batch,) = batches(scheduler(Script({("task0", 0, 0): broken})))
     assert ids(batch) == ["task0", "task1"]
     assert refused(batch) == [("task0", 0, 0, "exception")]
-    assert type(broken).__name__ in str(batch.refused[0].error)
+    assert type(broken).__name__ in str(batch.dropped[0].error)
 
 
 def test_runners_that_return_junk_or_cannot_begin_have_failed_like_any_other() -> None:
     calls: Counter[int] = Counter()
 
-    async def fine(dispatch: Dispatch) -> Told:
+    async def fine(dispatch: RolloutRequest) -> Told:
         return Told(dispatch.group, dispatch.member, dispatch.attempt)
 
     async def junk() -> str:
         return "junk"
 
-    def run(dispatch: Dispatch) -> Any:
+    def run(dispatch: RolloutRequest) -> Any:
         calls[dispatch.member] += 1
         if dispatch.attempt:
             return fine(dispatch)
@@ -209,8 +209,8 @@ def test_runners_that_return_junk_or_cannot_begin_have_failed_like_any_other() -
 
     (batch,) = batches(scheduler(run, groups=1, group_size=3))
     assert len(batch.groups) == 1
-    assert [r.reason for r in batch.refused] == ["exception"] * 3
-    assert "no socket" in str([r.error for r in batch.refused])
+    assert [r.reason for r in batch.dropped] == ["exception"] * 3
+    assert "no socket" in str([r.error for r in batch.dropped])
 
 
 # -- bounds, fairness, order ------------------------------------------------------------------------------------------
@@ -234,10 +234,10 @@ def test_groups_are_found_by_id_until_they_are_cut() -> None:
         made = scheduler(Script(), group_size=1)
         waiting = asyncio.ensure_future(made.next_batch(0))
         await asyncio.sleep(0.5)
-        group = made.find("a#1")
+        group = made.find_group("a#1")
         assert group is not None and group.task_id == "task1" and group.pending == 1
         await waiting
-        assert made.find("a#1") is None
+        assert made.find_group("a#1") is None
 
     run_virtually(main())
 
@@ -280,7 +280,7 @@ def test_staleness_counts_the_time_in_the_queue_and_is_checked_when_the_batch_is
         assert refused(batch) == [("task2", 0, 0, "stale"), ("task3", 0, 0, "stale")]
         assert ids(batch) == ["task4", "task5"]
         assert batch.counters["groups_stale"] == 2
-        assert batch.refused[0].rollout is not None
+        assert batch.dropped[0].rollout is not None
 
     run_virtually(main())
 
@@ -317,7 +317,7 @@ def test_an_engine_that_lags_behind_for_ever_leaves_batches_empty_and_does_not_h
     async def main() -> None:
         for _ in range(2):
             batch = await made.next_batch(5)
-            assert batch.groups == [] and {r.reason for r in batch.refused} == {"stale"}
+            assert batch.groups == [] and {r.reason for r in batch.dropped} == {"stale"}
         with pytest.raises(NothingToTrain, match="stale 12"):
             await made.next_batch(5)
 
@@ -354,7 +354,7 @@ def test_work_ahead_is_what_can_still_be_fresh_enough() -> None:
 def test_the_watchdog_gives_up_what_never_comes_back_even_if_it_cannot_be_cancelled() -> None:
     release = asyncio.Event()
 
-    async def run(dispatch: Dispatch) -> Told:
+    async def run(dispatch: RolloutRequest) -> Told:
         while dispatch.member == 0 and dispatch.attempt == 0 and not release.is_set():
             try:
                 await release.wait()
@@ -368,12 +368,12 @@ def test_the_watchdog_gives_up_what_never_comes_back_even_if_it_cannot_be_cancel
         assert asyncio.get_running_loop().time() == 30.0
         assert len(batch.groups) == 2
         assert refused(batch) == [("task0", 0, 0, "timeout"), ("task1", 0, 0, "timeout")]
-        assert "scheduler.watchdog = 30 s" in str(batch.refused[0].error)
-        assert made.status().given_up == 2
+        assert "scheduler.watchdog = 30 s" in str(batch.dropped[0].error)
+        assert made.status().abandoned == 2
         release.set()
         await asyncio.sleep(0.1)
-        assert made.status().given_up == 0
-        assert made.take_refused() == []
+        assert made.status().abandoned == 0
+        assert made.drain_dropped() == []
 
     run_virtually(main())
 
@@ -385,7 +385,7 @@ def test_status_says_what_is_waited_for() -> None:
         await asyncio.sleep(60)
         status = made.status()
         assert (status.waiting, status.in_flight, status.ready_groups, status.missing_groups) == (True, 1, 1, 1)
-        assert (status.first, status.oldest, status.oldest_age) == ("a#1", "a#1/1/0", 60.0)
+        assert (status.first_pending_group, status.oldest_rollout, status.oldest_seconds) == ("a#1", "a#1/1/0", 60.0)
         assert "the oldest a#1/1/0 for 60 s" in str(status)
         await waiting
 
@@ -438,9 +438,9 @@ def test_closing_emits_everything_and_tells_whoever_waits() -> None:
             ("task1", 1, "closed"),
         ]
         assert script.cancelled == [("task1", 1, 0)]
-        with pytest.raises(Closed):
+        with pytest.raises(SchedulerClosed):
             await waiting
-        with pytest.raises(Closed):
+        with pytest.raises(SchedulerClosed):
             await made.next_batch(0)
         assert await made.close() == []
 
@@ -452,7 +452,7 @@ def test_tasks_that_run_out_give_a_last_smaller_batch_and_then_an_error_that_say
         made = scheduler(Script(), iter(jobs(3)))
         assert ids(await made.next_batch(0)) == ["task0", "task1"]
         assert ids(await made.next_batch(0)) == ["task2"]
-        with pytest.raises(Exhausted, match="used up"):
+        with pytest.raises(TasksExhausted, match="used up"):
             await made.next_batch(0)
 
     run_virtually(main())
@@ -481,11 +481,11 @@ def test_tasks_that_cannot_be_made_stop_the_run_and_not_silently() -> None:
 
 def test_sources_that_could_not_act_are_refused() -> None:
     with pytest.raises(KeelError, match=r"weight = 0 must be above 0"):
-        Source("a", jobs(1), 0)
+        TaskSource("a", jobs(1), 0)
     with pytest.raises(KeelError, match="environment a has no tasks"):
-        Source("a", [])
+        TaskSource("a", [])
     with pytest.raises(KeelError, match="only once"):
-        Scheduler(Script(), [Source("a", jobs(1)), Source("a", jobs(1))])
+        Scheduler(Script(), [TaskSource("a", jobs(1)), TaskSource("a", jobs(1))])
     assert issubclass(ConfigError, KeelError)
 
 
@@ -500,7 +500,7 @@ def interrupted() -> tuple[dict[str, Any], dict[tuple[str, int, int], Told]]:
     script = Script({("task1", 0, 0): "empty", ("task1", 0, 1): 500.0, ("task1", 1, 0): 5000.0})
     stored: dict[tuple[str, int, int], Told] = {}
 
-    async def run(dispatch: Dispatch) -> Any:
+    async def run(dispatch: RolloutRequest) -> Any:
         told = await script(dispatch)
         stored[dispatch.group, dispatch.member, dispatch.attempt] = told
         return told
@@ -520,7 +520,7 @@ def interrupted() -> tuple[dict[str, Any], dict[tuple[str, int, int], Told]]:
 
 def restored(snapshot: dict[str, Any], run: Runner, tasks: Any = None, **given: Any) -> Scheduler:
     chosen = SchedulerSettings(groups=2, group_size=2, max_off_policy_steps=0, max_error_reschedule_attempts=1)
-    return Scheduler.restore(snapshot, run, [Source("a", jobs(100) if tasks is None else tasks)], chosen, **given)
+    return Scheduler.restore(snapshot, run, [TaskSource("a", jobs(100) if tasks is None else tasks)], chosen, **given)
 
 
 def test_after_a_restart_what_was_in_flight_is_refused_and_dispatched_as_the_next_attempt() -> None:
@@ -545,7 +545,7 @@ def test_what_had_ended_before_or_after_the_snapshot_and_is_recalled_is_not_samp
     assert script.dispatched == [("task1", 1, 1)]
     assert [member.attempt for member in batch.groups[0].members] == [0, 0]
     assert [member.attempt for member in batch.groups[1].members] == [1, 1]
-    assert next(r for r in batch.refused if r.reason == "empty").rollout.error_kind == "empty"
+    assert next(r for r in batch.dropped if r.reason == "empty").rollout.error_kind == "empty"
 
 
 def test_a_restart_neither_uses_up_a_retry_nor_gives_one() -> None:
@@ -573,7 +573,7 @@ def test_a_restart_with_other_tasks_or_from_another_format_is_refused() -> None:
     with pytest.raises(KeelError, match="had given 2 tasks"):
         restored(snapshot, Script(), iter(jobs(1)))
     with pytest.raises(KeelError, match=r"environments \['a'\], and these are \['b'\]"):
-        Scheduler.restore(snapshot, Script(), [Source("b", jobs(3))])
+        Scheduler.restore(snapshot, Script(), [TaskSource("b", jobs(3))])
 
 
 def test_empty_batches_in_a_row_are_counted_across_a_restart() -> None:
@@ -583,9 +583,9 @@ def test_empty_batches_in_a_row_are_counted_across_a_restart() -> None:
     )
 
     async def main() -> None:
-        made = Scheduler(Script(lines), [Source("a", jobs(100))], chosen)
+        made = Scheduler(Script(lines), [TaskSource("a", jobs(100))], chosen)
         await made.next_batch(0)
-        again = Scheduler.restore(made.snapshot(), Script(lines), [Source("a", jobs(100))], chosen)
+        again = Scheduler.restore(made.snapshot(), Script(lines), [TaskSource("a", jobs(100))], chosen)
         with pytest.raises(NothingToTrain, match="empty 2"):
             await again.next_batch(0)
 
@@ -600,10 +600,10 @@ def test_engines_that_are_behind_are_given_less_work_ahead_and_nothing_gets_too_
         limits = SchedulerSettings(groups=2, group_size=2, max_off_policy_steps=2, stale="refuse")
         scheduler = Scheduler(engine, sources(1.0), limits)
         if told:
-            scheduler.live(0)
+            scheduler.set_engine_version(0)
         for version in range(1, 11):
             batch = await scheduler.next_batch(version - 1)
-            refused += len(batch.refused)
+            refused += len(batch.dropped)
             await asyncio.sleep(50.0)
             asyncio.get_running_loop().call_later(5.0, arrived, version, engine, scheduler if told else None)
         await scheduler.close()
@@ -612,7 +612,7 @@ def test_engines_that_are_behind_are_given_less_work_ahead_and_nothing_gets_too_
     def arrived(version: int, engine: Engine, scheduler: Scheduler | None) -> None:
         engine.version = version
         if scheduler is not None:
-            scheduler.live(version)
+            scheduler.set_engine_version(version)
 
     untold, wasteful = run_virtually(main(told=False))
     refused, dispatched = run_virtually(main(told=True))

@@ -19,13 +19,13 @@ from keel.config import EnvironmentSettings, EpisodeLimits, Sampling, SchedulerS
 from keel.inference.pool.http_engine import HttpEngine
 from keel.inference.protocol import EngineError, Generation
 from keel.inference.server.app import build_app
-from keel.rollout.environments.environment import Environment, Outcome, Task, load_environment, run_episode
+from keel.rollout.environments.environment import Environment, EpisodeResult, Task, load_environment, run_episode
 from keel.rollout.policy_client import PolicyClient
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout import Rollout
-from keel.rollout.scheduler.groups import Dispatch
+from keel.rollout.scheduler.groups import RolloutRequest
 from keel.rollout.scheduler.scheduler import Scheduler
-from keel.rollout.scheduler.task_sources import Source
+from keel.rollout.scheduler.task_sources import TaskSource
 from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
 from tests.support.scheduler_world import Ledger, name_of
 
@@ -63,7 +63,7 @@ class Machine:
     def start(self, seed: int, version: int) -> None:
         self.engine = FaultyEngine(seed)
         self.engine.live = version
-        app = build_app(self.engine, TOKENIZER, model="tiny", roots=ANYWHERE)
+        app = build_app(self.engine, TOKENIZER, model="tiny", allowed_folders=ANYWHERE)
         self._running.enter_context(serving(app, port=self.port, timeout_graceful_shutdown=0))
 
     def kill(self) -> None:
@@ -88,11 +88,11 @@ class Rude:
     def tasks(self, split: str) -> list[Task]:
         return [Task(f"rude{number}", {}) for number in range(10)]
 
-    async def episode(self, task: Task, client: PolicyClient) -> Outcome:
+    async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         reply = await client.chat([{"role": "user", "content": task.id}])
         if len(reply.generation.token_ids) and random.random() < 0.2:
             raise LookupError("no such answer")
-        return Outcome(1.0)
+        return EpisodeResult(1.0)
 
 
 class Episodes:
@@ -103,12 +103,12 @@ class Episodes:
         self._environments = {environment.name: environment for environment in environments}
         self.dispatched: list[tuple[str, int, int]] = []
 
-    def __call__(self, dispatch: Dispatch) -> Coroutine[Any, Any, Rollout]:
+    def __call__(self, dispatch: RolloutRequest) -> Coroutine[Any, Any, Rollout]:
         # counted here: what is cancelled before its task has begun was dispatched too
         self.dispatched.append(name_of(dispatch))
         return self._episode(dispatch)
 
-    async def _episode(self, dispatch: Dispatch) -> Rollout:
+    async def _episode(self, dispatch: RolloutRequest) -> Rollout:
         client = PolicyClient(self._engine, self._renderer, Sampling(max_tokens=8), LIMITS, group=dispatch.group)
         environment = self._environments[dispatch.environment]
         return await run_episode(environment, dispatch.task, client, LIMITS, attempt=dispatch.attempt)
@@ -123,7 +123,7 @@ class RealLedger(Ledger):
             for member in group.members:
                 assert member.rollout is None or member.rollout.group == group.id
                 self.note((group.id, member.member, member.attempt), "trained")
-        self.refused(batch.refused)
+        self.refused(batch.dropped)
 
     def refused(self, refusals):  # type: ignore[no-untyped-def]
         for refusal in refusals:
@@ -155,7 +155,7 @@ def test_over_a_server_that_fails_and_is_killed_every_rollout_is_emitted_once(of
     async def run(box: Machine) -> Episodes:
         engine = HttpEngine(box.url, timeout=5.0)
         runner = Episodes(engine, environments)
-        listed = [Source(environment.name, environment.tasks("train")) for environment in environments]
+        listed = [TaskSource(environment.name, environment.tasks("train")) for environment in environments]
         made = Scheduler(runner, listed, chosen)
         try:
             async with asyncio.timeout(60):

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.config import SchedulerSettings
-from keel.rollout.scheduler.accounts import Exhausted, NothingToTrain
-from keel.rollout.scheduler.group_queue import Line
-from keel.rollout.scheduler.groups import Dispatch, OpenGroup
+from keel.rollout.scheduler.accounts import TasksExhausted, NothingToTrain
+from keel.rollout.scheduler.group_queue import GroupQueue
+from keel.rollout.scheduler.groups import RolloutRequest, PendingGroup
 from keel.rollout.scheduler.scheduler import Scheduler
-from keel.rollout.scheduler.task_sources import Source, Sources
+from keel.rollout.scheduler.task_sources import TaskSource, TaskSampler
 from keel.tools.simulate.virtual_clock import run_virtually
 from tests.support.scheduler_world import Engine, Faults, Ledger, Name, Told, held, jobs, sources
 
@@ -101,9 +101,9 @@ class Story:
         self.before = list(self.written.dispatched)
         self.engine.version = len(self.ledger.batches)
         recall = (lambda *name: self.stored.get(name)) if self.seed % 2 else None
-        return Scheduler.restore(json.loads(self.written.snapshot), self._store, listed, self.settings, recall=recall)
+        return Scheduler.restore(json.loads(self.written.snapshot), self._store, listed, self.settings, lookup=recall)
 
-    def _store(self, dispatch: Dispatch) -> Awaitable[Told]:
+    def _store(self, dispatch: RolloutRequest) -> Awaitable[Told]:
         """Every other caller stores what has ended, by name, and has it recalled after a crash."""
         running = self.engine(dispatch)
 
@@ -138,7 +138,7 @@ class Story:
         return True
 
     async def _some_work(self, scheduler: Scheduler) -> None:
-        with contextlib.suppress(TimeoutError, Exhausted, NothingToTrain):
+        with contextlib.suppress(TimeoutError, TasksExhausted, NothingToTrain):
             await asyncio.wait_for(scheduler.next_batch(len(self.ledger.batches)), self.chance.random() * 3)
 
     async def _step(self, scheduler: Scheduler) -> bool:
@@ -152,10 +152,10 @@ class Story:
             except NothingToTrain as halt:
                 batch, reasons = halt.batch, halt.reasons
                 break
-            except Exhausted:
+            except TasksExhausted:
                 return False
         running = self.engine.running
-        assert reasons is None or (not batch.groups and sum(reasons.values()) >= len(batch.refused))
+        assert reasons is None or (not batch.groups and sum(reasons.values()) >= len(batch.dropped))
         self.ledger.batch(batch)
         self._check(scheduler, batch.groups, version, running)
         self._write(scheduler)
@@ -163,7 +163,7 @@ class Story:
         self.engine.version = version + 1
         if self.chance.random() < 0.2:
             # what is emitted between two batches has to be written down too, with a snapshot of its own
-            self.ledger.refused(scheduler.take_refused())
+            self.ledger.refused(scheduler.drain_dropped())
             self._write(scheduler)
         return True
 
@@ -178,9 +178,9 @@ class Story:
             oldest = min(told.oldest_version for told in group.rollouts)
             assert version - oldest <= chosen.max_off_policy_steps, "stale"
         if chosen.max_off_policy_steps == 0:
-            assert len(scheduler._flights) == 0 and len(scheduler._line) == 0
-            assert running <= scheduler.status().given_up
-        if not scheduler.status().given_up:
+            assert len(scheduler._in_flight) == 0 and len(scheduler._group_queue) == 0
+            assert running <= scheduler.status().abandoned
+        if not scheduler.status().abandoned:
             assert self.engine.running <= chosen.max_in_flight
         most = (chosen.max_off_policy_steps + 1) * chosen.groups
         assert held(scheduler) <= most * (1 + chosen.group_size) + chosen.max_in_flight + 60
@@ -262,7 +262,7 @@ def test_a_group_trains_exactly_when_enough_members_succeed_within_their_attempt
             last = chosen.max_error_reschedule_attempts
             assert expected == [member.attempt if member.valid else None for member in group.members]
             assert all(member.attempt == last for member in group.members if not member.valid)
-        for refusal in batch.refused:
+        for refusal in batch.dropped:
             if refusal.reason == "group_dropped":
                 assert oracle.group(refusal.group) is None
             assert refusal.attempt <= chosen.max_error_reschedule_attempts
@@ -289,7 +289,7 @@ def test_synchronous_batches_are_those_of_the_outcomes_and_not_of_time(
         for version in steps:
             engine.version = version
             batch = await scheduler.next_batch(version)
-            assert engine.running == 0 and not scheduler._line
+            assert engine.running == 0 and not scheduler._group_queue
             batches.append([(g.id, g.task_id, [(m.attempt, m.valid) for m in g.members]) for g in batch.groups])
         return batches
 
@@ -317,8 +317,8 @@ def test_synchronous_batches_are_those_of_the_outcomes_and_not_of_time(
 
 
 def draws(weights: list[float], count: int) -> list:
-    made = Sources(sources(*weights))
-    return [made.draw() for _ in range(count)]
+    made = TaskSampler(sources(*weights))
+    return [made.next_task() for _ in range(count)]
 
 
 @settings(max_examples=100)
@@ -335,44 +335,44 @@ def test_no_environment_is_ahead_of_another_by_more_than_one_group_of_its_own(we
 @settings(max_examples=50)
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(0, 100), st.booleans())
 def test_sources_go_on_after_a_restart_as_if_nothing_had_happened(weights: list[float], after: int, once: bool) -> None:
-    def fresh() -> Sources:
-        return Sources(sources(*weights, tasks=60 if once else None))
+    def fresh() -> TaskSampler:
+        return TaskSampler(sources(*weights, tasks=60 if once else None))
 
     whole = fresh()
-    expected = [whole.draw() for _ in range(after + 20)]
+    expected = [whole.next_task() for _ in range(after + 20)]
     first, second = fresh(), fresh()
-    drawn = [first.draw() for _ in range(after)]
+    drawn = [first.next_task() for _ in range(after)]
     wanted: dict[str, set[int]] = defaultdict(set)
     for draw in filter(None, drawn[-5:]):
-        wanted[draw.environment].add(draw.number)
+        wanted[draw.environment].add(draw.task_index)
     again = second.resume(json.loads(json.dumps(first.positions)), wanted)
-    assert again == {(draw.environment, draw.number): draw.task for draw in filter(None, drawn[-5:])}
-    assert drawn + [second.draw() for _ in range(20)] == expected
+    assert again == {(draw.environment, draw.task_index): draw.task for draw in filter(None, drawn[-5:])}
+    assert drawn + [second.next_task() for _ in range(20)] == expected
 
 
 @settings(max_examples=300)
 @given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 2**32))
 def test_the_hint_of_the_line_never_hides_a_batch(size: int, window: int, seed: int) -> None:
     """`hopeful` may be wrong only by saying yes: whenever `select` finds a batch, it had said so."""
-    chance, line, serial = random.Random(seed), Line(size, window), 0
+    chance, line, serial = random.Random(seed), GroupQueue(size, window), 0
     for _ in range(120):
         if chance.random() < 0.4 and len(line) < 3 * size * (window + 1):
-            line.append(OpenGroup(serial, "a", serial, jobs(1)[0], 1, 0))
+            line.append(PendingGroup(serial, "a", serial, jobs(1)[0], 1, 0))
             serial += 1
         waiting = [group for group in line if group.state == "open"]
         if waiting and chance.random() < 0.6:
             group = chance.choice(waiting)
             group.state = "ready"
-            line.resolved(group)
-        said = line.hopeful
+            line.on_resolved(group)
+        said = line.may_have_batch
         chosen = line.select(size)
         assert said or chosen is None
         if chosen is None:
             continue
         if chance.random() < 0.2:
-            line.leave(chosen[0])
+            line.remove(chosen[0])
         else:
-            line.take(chosen)
+            line.pop(chosen)
         assert all(group.overtaken <= window * size for group in line)
 
 
@@ -385,7 +385,7 @@ def test_memory_does_not_grow_with_the_number_of_rollouts(limit: int | None) -> 
     sizes = []
 
     async def main() -> None:
-        scheduler = Scheduler(engine, [Source("a", jobs(5))], chosen)
+        scheduler = Scheduler(engine, [TaskSource("a", jobs(5))], chosen)
         for version in range(300):
             await scheduler.next_batch(version)
             engine.version = version + 1

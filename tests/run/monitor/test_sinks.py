@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from keel.cli import main
-from keel.config import MetricsSettings, RunSettings, load
+from keel.config import MetricsSettings, RunSettings, load_settings
 from keel.errors import ConfigError, KeelError
-from keel.run.evaluate import Evaluation
+from keel.run.evaluate import EvaluationResult
 from keel.run.folder import RunFolder
-from keel.run.monitor.sinks import Sinks, finite, open_sinks, require
+from keel.run.monitor.sinks import Sinks, finite_metrics, open_sinks, resolve_sinks
 from tests.support.paths import ROOT
 from tests.support.run_world import RECIPE
 
 NUMBERS = {"reward": 0.25, "loss/policy": -0.5, "empty": float("nan")}
-EVALUATION = Evaluation("larger_number", 0.5, 0.25, 0.75, 4, 1, {1: 0.5}, 0, 1.0)
+EVALUATION = EvaluationResult("larger_number", 0.5, 0.25, 0.75, 4, 1, {1: 0.5}, 0, 1.0)
 
 
 class Recorder:
@@ -77,7 +77,7 @@ def folder(tmp_path: Path) -> Iterator[Any]:
         if path.exists():
             opened.append(RunFolder.open(path, file=recipe, allow_changes=True))
         else:
-            opened.append(RunFolder.create(path, load(recipe)))
+            opened.append(RunFolder.create(path, load_settings(recipe)))
         return opened[-1]
 
     yield life
@@ -91,13 +91,13 @@ CUSTOM = f'custom = "{__name__}:Recorder"'
 def commit(folder: RunFolder, sinks: Sinks | None, *steps: int) -> None:
     """Steps as the loop does them: the ledger first, then the observers."""
     for step in steps:
-        folder.ledger.write_step(step, version=step, stepped=True, numbers=finite(NUMBERS), fates=[], state={})
+        folder.ledger.write_step(step, version=step, stepped=True, metrics=finite_metrics(NUMBERS), outcomes=[], state={})
         if sinks is not None:
             sinks.step(step, NUMBERS)
 
 
 def evaluate(folder: RunFolder, sinks: Sinks, step: int, table: str = "larger_number") -> None:
-    folder.ledger.write_evaluation(step, table, EVALUATION.numbers())
+    folder.ledger.write_evaluation(step, table, EVALUATION.scalars())
     sinks.evaluated(step, EVALUATION)
 
 
@@ -198,7 +198,7 @@ def test_a_missing_package_is_refused_with_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf'needs the package {package}: pip install "keel-rl\[metrics\]"'):
-        require(MetricsSettings(**setting))
+        resolve_sinks(MetricsSettings(**setting))
 
 
 def test_a_run_that_lacks_a_package_leaves_no_folder(
@@ -222,7 +222,7 @@ def test_a_run_that_lacks_a_package_leaves_no_folder(
 )
 def test_a_sink_of_ones_own_that_is_not_there_is_refused(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        require(MetricsSettings(custom=path))
+        resolve_sinks(MetricsSettings(custom=path))
 
 
 def test_what_is_no_sink_is_refused_when_it_is_opened_and_the_others_are_closed(folder: Any) -> None:
@@ -232,9 +232,9 @@ def test_what_is_no_sink_is_refused_when_it_is_opened_and_the_others_are_closed(
 
 def test_settings_that_could_not_act_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'metrics\.project = "x" cannot act: it is for wandb and trackio'):
-        load(None, ["--metrics.project=x", "--metrics.tensorboard=true"])
+        load_settings(None, ["--metrics.project=x", "--metrics.tensorboard=true"])
     with pytest.raises(ConfigError, match=r"metrics\.custom"):
-        load(None, ["--metrics.custom=no_colon"])
+        load_settings(None, ["--metrics.custom=no_colon"])
 
 
 # --- TensorBoard ---

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import keel
 from keel.cli import main
-from keel.objectives import RECIPES, Composition, Gate, Policy
-from keel.objectives.describe import describe_recipe
+from keel.objectives import PRESETS, Composition, Gate, PolicyTerm
+from keel.objectives.describe import describe_preset
 from keel.signal.audit import CLASSES, Declaration, Report, TargetError, audit
 from keel.signal.audit.declaration import declaration_of
 from tests.support.losses import CORRECT_STYLES, RIGHT, WRONG, Loss, right_icepop
@@ -27,7 +27,7 @@ def problems(report: Report) -> list[tuple[str, str, str]]:
     return [(finding.letter, finding.status, finding.message) for finding in wanted]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_passes_every_class(name: str) -> None:
     assert problems(audit(name)) == []
 
@@ -127,7 +127,7 @@ def test_a_preset_with_a_wrong_declaration_fails() -> None:
 
 
 def test_compositions_and_presets_with_parameters_pass() -> None:
-    sequence_mask = Composition(gates=[Gate(on="ratio", low=0.1, scope="sequence")], policy=Policy(surrogate="linear"))
+    sequence_mask = Composition(gates=[Gate(on="ratio", low=0.1, scope="sequence")], policy=PolicyTerm(surrogate="linear"))
     assert audit(sequence_mask).passed
     assert audit("opsm", parameters={"opsm_delta": 0.01, "denominator": "kept"}).passed
     assert audit("grpo", parameters={"reference_kl_coef": 0.1}).passed
@@ -144,12 +144,12 @@ def test_declarations_follow_from_the_gates_and_penalties_of_a_preset() -> None:
     assert declarations["opsm"] == Declaration(decisions=("sequence",), drops=True)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRESETS)
 def test_the_description_of_a_preset_agrees_with_its_declaration(name: str) -> None:
-    description = describe_recipe(RECIPES[name])
+    description = describe_preset(PRESETS[name])
     declaration = declaration_of(keel.objective(name).composition)
     assert declaration.anchor == {"interpolated": "sampler"}.get(description.anchor, description.anchor)
-    assert (declaration.leaves == "every term") == (description.leaves == "every term")
+    assert (declaration.leaves == "every term") == (description.dropped_from == "every term")
     assert declaration.drops == (description.dropped != ("nobody",))
     divisors = {"tokens": "N,", "sequences": "sequences x own", "constant": "sequences x length"}
     assert description.divisor.startswith(divisors[declaration.divisor])

@@ -16,10 +16,10 @@ import torch
 import keel
 from keel.cli import main
 from keel.errors import KeelError
-from keel.objectives import RECIPES
+from keel.objectives import PRESETS
 from keel.tools.compare import Recording, parse_candidates, parse_steps
 from keel.tools.compare.schema import COLUMNS
-from keel.tools.compare.svg import POINTS, bars, lines
+from keel.tools.compare.svg import MAX_POINTS, bar_chart, line_chart
 from tests.support.compare_world import compare, random_rows, row, write_json, write_parquet, write_run
 from tests.support.paths import ROOT
 
@@ -46,7 +46,7 @@ def test_icepop_drops_the_ratios_outside_its_band_and_says_on_which_side(tokens:
     (found,) = report.objectives
     assert (found.tokens, found.kept, found.dropped) == (5, 3, 2)
     assert [tuple(gate) for gate in found.gates] == [("gate 0 (ratio) low", 1, 1), ("gate 0 (ratio) high", 1, 1)]
-    assert (found.sequences, found.sequences_touched, found.sequences_dropped) == (2, 1, 0)
+    assert (found.sequences, found.sequences_hit, found.sequences_dropped) == (2, 1, 0)
     assert found.loss == pytest.approx((-1.0 + 2.0 + 2.0) / 5)
     assert found.gradient_norm == pytest.approx(math.sqrt(1 + 4 + 4) / 5)
     assert found.dropped_advantage == pytest.approx(2 / 7)
@@ -74,13 +74,13 @@ def test_effective_sizes_have_their_closed_form(tmp_path: Path) -> None:
     path = write_json(tmp_path / "t.jsonl", [row([1.0, 3.0, 10.0], 1.0)])
     (found,) = compare(path, "icepop").objectives
     assert found.effective_sample_size == pytest.approx((1 + 3) ** 2 / (3 * (1 + 9)), rel=1e-5)
-    assert found.gradient_tokens == pytest.approx((1 + 3) ** 2 / (3 * (1 + 9)), rel=1e-5)
+    assert found.effective_gradient_tokens == pytest.approx((1 + 3) ** 2 / (3 * (1 + 9)), rel=1e-5)
 
 
 def test_a_sequence_rule_drops_whole_sequences(tmp_path: Path) -> None:
     rows = [row([0.5, 0.5], -1.0), row([1.0, 1.0, 1.0], -1.0), row([0.5], 1.0)]
     (found,) = compare(write_json(tmp_path / "t.jsonl", rows), "opsm").objectives
-    assert (found.dropped, found.sequences_dropped, found.sequences_touched) == (2, 1, 1)
+    assert (found.dropped, found.sequences_dropped, found.sequences_hit) == (2, 1, 1)
 
 
 def test_the_cosine_of_an_objective_with_itself_is_one_and_with_its_negation_minus_one(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_terms_are_the_parts_of_the_loss(tokens: Path) -> None:
 # the same as a direct call
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("on_policy_distillation",)])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("on_policy_distillation",)])
 def test_counts_and_losses_are_those_of_a_direct_call(tmp_path: Path, name: str) -> None:
     rows = random_rows(1, seed=3)
     flat = [(one, place) for one in rows for place, trains in enumerate(one["trainable"]) if trains]
@@ -182,7 +182,7 @@ def test_a_file_without_a_step_column_is_one_step(tmp_path: Path) -> None:
     assert compare(write_json(tmp_path / "t.jsonl", rows), "icepop").steps == [1]
 
 
-@pytest.mark.parametrize("name", [column.name for column in COLUMNS.values() if column.needed])
+@pytest.mark.parametrize("name", [column.name for column in COLUMNS.values() if column.required])
 @pytest.mark.parametrize("form", ["parquet", "json"])
 def test_a_missing_column_is_named_with_what_it_is_for(tmp_path: Path, name: str, form: str) -> None:
     rows = [{key: value for key, value in one.items() if key != name} for one in random_rows(1)]
@@ -251,7 +251,7 @@ def test_only_one_step_is_held(tmp_path: Path) -> None:
 def test_steps_can_be_chosen(tmp_path: Path, text: str, expected: list[int]) -> None:
     run = write_run(tmp_path / "run", random_rows(4))
     assert compare(run, "icepop", steps=parse_steps(text)).steps == expected
-    assert Recording(run, parse_steps(text)).numbers() == expected
+    assert Recording(run, parse_steps(text)).step_numbers() == expected
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-1", "-2", "1,,2"])
@@ -272,15 +272,15 @@ def test_what_an_objective_lacks_refuses_it_by_name_and_the_others_go_on(tokens:
         ("on_policy_distillation", "teacher_logprobs"),
         ("icepop(kl_penalty_coef=0.1)", "reference_logprobs"),
     ):
-        assert report.refused[name].startswith(f"step 1: needs {column} ({COLUMNS[column].meaning})")
-    assert "--proximal policy" in report.refused["tis"]
+        assert report.failures[name].startswith(f"step 1: needs {column} ({COLUMNS[column].meaning})")
+    assert "--proximal policy" in report.failures["tis"]
     assert compare(tokens, names, proximal=True).names == ["tis", "icepop"]
 
 
 def test_recorded_references_and_teachers_are_read(tmp_path: Path) -> None:
     more = {"reference_logprobs": [-1.0, -2.0], "teacher_logprobs": [-3.0, -1.0]}
     path = write_json(tmp_path / "t.jsonl", [row([1.0, 1.0], 1.0, **more)])
-    assert compare(path, "on_policy_distillation,icepop(reference_kl_coef=0.1)").refused == {}
+    assert compare(path, "on_policy_distillation,icepop(reference_kl_coef=0.1)").failures == {}
 
 
 def test_an_objective_that_refuses_a_later_step_is_left_out_of_the_report(tmp_path: Path) -> None:
@@ -288,8 +288,8 @@ def test_an_objective_that_refuses_a_later_step_is_left_out_of_the_report(tmp_pa
     path = write_json(tmp_path / "t.jsonl", [row([1.0], 1.0), unusable])
     report = compare(path, "icepop,icepop(max_unusable_share=1),cross_entropy")
     assert report.names == ["icepop(max_unusable_share=1)", "cross_entropy"]
-    assert report.refused["icepop"].startswith("step 2: batch.sampler_logprobs is NaN or infinite on 1 of 2")
-    assert (report.objectives[0].unusable, report.objectives[0].kept) == (1, 2)
+    assert report.failures["icepop"].startswith("step 2: batch.sampler_logprobs is NaN or infinite on 1 of 2")
+    assert (report.objectives[0].invalid_logprobs, report.objectives[0].kept) == (1, 2)
     assert len(report.cosine) == 2
     assert {moment.objective for moment in report.by_step} == set(report.names)
 
@@ -373,11 +373,11 @@ def test_flags_that_cannot_act_are_refused(tokens: Path, capsys: Any, words: lis
 
 
 def test_charts_show_gaps_and_long_series_without_growing() -> None:
-    gap = lines("x", {"a": [(1.0, 1.0), (2.0, math.nan), (3.0, 1.0), (4.0, 2.0)]})
+    gap = line_chart("x", {"a": [(1.0, 1.0), (2.0, math.nan), (3.0, 1.0), (4.0, 2.0)]})
     assert (gap.count("<circle"), gap.count("<polyline")) == (1, 1)
-    long = lines("x", {"a": [(float(step), float(step % 7)) for step in range(50_000)]})
-    assert long.partition('points="')[2].partition('"')[0].count(",") == POINTS
-    assert bars("x", ["a"], {"b": [math.nan]}) == lines("x", {"b": []})
+    long = line_chart("x", {"a": [(float(step), float(step % 7)) for step in range(50_000)]})
+    assert long.partition('points="')[2].partition('"')[0].count(",") == MAX_POINTS
+    assert bar_chart("x", ["a"], {"b": [math.nan]}) == line_chart("x", {"b": []})
 
 
 def test_reading_and_comparing_loads_no_model_code() -> None:

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from keel.cli import main
-from keel.cli.inspect.compare import show
-from keel.tools.compare.escape import LONGEST, quoted
-from keel.tools.compare.html import page
+from keel.cli.inspect.compare import print_report
+from keel.tools.compare.escape import MAX_CHARACTERS, escape_token
+from keel.tools.compare.html import render_report
 from tests.support.compare_world import compare, row, write_json, write_parquet
 
 SCRIPT = "<script>alert(1)</script><img src=http://x>"
@@ -45,7 +45,7 @@ def hostile_rows(texts: list[Any]) -> list[dict[str, Any]]:
 def shown(report: Any) -> str:
     out = io.StringIO()
     terminal = Console(file=out, force_terminal=True, color_system=None, width=160, markup=False, highlight=False)
-    show(terminal, report)
+    print_report(terminal, report)
     return out.getvalue()
 
 
@@ -68,12 +68,12 @@ def shown(report: Any) -> str:
     ],
 )
 def test_a_text_is_quoted_with_everything_visible(raw: bytes, expected: str) -> None:
-    assert quoted(raw) == expected
+    assert escape_token(raw) == expected
 
 
 def test_a_long_text_is_cut_and_its_length_said() -> None:
-    text = quoted(b"y" * 1_000_000)
-    assert text == f'"{"y" * LONGEST}..." (1,000,000 characters)'
+    text = escape_token(b"y" * 1_000_000)
+    assert text == f'"{"y" * MAX_CHARACTERS}..." (1,000,000 characters)'
 
 
 def test_long_texts_that_look_alike_are_counted_together(tmp_path: Path) -> None:
@@ -97,17 +97,17 @@ def test_nothing_in_a_token_reaches_the_terminal_as_a_command(tmp_path: Path, fo
 
 def test_a_token_that_looks_like_markup_is_text_on_the_page(tmp_path: Path) -> None:
     report = compare(write_json(tmp_path / "t.jsonl", hostile_rows(HOSTILE)), "icepop", texts=50)
-    text = page(report)
+    text = render_report(report)
     assert "<script" not in text
     assert "<img" not in text
-    assert html.escape(quoted(SCRIPT.encode())[: LONGEST - 2]) in text
+    assert html.escape(escape_token(SCRIPT.encode())[: MAX_CHARACTERS - 2]) in text
     assert len(text) < 100_000
     assert "\u202e" not in text
 
 
 def test_the_page_names_nothing_outside_itself(tmp_path: Path) -> None:
     rows = [row([10.0, 1.0], 1.0, step=step) for step in (1, 2, 3)]
-    text = page(compare(write_json(tmp_path / "t.jsonl", rows), "icepop,dppo_tv,opsm"))
+    text = render_report(compare(write_json(tmp_path / "t.jsonl", rows), "icepop,dppo_tv,opsm"))
     assert not re.search(r"(src|href)\s*=|url\(|@import|https?:", text)
     assert "default-src 'none'" in text
     assert text.count("<svg") >= 7
@@ -118,7 +118,7 @@ def test_names_and_paths_are_escaped_on_the_page_too(tmp_path: Path) -> None:
     folder.mkdir()
     rule = folder / "a&b.toml"
     rule.write_text('[objective]\nname = "icepop"\n')
-    text = page(compare(write_json(folder / "t.jsonl", hostile_rows(["a"])), f"{rule},opsm"))
+    text = render_report(compare(write_json(folder / "t.jsonl", hostile_rows(["a"])), f"{rule},opsm"))
     assert "<b>x" not in text
     assert "&lt;b&gt;x" in text
     assert "a&b.toml" not in text

@@ -13,7 +13,7 @@ from keel.cli import main
 from keel.config import ModelSettings
 from keel.errors import KeelError
 from keel.tools.compare import Comparison, Recording, parse_candidates
-from keel.tools.compare.weight_gradients import WeightGradients, samples_of, spread
+from keel.tools.compare.weight_gradients import WeightGradients, to_samples, evenly_spaced_steps
 from keel.training import Model, Trainer, load_model
 from tests.support.compare_world import row, write_json
 
@@ -50,7 +50,7 @@ def test_the_gradient_norm_is_that_of_a_training_step_and_no_weight_moves(tmp_pa
     found = weights.summary(comparison.names)
     assert all(torch.equal(weight, before[name]) for name, weight in model.parameters().items())
     assert all(weight.grad is None for weight in model.parameters().values())
-    assert found.difference < 1e-5
+    assert found.logprob_difference < 1e-5
     assert found.cosine[0] == pytest.approx([1.0, found.cosine[0][1], -1.0], abs=1e-6)
     assert abs(found.cosine[0][1]) < 0.999
     for place, name in enumerate(("icepop", "opsm")):
@@ -61,7 +61,7 @@ def test_the_gradient_norm_is_that_of_a_training_step_and_no_weight_moves(tmp_pa
 
 def _samples(step: Any) -> list[keel.Sample]:
     """The step as the trainer would have been given it."""
-    plain, samples = samples_of(step), []
+    plain, samples = to_samples(step), []
     for sample, advantage, sampler in zip(
         plain, step.rows["advantage"].to_pylist(), step.rows["sampler_logprobs"].to_pylist(), strict=True
     ):
@@ -99,4 +99,4 @@ def test_without_token_ids_a_model_has_nothing_to_compute(tmp_path: Path, model:
 
 @pytest.mark.parametrize(("count", "expected"), [(1, [3]), (2, [1, 5]), (3, [1, 3, 5]), (9, [1, 2, 3, 4, 5])])
 def test_sampled_steps_are_spread_over_the_run(count: int, expected: list[int]) -> None:
-    assert spread([1, 2, 3, 4, 5], count) == expected
+    assert evenly_spaced_steps([1, 2, 3, 4, 5], count) == expected

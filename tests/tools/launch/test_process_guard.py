@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from keel.tools.launch import process_guard, ray_cleanup
-from keel.tools.launch.node_agent import MARK, Command, Holder
+from keel.tools.launch.node_agent import MARK_FILE, Command, NodeAgent
 
 PART = """
 import os, subprocess, time
@@ -26,7 +26,7 @@ time.sleep(600)
 @contextmanager
 def guarded(*words: str, secret: tuple[str, str] | None = None) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
     """A warden with its part, and the part's process id."""
-    command = process_guard.words_of(sys.executable, [sys.executable, "-c", *words], secret)
+    command = process_guard.guard_argv(sys.executable, [sys.executable, "-c", *words], secret)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         part = int(process.stdout.readline())
@@ -51,8 +51,8 @@ def gone(group: int) -> bool:
 @pytest.mark.parametrize(
     ("told", "code"),
     [
-        (process_guard.END, 128 + signal.SIGTERM),
-        (process_guard.KILL, 128 + signal.SIGKILL),
+        (process_guard.TERMINATE_COMMAND, 128 + signal.SIGTERM),
+        (process_guard.KILL_COMMAND, 128 + signal.SIGKILL),
         (b"", 128 + signal.SIGKILL),
     ],
 )
@@ -85,21 +85,21 @@ def test_a_secret_reaches_the_part_by_its_environment_and_no_command_line(tmp_pa
 
 
 def test_a_holder_starts_one_process_at_a_time_and_writes_down_what_it_says(tmp_path: Path) -> None:
-    (tmp_path / MARK).write_text("seen")
-    holder = Holder(str(tmp_path), "engine-0", lambda: "10.0.0.1")
-    assert (holder.where().mark, holder.where().address) == ("seen", "10.0.0.1")
+    (tmp_path / MARK_FILE).write_text("seen")
+    holder = NodeAgent(str(tmp_path), "engine-0", lambda: "10.0.0.1")
+    assert (holder.node_info().mark, holder.node_info().address) == ("seen", "10.0.0.1")
     holder.start(Command(("-c", PART)), str(tmp_path))
     first = _pid(tmp_path / "engine-0.log", 1)
-    assert holder.look().code is None and holder.look().answers
+    assert holder.probe().exit_code is None and holder.probe().healthy
     holder.start(
-        Command(("-c", PART), health=f"http://127.0.0.1:{holder.free_port('127.0.0.1')}/health"), str(tmp_path)
+        Command(("-c", PART), health_url=f"http://127.0.0.1:{holder.free_port('127.0.0.1')}/health"), str(tmp_path)
     )
     assert gone(first)
     second = _pid(tmp_path / "engine-0.log", 2)
-    assert not holder.look().answers, "it runs, and nothing listens"
+    assert not holder.probe().healthy, "it runs, and nothing listens"
     holder.kill()
     assert gone(second)
-    assert holder.look().code == 128 + signal.SIGKILL
+    assert holder.probe().exit_code == 128 + signal.SIGKILL
 
 
 def _pid(log: Path, number: int) -> int:

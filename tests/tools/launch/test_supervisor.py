@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from keel.cli import build_parser, join_overrides, main
-from keel.cli.display.launch_display import Follower, table
+from keel.cli.display.launch_display import LogFollower, status_table
 from keel.config.launch import Resources
 from keel.errors import ConfigError
-from keel.tools.launch.node_agent import Command, Look
-from keel.tools.launch.plan import Part, Plan, check_changes, make_plan
-from keel.tools.launch.ray_cluster import check
-from keel.tools.launch.supervisor import Life, Lost, PartFailed, Supervisor
+from keel.tools.launch.node_agent import Command, Probe
+from keel.tools.launch.plan import Component, LaunchPlan, check_overrides, make_plan
+from keel.tools.launch.ray_cluster import check_resources
+from keel.tools.launch.supervisor import ComponentState, NodeLost, ComponentFailed, Supervisor
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "cluster"
@@ -33,11 +33,11 @@ name = "tiny"
 """
 
 
-def plan_of(folder: Path, *overrides: str, recipe: str = RECIPE) -> Plan:
+def plan_of(folder: Path, *overrides: str, recipe: str = RECIPE) -> LaunchPlan:
     file = folder / "recipe.toml"
     file.write_text(recipe)
     made = make_plan(file, overrides, folder / "run")
-    made.folder.mkdir(parents=True, exist_ok=True)
+    made.launch_folder.mkdir(parents=True, exist_ok=True)
     return made
 
 
@@ -51,17 +51,17 @@ def test_the_run_samples_from_the_servers_of_the_launch_behind_a_key_in_a_file(t
     assert plan.settings.pool.api_key_file == str(tmp_path / "run/launch/key")
     assert plan.settings.pool.interval == 0.5
     command = plan.engine_command("10.0.0.5", 8123)
-    assert command.words[command.words.index("--api-key-file") + 1] == str(tmp_path / "run/launch/key")
-    assert command.words[command.words.index("--host") + 1] == "10.0.0.5"
-    assert command.health == "http://10.0.0.5:8123/health"
+    assert command.argv[command.argv.index("--api-key-file") + 1] == str(tmp_path / "run/launch/key")
+    assert command.argv[command.argv.index("--host") + 1] == "10.0.0.5"
+    assert command.health_url == "http://10.0.0.5:8123/health"
 
 
 def test_how_the_local_engine_computes_is_how_the_servers_do(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "--engine.int8=true", "--engine.dtype=bfloat16", "--engine.kernels=torch")
-    words = plan.engine_command("127.0.0.1", 1).words
+    words = plan.engine_command("127.0.0.1", 1).argv
     assert "--int8" in words and words[words.index("--dtype") + 1] == "bfloat16"
     assert words[words.index("--kernels") + 1] == "torch"
-    again = make_plan(_written(plan), [], plan.run)
+    again = make_plan(_written(plan), [], plan.run_folder)
     assert again.engine_command("127.0.0.1", 1) == plan.engine_command("127.0.0.1", 1), "also when it is gone on with"
 
 
@@ -69,9 +69,9 @@ def test_a_vllm_server_gets_its_key_by_its_environment_from_a_file(tmp_path: Pat
     plan = plan_of(tmp_path, "--engine.kind=vllm", "--model.lora.rank=8", '--launch.engine.options=["--seed", "1"]')
     command = plan.engine_command("127.0.0.1", 8000)
     assert plan.settings.pool is not None and plan.settings.pool.server == "vllm"
-    assert command.secret == ("VLLM_API_KEY", str(plan.key))
-    assert command.words[command.words.index("--max-lora-rank") + 1] == "8"
-    assert command.words[-2:] == ("--seed", "1")
+    assert command.secret_env == ("VLLM_API_KEY", str(plan.key_file))
+    assert command.argv[command.argv.index("--max-lora-rank") + 1] == "8"
+    assert command.argv[-2:] == ("--seed", "1")
     assert command.python is not None and command.python.endswith(".venv-vllm/bin/python")
 
 
@@ -112,10 +112,10 @@ def test_what_cannot_be_launched_is_refused_before_anything_starts(
 
 
 def test_where_parts_live_may_change_and_the_run_may_not() -> None:
-    check_changes(["--launch.engines=4", "--launch.engine.gpus=1"], allowed=False)
-    check_changes(["--steps=9"], allowed=True)
+    check_overrides(["--launch.engines=4", "--launch.engine.gpus=1"], allow_changes=False)
+    check_overrides(["--steps=9"], allow_changes=True)
     with pytest.raises(ConfigError, match="--steps would change the settings"):
-        check_changes(["--launch.engines=4", "--steps=9"], allowed=False)
+        check_overrides(["--launch.engines=4", "--steps=9"], allow_changes=False)
 
 
 def test_a_cluster_that_cannot_be_reached_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,9 +156,9 @@ def test_the_examples_launch_by_words_that_the_command_knows(tmp_path: Path) -> 
 # what fits
 
 
-def part(name: str, **amounts: float) -> Part:
+def part(name: str, **amounts: float) -> Component:
     role, index = name.split("-")
-    return Part(role, int(index), Resources(**amounts), 3)  # type: ignore[arg-type]
+    return Component(role, int(index), Resources(**amounts), 3)  # type: ignore[arg-type]
 
 
 NODES = [{"CPU": 4.0, "memory": 8e9}, {"CPU": 4.0, "GPU": 2.0, "memory": 8e9}]
@@ -173,16 +173,16 @@ NODES = [{"CPU": 4.0, "memory": 8e9}, {"CPU": 4.0, "GPU": 2.0, "memory": 8e9}]
         ([part(f"engine-{i}", cpus=3) for i in range(3)], "3 parts ask for 9 CPUs in all, and the cluster has 8 CPUs"),
     ],
 )
-def test_more_than_the_cluster_has_is_refused_with_both_numbers(parts: list[Part], message: str) -> None:
+def test_more_than_the_cluster_has_is_refused_with_both_numbers(parts: list[Component], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check(parts, NODES)
+        check_resources(parts, NODES)
     assert message in str(refused.value)
 
 
 @given(st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0, 5.0]), min_size=1, max_size=6))
 def test_what_is_refused_really_exceeds_a_node_or_the_whole(cpus: list[float]) -> None:
     try:
-        check([part(f"engine-{i}", cpus=amount) for i, amount in enumerate(cpus)], NODES)
+        check_resources([part(f"engine-{i}", cpus=amount) for i, amount in enumerate(cpus)], NODES)
     except ConfigError:
         assert max(cpus) > 4.0 or sum(cpus) > 8.0
     else:
@@ -198,41 +198,41 @@ class World:
 
     script: dict[float, Callable[["World"], None]] = field(default_factory=dict)
     time: float = 0.0
-    looks_of: dict[str, Look] = field(default_factory=dict)
+    looks_of: dict[str, Probe] = field(default_factory=dict)
     started: list[tuple[float, str]] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
     obedient: bool = True
 
-    def address(self, name: str) -> tuple[str, int]:
+    def allocate_address(self, name: str) -> tuple[str, int]:
         if name in self.lost:
-            raise Lost("has no place")
+            raise NodeLost("has no place")
         return "127.0.0.1", 1000 + len(self.started)
 
     def start(self, name: str, command: Command) -> None:
         self.started.append((round(self.time, 3), name))
-        self.looks_of[name] = Look()
+        self.looks_of[name] = Probe()
 
-    def looks(self, names: Iterable[str]) -> dict[str, Look]:
+    def probe_all(self, names: Iterable[str]) -> dict[str, Probe]:
         return {name: self.looks_of[name] for name in names}
 
-    def end(self, names: Iterable[str]) -> None:
+    def terminate(self, names: Iterable[str]) -> None:
         for name in names:
             self.ended.append(f"end {name}")
             if self.obedient and name in self.looks_of:
-                self.looks_of[name] = Look(0, answers=False)
+                self.looks_of[name] = Probe(0, healthy=False)
 
     def kill(self, names: Iterable[str]) -> None:
         for name in names:
             self.ended.append(f"kill {name}")
-            if name in self.looks_of and self.looks_of[name].code is None:
-                self.looks_of[name] = Look(137, answers=False)
+            if name in self.looks_of and self.looks_of[name].exit_code is None:
+                self.looks_of[name] = Probe(137, healthy=False)
 
-    def happened(self, text: str) -> None:
+    def on_event(self, text: str) -> None:
         self.told.append(text)
 
-    def now(self, lives: list[Life]) -> None:
+    def on_status(self, states: list[ComponentState]) -> None:
         pass
 
     def clock(self) -> float:
@@ -245,13 +245,13 @@ class World:
         assert self.time < 10_000, "it waits for ever"
 
     def die(self, name: str, code: int = 137) -> None:
-        self.looks_of[name] = Look(code, answers=False)
+        self.looks_of[name] = Probe(code, healthy=False)
 
     def starts(self, name: str) -> list[float]:
         return [at for at, one in self.started if one == name]
 
 
-def supervise(plan: Plan, world: World) -> Supervisor:
+def supervise(plan: LaunchPlan, world: World) -> Supervisor:
     return Supervisor(plan, world, world, world.clock, world.sleep)
 
 
@@ -263,11 +263,11 @@ def test_the_trainer_begins_when_an_engine_answers_and_its_end_is_the_end(tmp_pa
     plan, world = plan_of(tmp_path, "--launch.engines=2"), World()
 
     def silent(world: World) -> None:
-        world.looks_of |= {name: Look(answers=False) for name in ("engine-0", "engine-1")}
+        world.looks_of |= {name: Probe(healthy=False) for name in ("engine-0", "engine-1")}
 
     def answers(world: World) -> None:
-        world.looks_of["engine-1"] = Look()
-        world.script[8.0] = lambda world: members.append(plan.members.read_text())
+        world.looks_of["engine-1"] = Probe()
+        world.script[8.0] = lambda world: members.append(plan.engines_file.read_text())
 
     members: list[str] = []
     supervisor = supervise(plan, world)
@@ -278,12 +278,12 @@ def test_the_trainer_begins_when_an_engine_answers_and_its_end_is_the_end(tmp_pa
     assert world.starts("trainer-0") == [5.0]
     assert members == [f"{supervisor.engines[1].url}\n"], "only the engine that answers is a member"
     assert world.ended.index("kill trainer-0") < world.ended.index("end engine-0")
-    assert not any(look.code is None for look in world.looks_of.values()), "nothing is left"
+    assert not any(look.exit_code is None for look in world.looks_of.values()), "nothing is left"
 
 
 def test_an_engine_that_dies_is_started_again_later_each_time_and_then_no_more(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "--launch.engine.restarts=3", "--launch.backoff=4")
-    plan.log("engine-0").write_text("loading\nout of memory\n")
+    plan.log_path("engine-0").write_text("loading\nout of memory\n")
     world = World(script={})
     start = world.start
 
@@ -293,7 +293,7 @@ def test_an_engine_that_dies_is_started_again_later_each_time_and_then_no_more(t
             world.die(name, 1)
 
     world.start = start_and_die  # type: ignore[method-assign]
-    with pytest.raises(PartFailed) as failed:
+    with pytest.raises(ComponentFailed) as failed:
         supervise(plan, world).run()
     starts = world.starts("engine-0")
     assert [later - earlier for earlier, later in itertools.pairwise(starts)] == [4.0, 8.5, 16.5]
@@ -303,7 +303,7 @@ def test_an_engine_that_dies_is_started_again_later_each_time_and_then_no_more(t
 
 def test_when_a_launch_fails_the_trainer_may_finish_its_step_first(tmp_path: Path) -> None:
     plan, world = plan_of(tmp_path, "--launch.engine.restarts=0"), World(script={3.0: lambda w: w.die("engine-0")})
-    with pytest.raises(PartFailed, match="engine-0 was killed by SIGKILL"):
+    with pytest.raises(ComponentFailed, match="engine-0 was killed by SIGKILL"):
         supervise(plan, world).run()
     assert world.ended[0] == "end trainer-0"
 
@@ -327,7 +327,7 @@ def test_a_node_that_is_lost_is_a_death_like_any_other(tmp_path: Path) -> None:
     plan, world = plan_of(tmp_path, "--launch.backoff=1"), World()
 
     def lose(world: World) -> None:
-        world.looks_of["engine-0"] = Look(lost="is lost with its node")
+        world.looks_of["engine-0"] = Probe(lost_reason="is lost with its node")
         world.lost.add("engine-0")
 
     world.script = {3.0: lose, 5.0: lambda w: w.lost.clear(), 30.0: finish}
@@ -341,7 +341,7 @@ def test_an_engine_that_runs_and_does_not_answer_is_killed_and_started_again(tmp
     plan = plan_of(tmp_path, "--launch.silence=20")
 
     def hang(world: World) -> None:
-        world.looks_of["engine-0"] = Look(answers=False)
+        world.looks_of["engine-0"] = Probe(healthy=False)
 
     world = World(script={5.0: hang, 60.0: finish})
     assert supervise(plan, world).run() == "finished"
@@ -370,7 +370,7 @@ def test_asked_twice_nobody_is_waited_for(tmp_path: Path) -> None:
     world.script = {5.0: lambda w: supervisor.stop(), 9.0: lambda w: supervisor.kill()}
     assert supervisor.run() == "killed"
     assert world.time < 11.0
-    assert not any(look.code is None for look in world.looks_of.values())
+    assert not any(look.exit_code is None for look in world.looks_of.values())
 
 
 def test_a_trainer_that_fails_while_it_is_stopped_is_not_started_again(tmp_path: Path) -> None:
@@ -388,23 +388,23 @@ def test_whatever_dies_whenever_every_launch_ends_and_leaves_nothing(
     plan = plan_of(tmp_path_factory.mktemp("any"), "--launch.engines=2", "--launch.backoff=5")
 
     def dies(name: str) -> Callable[[World], None]:
-        return lambda w: w.die(name) if name in w.looks_of and w.looks_of[name].code is None else None
+        return lambda w: w.die(name) if name in w.looks_of and w.looks_of[name].exit_code is None else None
 
     world = World(script={at: dies(name) for at, name in deaths})
     world.script[900.0] = finish
     counts = {name: sum(one == name for _, one in deaths) for name in ("engine-0", "engine-1", "trainer-0")}
     try:
         assert supervise(plan, world).run() == "finished"
-    except PartFailed:
+    except ComponentFailed:
         assert max(counts.values()) > 3
-    assert not any(look.code is None for look in world.looks_of.values())
+    assert not any(look.exit_code is None for look in world.looks_of.values())
     assert all(len(world.starts(name)) <= 4 for name in counts)
 
 
-def _written(plan: Plan) -> Path:
+def _written(plan: LaunchPlan) -> Path:
     from keel.config.toml_writer import toml_lines
 
-    file = plan.run / "config.toml"
+    file = plan.run_folder / "config.toml"
     file.write_text("".join(f"{line}{comment}\n" for line, comment in toml_lines(plan.loaded)))
     return file
 
@@ -415,21 +415,21 @@ def _written(plan: Plan) -> Path:
 def test_a_log_is_followed_by_whole_lines_and_escape_sequences_are_written_out(tmp_path: Path) -> None:
     log = tmp_path / "trainer-0.log"
     log.write_text("of an earlier launch\n")
-    follower = Follower(log)
+    follower = LogFollower(log)
     with log.open("a") as file:
         file.write("--- 2026-01-01 00:00:00 on node\nstep 1/2\nhalf")
         file.flush()
-        assert follower.lines() == ["step 1/2"]
+        assert follower.read_new_lines() == ["step 1/2"]
         file.write(" a line \x1b[2J\nstopped after step 1; go on with: keel train --resume x\n")
         file.flush()
-    assert follower.lines() == ["half a line \\x1b[2J"], "and the trainer's own advice is not that of a launch"
+    assert follower.read_new_lines() == ["half a line \\x1b[2J"], "and the trainer's own advice is not that of a launch"
 
 
 def test_the_table_shows_where_a_part_is_and_why_it_died() -> None:
-    up = Life(part("engine-0"), "up", since=1.0, url="http://127.0.0.1:8000")
-    down = Life(part("trainer-0"), "down", since=60.0, restarts=2, last="was killed by SIGKILL")
+    up = ComponentState(part("engine-0"), "up", status_since=1.0, url="http://127.0.0.1:8000")
+    down = ComponentState(part("trainer-0"), "down", status_since=60.0, restarts=2, last_error="was killed by SIGKILL")
     screen = Console(width=100, file=io.StringIO())
-    screen.print(table([up, down], lambda name: f"node-of-{name}", clock=lambda: 61.0))
+    screen.print(status_table([up, down], lambda name: f"node-of-{name}", clock=lambda: 61.0))
     rows = [line.split() for line in screen.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert rows[1] == ["engine-0", "node-of-engine-0", "up", "1m00s", "http://127.0.0.1:8000"]
     assert rows[2][:5] == ["trainer-0", "node-of-trainer-0", "down", "1s", "2"]

@@ -17,7 +17,7 @@ import uvicorn
 
 from keel.cli import main
 from keel.errors import KeelError
-from keel.tools.lens.report import MODULES, bundle, write_report
+from keel.tools.lens.report import JS_MODULES, bundle_scripts, write_report
 from keel.tools.lens.server import ASSETS, build_app
 from tests.support.lens_browser import Browser, browser, missing
 from tests.support.lens_world import make_run
@@ -309,8 +309,8 @@ def test_a_report_that_cannot_be_written_says_so(world: Path, tmp_path: Path) ->
 
 
 def test_every_module_of_the_page_is_in_the_bundle() -> None:
-    assert {path.stem for path in ASSETS.glob("*.js")} == set(MODULES)
-    assert not re.search(r"^(import|export) ", bundle(), re.MULTILINE)
+    assert {path.stem for path in ASSETS.glob("*.js")} == set(JS_MODULES)
+    assert not re.search(r"^(import|export) ", bundle_scripts(), re.MULTILINE)
     for path in ASSETS.glob("*.js"):
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", path.read_text())
 

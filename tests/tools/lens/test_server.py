@@ -21,7 +21,7 @@ from keel.objectives import resolve_objective
 from keel.tools.lens import aggregates
 from keel.tools.lens import run_reader as folders
 from keel.tools.lens.queries import Lens
-from keel.tools.lens.server import HEADERS, build_app
+from keel.tools.lens.server import SECURITY_HEADERS, build_app
 from keel.tools.lens.trust_region_bands import statistics_of
 from tests.support.lens_world import make_run
 
@@ -36,13 +36,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def lens(world: Path) -> Any:
-    lens = Lens(world, patience=60)
+    lens = Lens(world, read_seconds=60)
     yield lens
     lens.close()
 
 
 def ask(lens: Lens, name: str, **words: object) -> dict[str, Any]:
-    answer = lens.answer(name, {key: str(value) for key, value in words.items()})
+    answer = lens.query(name, {key: str(value) for key, value in words.items()})
     json.dumps(answer, allow_nan=False)
     return answer
 
@@ -80,7 +80,7 @@ def test_a_folder_may_be_named_from_here_or_by_a_link(
     (tmp_path / "link").symlink_to(world)
     monkeypatch.chdir(tmp_path)
     for name in ("link", "link/a", "../" + tmp_path.name + "/link/a"):
-        lens = Lens(Path(name), patience=60)
+        lens = Lens(Path(name), read_seconds=60)
         assert ask(lens, "region", run="a")["read"] == 4
         lens.close()
 
@@ -88,7 +88,7 @@ def test_a_folder_may_be_named_from_here_or_by_a_link(
 def test_no_query_reads_outside_of_the_folder(world: Path) -> None:
     lens = Lens(world / "a")
     with pytest.raises(KeelError, match="cannot be read"):
-        lens.database.rows("SELECT * FROM {files}", [world / "deep/b[1]/rollouts/step_000001.parquet"])
+        lens.database.query_rows("SELECT * FROM {files}", [world / "deep/b[1]/rollouts/step_000001.parquet"])
     lens.close()
 
 
@@ -133,7 +133,7 @@ def test_a_run_that_goes_on_is_seen_to(tmp_path: Path, world: Path) -> None:
         db.execute("DELETE FROM steps WHERE step > 2")
         db.execute("DELETE FROM rollouts WHERE step > 2")
         db.execute("UPDATE meta SET value = 'running' WHERE key = 'status'")
-    lens = Lens(run, patience=60)
+    lens = Lens(run, read_seconds=60)
     first = ask(lens, "region", run="run")
     # files of steps that were never committed do not count
     assert (first["read"], first["last"], ask(lens, "fates", run="run")["rollouts"]) == (2, 2, 32)
@@ -199,10 +199,10 @@ def test_each_gate_has_its_own_statistic_drawn(
     assert bands
     if bounds is not None:
         assert (bands[0].low, bands[0].high) == pytest.approx(bounds)
-    lens = Lens(world, patience=60)
-    region = aggregates.Region(lens.database, lens.runs.get("a"), 0, None, shown)
+    lens = Lens(world, read_seconds=60)
+    region = aggregates.TrustRegionHistograms(lens.database, lens.runs.get("a"), 0, None, shown)
     counts = {one.name: 0 for one in shown}
-    for line in region.look(60)["series"]:
+    for line in region.advance(60)["series"]:
         counts[line["statistic"]] += sum(line["counts"])
     for one in shown:
         assert counts[one.name] == (len(tokens_of(world / "a")) if one.scope == "token" else 47)
@@ -216,7 +216,7 @@ def test_what_the_files_cannot_say_is_said() -> None:
 
 def test_a_large_run_is_read_a_little_at_a_time(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aggregates, "CHUNK", 1)
-    lens = Lens(world, patience=0)
+    lens = Lens(world, read_seconds=0)
     assert [ask(lens, "region", run="a")["read"] for _ in range(5)] == [1, 2, 3, 4, 4]
     lens.close()
 
@@ -286,7 +286,7 @@ def test_a_rollout_that_failed_has_its_error_and_no_tokens(lens: Lens) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, world: Path) -> None:
     shutil.copytree(world / "a", tmp_path / "run")
     (tmp_path / "run/rollouts/step_000003.parquet").write_bytes(b"PAR1 no more")
-    lens = Lens(tmp_path / "run", patience=60)
+    lens = Lens(tmp_path / "run", read_seconds=60)
     told = ask(lens, "region", run="run")
     assert told["read"] == 3
     assert told["unreadable"][0].startswith("step 3: ")
@@ -308,7 +308,7 @@ def test_text_that_is_not_utf8_is_shown_with_replacement_characters(tmp_path: Pa
     )
     mixed = pa.ListArray.from_arrays(lists.offsets, values)
     pq.write_table(table.set_column(place, "pieces", mixed), path)
-    lens = Lens(tmp_path / "run", patience=60)
+    lens = Lens(tmp_path / "run", read_seconds=60)
     told = ask(lens, "sample", run="run", step=2, group="sums/201", member=0, attempt=0, sample=0)
     assert any("\ufffd" in piece for piece in told["pieces"])
     assert not any("." in piece for piece in told["pieces"])
@@ -324,13 +324,13 @@ def test_closing_breaks_off_a_long_question(world: Path) -> None:
 
     def ask_long() -> None:
         with pytest.raises(KeelError) as caught:
-            lens.database.rows(endless, [world / "a/rollouts/step_000001.parquet"])
+            lens.database.query_rows(endless, [world / "a/rollouts/step_000001.parquet"])
         told.append(str(caught.value))
 
     asking = threading.Thread(target=ask_long, daemon=True)
     asking.start()
     end = time.monotonic() + 30
-    while not lens.database._busy and time.monotonic() < end:
+    while not lens.database._active_cursors and time.monotonic() < end:
         time.sleep(0.01)
     lens.close()
     asking.join(30)
@@ -349,8 +349,8 @@ def page(world: Path) -> Any:
 def test_the_page_and_its_answers_carry_a_policy_without_inline_script(page: TestClient) -> None:
     for path in ("/", "/assets/main.js", "/ask/runs", "/ask/nothing"):
         answer = page.get(path)
-        assert {name: answer.headers[name] for name in HEADERS} == HEADERS
-    assert "unsafe" not in HEADERS["content-security-policy"]
+        assert {name: answer.headers[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS
+    assert "unsafe" not in SECURITY_HEADERS["content-security-policy"]
     text = page.get("/").text
     assert "<style" not in text
     assert " onclick" not in text

@@ -7,7 +7,7 @@ import pytest
 
 from keel.cli import main
 from keel.config.simulate import SimulateSettings
-from keel.tools.simulate.calibrate import read
+from keel.tools.simulate.calibrate import measure_run
 from keel.tools.simulate.prediction import predict
 from tests.support.run_world import train
 
@@ -25,15 +25,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_steps_staleness_and_waste_are_as_predicted(run: Path) -> None:
-    settings, measured, observed = read(run)
+    settings, measured, observed = measure_run(run)
     found = predict(settings, SimulateSettings.model_validate(measured))
     assert found.step_seconds == pytest.approx(observed.step_seconds, rel=SPEED)
     assert found.staleness == pytest.approx(observed.staleness, abs=AGE)
-    assert found.refused_share == pytest.approx(observed.refused, abs=REFUSED)
+    assert found.dropped_share == pytest.approx(observed.dropped_share, abs=REFUSED)
 
 
 def test_what_is_measured_is_what_was_recorded(run: Path) -> None:
-    settings, measured, observed = read(run)
+    settings, measured, observed = measure_run(run)
     assert observed.steps == 40
     assert measured["engines"] == 1 and measured["max_batch"] == settings.engine.max_batch
     assert max(measured["length"]["values"]) <= settings.sampling.max_tokens

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from keel.config import EnvironmentSettings, RunSettings
 from keel.config.simulate import SimulateSettings
 from keel.errors import ConfigError, KeelError
-from keel.rollout.scheduler.groups import Dispatch
-from keel.tools.simulate.bottleneck import bottleneck, changes
-from keel.tools.simulate.draws import Chance, lengths
-from keel.tools.simulate.engines import Speed
-from keel.tools.simulate.fit import Rollouts, admitted, concurrency, decode_speed, line_through, overlap
+from keel.rollout.scheduler.groups import RolloutRequest
+from keel.tools.simulate.bottleneck import describe_bottleneck, propose_changes
+from keel.tools.simulate.draws import SeededDraws, length_quantiles
+from keel.tools.simulate.engines import DecodeSpeed
+from keel.tools.simulate.fit import RolloutTimings, admission_times, mean_concurrency, fit_decode_costs, fit_line, overlap_share
 from keel.tools.simulate.prediction import predict
-from keel.tools.simulate.simulated_pool import Fleet
+from keel.tools.simulate.simulated_pool import SimulatedPool
 from keel.tools.simulate.simulated_run import simulate, trainer_seconds
 from keel.tools.simulate.virtual_clock import Deadlock, run_virtually
 
@@ -74,16 +74,16 @@ def test_time_jumps_and_nothing_left_to_wait_for_is_an_error() -> None:
 def test_a_synchronous_step_takes_its_decode_steps_and_its_training() -> None:
     assumed = assume(step_seconds=2.0, prompt=50)
     step = simulate(recipe(), assumed)[5]
-    assert step.waited == pytest.approx(100 * decode(assumed, 16))
-    assert step.computed == 16 * 100 + 4 * 50
-    assert step.trained == pytest.approx(2.0 + 1800 / 1000)
+    assert step.waiting_seconds == pytest.approx(100 * decode(assumed, 16))
+    assert step.computed_tokens == 16 * 100 + 4 * 50
+    assert step.training_seconds == pytest.approx(2.0 + 1800 / 1000)
 
 
 def test_who_finds_no_place_in_the_batch_waits_for_one() -> None:
     assumed = assume(max_batch=8, tokens_per_second=32.0)
     each = (8 / 32 - 1 / 10) / 7
     step_of_eight = 1 / 10 - each + 8 * each
-    assert simulate(recipe(), assumed)[3].waited == pytest.approx(2 * 100 * step_of_eight)
+    assert simulate(recipe(), assumed)[3].waiting_seconds == pytest.approx(2 * 100 * step_of_eight)
 
 
 def test_a_trainer_that_is_slower_than_the_engines_sets_the_pace_and_the_age() -> None:
@@ -94,7 +94,7 @@ def test_a_trainer_that_is_slower_than_the_engines_sets_the_pace_and_the_age() -
     assert found.trainer_busy == pytest.approx(1.0)
     # the line is always full, and what joins it trains two versions later
     assert found.staleness_shares == {2: 1.0}
-    assert bottleneck(found, settings, assumed).startswith("the trainer")
+    assert describe_bottleneck(found, settings, assumed).startswith("the trainer")
 
 
 def test_engines_that_are_too_slow_set_the_pace_and_twice_as_many_are_twice_as_fast() -> None:
@@ -103,7 +103,7 @@ def test_engines_that_are_too_slow_set_the_pace_and_twice_as_many_are_twice_as_f
     assert two.steps_per_hour / one.steps_per_hour == pytest.approx(2.0, rel=0.05)
     assert one.engine_fill > 0.95
     assert one.sampled_tokens_per_second == pytest.approx(64.0, rel=0.05)
-    assert bottleneck(one, settings, assume(engines=1)).startswith("the engines")
+    assert describe_bottleneck(one, settings, assume(engines=1)).startswith("the engines")
 
 
 def test_more_ranks_are_faster_by_their_efficiency() -> None:
@@ -131,7 +131,7 @@ def test_publishing_takes_bytes_by_bandwidth(way: str, storage: float | None, se
     settings = recipe(publish={"way": way}, engine={"kind": "pool"}, pool={"urls": ["http://127.0.0.1:1"]})
     given = {"engines": 4, "publish_gigabytes": 10.0, "bandwidth": 1.0, "publish_seconds": 1.0}
     step = simulate(settings, assume(**given, storage_bandwidth=storage))[4]
-    assert step.published == pytest.approx(1.0 + seconds)
+    assert step.publishing_seconds == pytest.approx(1.0 + seconds)
 
 
 def test_weights_travel_beside_the_next_rollouts_where_staleness_allows_it() -> None:
@@ -142,22 +142,22 @@ def test_weights_travel_beside_the_next_rollouts_where_staleness_allows_it() -> 
     # the trainer may not change them while they are written, and need not wait until they are loaded
     assert overlaps.publishing * overlaps.step_seconds == pytest.approx(1.0 + 5.0)
     # engines that are one version behind meanwhile are given one batch less ahead: nothing gets too old for that
-    assert overlaps.refused_share == 0.0
+    assert overlaps.dropped_share == 0.0
 
 
 def test_drained_answers_are_of_one_version_and_others_of_several() -> None:
     async def parts(how: str) -> list[int]:
-        from keel.tools.simulate.publishing import Publisher
+        from keel.tools.simulate.publishing import SimulatedPublisher
 
         settings = recipe(publish={"in_flight": how}, scheduler={"max_off_policy_steps": 1})
-        fleet = Fleet(settings, assume(publish_seconds=1.0), {"e": EnvironmentSettings(name="e")}, lambda: None)
-        answered = [fleet(Dispatch("e", "t", None, f"e#{n}", 0, 0)) for n in range(4)]
-        publisher = Publisher(settings, assume(publish_seconds=1.0), fleet, lambda _version: None)
+        fleet = SimulatedPool(settings, assume(publish_seconds=1.0), {"e": EnvironmentSettings(name="e")}, lambda: None)
+        answered = [fleet(RolloutRequest("e", "t", None, f"e#{n}", 0, 0)) for n in range(4)]
+        publisher = SimulatedPublisher(settings, assume(publish_seconds=1.0), fleet, lambda _version: None)
         await publisher.publish(7)
-        await publisher.live()
-        later = fleet(Dispatch("e", "t", None, "e#9", 0, 0))
+        await publisher.wait_live()
+        later = fleet(RolloutRequest("e", "t", None, "e#9", 0, 0))
         answers = [await one for one in [*answered, later]]
-        return [len(answer.parts) for answer in answers]
+        return [len(answer.tokens_by_version) for answer in answers]
 
     assert run_virtually(parts("drain")) == [1, 1, 1, 1, 1]
     assert run_virtually(parts("go_on"))[:4] == [2, 2, 2, 2]
@@ -174,11 +174,11 @@ def test_the_same_words_give_the_same_numbers_and_another_seed_gives_others() ->
 
 
 def test_lengths_are_those_of_the_distribution() -> None:
-    table = np.array(lengths(SimulateSettings(length="lognormal:500:0.8").length, 1024))
+    table = np.array(length_quantiles(SimulateSettings(length="lognormal:500:0.8").length, 1024))
     assert table.mean() == pytest.approx(500, rel=0.01)
     assert np.log(table).std() == pytest.approx(0.8, rel=0.01)
-    assert set(lengths(assume().length, 128)) == {100}
-    seen = lengths(SimulateSettings(length={"kind": "empirical", "values": [9, 1, 1, 1]}).length, 128)
+    assert set(length_quantiles(assume().length, 128)) == {100}
+    seen = length_quantiles(SimulateSettings(length={"kind": "empirical", "values": [9, 1, 1, 1]}).length, 128)
     assert (seen.count(1), seen.count(9)) == (3 * 1024, 1024)
 
 
@@ -186,7 +186,7 @@ def test_as_many_are_cut_as_are_longer_than_allowed() -> None:
     settings = recipe(scheduler={"groups": 64}, steps=12)
     found = predict(settings, assume(length="lognormal:64:0.8", engines=16))
     longer = 1 - NormalDist(math.log(64) - 0.32, 0.8).cdf(math.log(128))
-    assert found.cut == pytest.approx(longer, abs=0.02)
+    assert found.truncated == pytest.approx(longer, abs=0.02)
 
 
 def test_failures_crashes_and_groups_without_signal_are_as_frequent_as_assumed() -> None:
@@ -195,10 +195,10 @@ def test_failures_crashes_and_groups_without_signal_are_as_frequent_as_assumed()
         rollout_failures=0.2, no_signal=0.25, engines=16, engine_crash_hours=0.1, engine_restart_seconds=90.0
     )
     found = predict(settings, assumed)
-    trained = 1 - found.refused_share
-    failed = found.refused["exception"]
+    trained = 1 - found.dropped_share
+    failed = found.dropped["exception"]
     assert failed / (failed + trained / (1 - 0.25)) == pytest.approx(0.2, abs=0.02)
-    assert found.refused["no_signal"] / (trained + found.refused["no_signal"]) == pytest.approx(0.25, abs=0.05)
+    assert found.dropped["no_signal"] / (trained + found.dropped["no_signal"]) == pytest.approx(0.25, abs=0.05)
     assert found.engine_down == pytest.approx(90 / (360 + 90), abs=0.05)
     assert found.wasted["crash"] > 0
 
@@ -207,7 +207,7 @@ def test_a_crash_is_an_error_only_where_nobody_asks_again() -> None:
     hard = assume(engines=4, engine_crash_hours=0.02, engine_restart_seconds=10.0)
     alone = predict(recipe(scheduler={"max_off_policy_steps": 1}, steps=20), hard)
     asked_again = predict(pooled(scheduler={"max_off_policy_steps": 1}, steps=20), hard)
-    assert alone.refused["engine"] > 2 * asked_again.refused.get("engine", 0.0)
+    assert alone.dropped["engine"] > 2 * asked_again.dropped.get("engine", 0.0)
 
 
 @given(
@@ -236,52 +236,52 @@ def test_every_token_sampled_has_trained_or_has_a_reason_or_is_still_under_way(
     run = pooled(scheduler=schedule, publish={"in_flight": how}, steps=6)
     assumed = assume(length="lognormal:40:0.8", engine_restart_seconds=20.0, **data)
     steps = simulate(run, assumed)
-    totals = steps[-1].totals
-    used = sum(one.tokens + one.wasted.total() for one in steps) + totals.crashed
+    totals = steps[-1].engine_totals
+    used = sum(one.trained_tokens + one.wasted_tokens.total() for one in steps) + totals.lost_tokens
     in_line = (ahead + 1) * 16 * 128
-    assert -1.0 <= totals.tokens - used <= in_line + sum(one.refused["group_dropped"] for one in steps) * 128
+    assert -1.0 <= totals.sampled_tokens - used <= in_line + sum(one.dropped["group_dropped"] for one in steps) * 128
     for number, step in enumerate(steps):
-        assert sum(step.ages.values()) == step.tokens
-        assert all(0 <= age <= min(ahead, number) for age in step.ages)
-        assert step.waited >= 0 and step.ended >= (steps[number - 1].ended if number else 0)
+        assert sum(step.staleness.values()) == step.trained_tokens
+        assert all(0 <= age <= min(ahead, number) for age in step.staleness)
+        assert step.waiting_seconds >= 0 and step.ended_at >= (steps[number - 1].ended_at if number else 0)
 
 
 # measuring
 
 
 def test_costs_are_found_again_from_when_rollouts_began_and_ended() -> None:
-    async def made() -> Rollouts:
+    async def made() -> RolloutTimings:
         loop = asyncio.get_running_loop()
         assumed = assume(length="lognormal:40:0.8", environment_seconds=1.5)
-        fleet = Fleet(recipe(), assumed, {"e": EnvironmentSettings(name="e")}, lambda: None)
+        fleet = SimulatedPool(recipe(), assumed, {"e": EnvironmentSettings(name="e")}, lambda: None)
         rows: list[tuple[float, float, int]] = []
 
         async def one(number: int, wait: float) -> None:
             await asyncio.sleep(wait)
             began = loop.time()
-            answer = await fleet(Dispatch("e", "t", None, f"e#{number}", 0, 0))
+            answer = await fleet(RolloutRequest("e", "t", None, f"e#{number}", 0, 0))
             rows.append((began, loop.time(), answer.tokens))
 
-        chance = Chance(3)
-        await asyncio.gather(*(one(n, 300 * chance.draws(f"wait{n}")[0]) for n in range(200)))
+        chance = SeededDraws(3)
+        await asyncio.gather(*(one(n, 300 * chance.uniforms(f"wait{n}")[0]) for n in range(200)))
         began, ended, tokens = np.array(sorted(rows)).T
-        return Rollouts(began, ended, tokens, np.zeros((0, 2)), 16)
+        return RolloutTimings(began, ended, tokens, np.zeros((0, 2)), 16)
 
-    found = decode_speed(run_virtually(made()), 1)
-    truth = Speed.of(assume(), 16)
-    assert found.base + found.each == pytest.approx(truth.base + truth.each, rel=0.15)
-    assert found.base + 16 * found.each == pytest.approx(truth.base + 16 * truth.each, rel=0.15)
-    assert found.contention == pytest.approx(1.0)
+    found = fit_decode_costs(run_virtually(made()), 1)
+    truth = DecodeSpeed.from_settings(assume(), 16)
+    assert found.base_seconds + found.seconds_per_request == pytest.approx(truth.base_seconds + truth.seconds_per_request, rel=0.15)
+    assert found.base_seconds + 16 * found.seconds_per_request == pytest.approx(truth.base_seconds + 16 * truth.seconds_per_request, rel=0.15)
+    assert found.trainer_slowdown == pytest.approx(1.0)
 
 
 def test_who_was_under_way_is_counted_exactly() -> None:
     began, ended = np.array([0.0, 0.0, 5.0]), np.array([10.0, 5.0, 10.0])
-    assert concurrency(began, ended).tolist() == [2.0, 2.0, 2.0]
-    assert overlap(began, ended, np.array([[4.0, 6.0]])).tolist() == pytest.approx([0.2, 0.2, 0.2])
-    line = Rollouts(np.array([0.0, 1.0, 2.0]), np.array([4.0, 6.0, 9.0]), np.ones(3), np.zeros((0, 2)), 1)
-    assert admitted(line).tolist() == [0.0, 4.0, 6.0]
-    assert line_through([1.0, 2.0, 3.0], [5.0, 7.0, 9.0]) == pytest.approx((3.0, 2.0))
-    assert line_through([1.0, 2.0], [5.0, 4.0])[1] == 0.0
+    assert mean_concurrency(began, ended).tolist() == [2.0, 2.0, 2.0]
+    assert overlap_share(began, ended, np.array([[4.0, 6.0]])).tolist() == pytest.approx([0.2, 0.2, 0.2])
+    line = RolloutTimings(np.array([0.0, 1.0, 2.0]), np.array([4.0, 6.0, 9.0]), np.ones(3), np.zeros((0, 2)), 1)
+    assert admission_times(line).tolist() == [0.0, 4.0, 6.0]
+    assert fit_line([1.0, 2.0, 3.0], [5.0, 7.0, 9.0]) == pytest.approx((3.0, 2.0))
+    assert fit_line([1.0, 2.0], [5.0, 4.0])[1] == 0.0
 
 
 # advice
@@ -290,13 +290,13 @@ def test_who_was_under_way_is_counted_exactly() -> None:
 def test_a_change_that_is_told_was_simulated_and_brings_what_is_told() -> None:
     settings, assumed = recipe(scheduler={"max_off_policy_steps": 1}, steps=15), assume(step_seconds=300.0, engines=16)
     found = predict(settings, assumed)
-    told = {one.words: one for one in changes(found, settings, assumed)}
+    told = {one.description: one for one in propose_changes(found, settings, assumed)}
     assert "engines 3 in place of 16" in told or any("in place of 16" in words for words in told)
     assert abs(next(one.gain for words, one in told.items() if "in place" in words)) < 0.05
     waiting = assume(step_seconds=0.1)
-    better = changes(predict(recipe(), waiting), recipe(), waiting)
+    better = propose_changes(predict(recipe(), waiting), recipe(), waiting)
     again = {"engines 2": replace, "scheduler.max_off_policy_steps 1": replace}
-    assert better and better[0].words in again
+    assert better and better[0].description in again
     assert all(one.gain >= 0.05 for one in better)
 
 
@@ -317,4 +317,4 @@ def test_a_run_that_cannot_go_on_says_so() -> None:
 
 def test_a_speed_that_is_impossible_is_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="above max_batch = 16"):
-        Speed.of(SimulateSettings(tokens_per_second=2000.0, max_batch=16), 16)
+        DecodeSpeed.from_settings(SimulateSettings(tokens_per_second=2000.0, max_batch=16), 16)

@@ -16,12 +16,12 @@ import pytest
 
 from keel.cli import main
 from keel.errors import ConfigError, KeelError
-from keel.tools.compare.svg import HEIGHT, lines
-from keel.tools.lens.run_reader import Runs
-from keel.tools.sweep import Outcome, Plan, Session, Trial, Variant
-from keel.tools.sweep.html import page
-from keel.tools.sweep.results import MEASURES, Results, results
-from keel.tools.sweep.variants import of_objectives, of_settings
+from keel.tools.compare.svg import HEIGHT, line_chart
+from keel.tools.lens.run_reader import RunCatalog
+from keel.tools.sweep import TrialOutcome, SweepPlan, SweepRunner, Trial, Variant
+from keel.tools.sweep.html import render_results
+from keel.tools.sweep.results import MEASURES, SweepResults, read_results
+from keel.tools.sweep.variants import variants_from_objectives, variants_from_settings
 from tests.support.run_world import tiny
 
 RECIPE = tiny(
@@ -45,17 +45,17 @@ class Watch:
     def skipped(self, trial: Trial) -> None:
         self.events.append(("skipped", trial.name))
 
-    def began(self, trial: Trial, first: int) -> None:
-        self.events.append((f"began after {first}", trial.name))
+    def started(self, trial: Trial, start_step: int) -> None:
+        self.events.append((f"began after {start_step}", trial.name))
 
-    def step(self, trial: Trial, step: int, numbers: Mapping[str, float]) -> None:
+    def step(self, trial: Trial, step: int, metrics: Mapping[str, float]) -> None:
         if self.at_step is not None:
             self.at_step(trial, step)
 
     def notice(self, trial: Trial, text: str) -> None:
         pass
 
-    def ended(self, trial: Trial, outcome: Outcome) -> None:
+    def ended(self, trial: Trial, outcome: TrialOutcome) -> None:
         self.events.append((outcome.status, trial.name))
 
 
@@ -82,12 +82,12 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "trials"
-        variants = of_settings(["objective.name=icepop,reinforce"])
-        self.plan = Plan.create(self.folder, recipe(folder), [], variants, seeds=2)
+        variants = variants_from_settings(["objective.name=icepop,reinforce"])
+        self.plan = SweepPlan.create(self.folder, recipe(folder), [], variants, seeds=2)
         self.first = Watch(lambda trial, step: self.session.stop() if trial.name == NAMES[1] else None)
-        self.session = Session(self.plan, self.first)
+        self.session = SweepRunner(self.plan, self.first)
         self.outcomes = self.session.run()
-        self.stopped = results(self.plan, self.outcomes)
+        self.stopped = read_results(self.plan, self.outcomes)
         self.before = [rows(self.folder / name, "SELECT step, time FROM steps") for name in NAMES[:2]]
         (folder / "tiny.toml").unlink()  # a plan has all it needs
         out, self.progress = io.StringIO(), io.StringIO()
@@ -95,7 +95,7 @@ class World:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(self.progress):
             self.code = main(["sweep", "--resume", str(self.folder), "--json", *files])
         self.told = json.loads(out.getvalue())
-        self.results: Results = results(Plan.read(self.folder))
+        self.results: SweepResults = read_results(SweepPlan.read(self.folder))
         self.html = (folder / "report.html").read_text()
         self.table = pq.read_table(folder / "numbers.parquet").to_pylist()
 
@@ -110,7 +110,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def test_every_variant_and_seed_is_an_ordinary_run_that_the_lens_opens(world: World) -> None:
     assert [trial.name for trial in world.plan.trials] == NAMES
-    runs = {run.name: run.facts() for run in Runs(world.folder).all()}
+    runs = {run.name: run.summary() for run in RunCatalog(world.folder).list_runs()}
     assert sorted(runs) == sorted(NAMES)
     assert {facts["status"] for facts in runs.values()} == {"finished"}
     assert [runs[name]["objective"] for name in NAMES] == ["icepop"] * 2 + ["reinforce"] * 2
@@ -136,7 +136,7 @@ def test_equal_seeds_give_equal_tasks_and_an_equal_first_step(world: World) -> N
 
 def test_what_was_stopped_goes_on_and_what_was_finished_does_not_run_again(world: World) -> None:
     assert world.first.events[-2:] == [("began after 0", NAMES[1]), ("stopped", NAMES[1])]
-    assert world.outcomes == {NAMES[0]: Outcome("finished"), NAMES[1]: Outcome("stopped")}
+    assert world.outcomes == {NAMES[0]: TrialOutcome("finished"), NAMES[1]: TrialOutcome("stopped")}
     assert [trial.status for trial in world.stopped.trials] == ["finished", "stopped", "waiting", "waiting"]
     said = world.progress.getvalue()
     assert f"1/4 {NAMES[0]}: was finished before" in said
@@ -158,10 +158,10 @@ def test_a_trial_that_fails_is_data_and_the_others_go_on(
     said = " ".join(capsys.readouterr().out.split())
     assert "failed: " in said
     assert "go on with: keel sweep --resume runs/tiny-sweep" in said
-    failed, fine = results(Plan.read(tmp_path / "runs" / "tiny-sweep")).trials
+    failed, fine = read_results(SweepPlan.read(tmp_path / "runs" / "tiny-sweep")).trials
     assert (failed.status, failed.steps, fine.status, fine.steps) == ("failed", 0, "finished", 1)
     assert missing in failed.error
-    assert failed.error in page(results(Plan.read(tmp_path / "runs" / "tiny-sweep")))
+    assert failed.error in render_results(read_results(SweepPlan.read(tmp_path / "runs" / "tiny-sweep")))
     assert math.isnan(fine.measures["evaluation"])
 
 
@@ -171,15 +171,15 @@ def test_a_killed_process_is_a_failed_trial_that_can_be_gone_on_with(tmp_path: P
             if child.name == trial.name == "steps=12-seed0" and step == 1:
                 child.kill()
 
-    words, variants = ["--evaluation.when=never"], of_settings(["steps=12,1"])
-    plan = Plan.create(tmp_path / "trials", recipe(tmp_path), words, variants, seeds=1)
-    outcomes = Session(plan, Watch(kill), at_once=2).run()
+    words, variants = ["--evaluation.when=never"], variants_from_settings(["steps=12,1"])
+    plan = SweepPlan.create(tmp_path / "trials", recipe(tmp_path), words, variants, seeds=1)
+    outcomes = SweepRunner(plan, Watch(kill), parallel=2).run()
     killed, fine = (outcomes[trial.name] for trial in plan.trials)
     assert killed.status == "failed"
     assert "SIGKILL" in killed.error
-    assert fine == Outcome("finished")
+    assert fine == TrialOutcome("finished")
     again = Watch()
-    assert Session(plan, again).run()[plan.trials[0].name] == Outcome("finished")
+    assert SweepRunner(plan, again).run()[plan.trials[0].name] == TrialOutcome("finished")
     assert again.events[0] == ("skipped", plan.trials[1].name)
     event, name = again.events[1]
     assert name == plan.trials[0].name
@@ -227,10 +227,10 @@ def test_the_table_shows_mean_and_deviation_over_seeds(
             assert spread["mean"] == pytest.approx(statistics.fmean(values))
             assert spread["deviation"] == pytest.approx(statistics.stdev(values))
             assert spread["values"] == values
-        training = variant.spread("training")
+        training = variant.over_seeds("training")
         line = next(line for line in said.splitlines() if line.startswith(f"{variant.name} "))
         assert f" {training.mean:.3f} " in line
-        assert f"± {training.deviation:.3f}" in said
+        assert f"± {training.std:.3f}" in said
         lows = [trial.interval[0] for trial in variant.trials]
         assert variant.interval[0] == pytest.approx(statistics.fmean(lows))
 
@@ -238,9 +238,9 @@ def test_the_table_shows_mean_and_deviation_over_seeds(
 def test_only_finished_runs_are_averaged(world: World) -> None:
     half = world.stopped.variants[0]
     assert len(half.finished) == 1
-    assert half.spread("training").values == [half.trials[0].measures["training"]]
-    assert math.isnan(half.spread("training").deviation)
-    assert math.isnan(world.stopped.variants[1].spread("training").mean)
+    assert half.over_seeds("training").values == [half.trials[0].measures["training"]]
+    assert math.isnan(half.over_seeds("training").std)
+    assert math.isnan(world.stopped.variants[1].over_seeds("training").mean)
 
 
 def test_the_parquet_file_has_every_number_of_every_run(world: World) -> None:
@@ -253,7 +253,7 @@ def test_the_parquet_file_has_every_number_of_every_run(world: World) -> None:
         assert rewards == trial.curve("reward")
         evaluated = {row["step"] for row in mine if row["environment"] == "larger_number"}
         assert evaluated == {0, 3}
-        assert len(mine) == sum(len(row.numbers) for row in trial.rows) + sum(len(one[2]) for one in trial.evaluated)
+        assert len(mine) == sum(len(row.metrics) for row in trial.step_rows) + sum(len(one[2]) for one in trial.evaluation_rows)
 
 
 def test_the_page_has_a_line_and_a_band_for_each_variant_and_needs_nothing(world: World) -> None:
@@ -265,8 +265,8 @@ def test_the_page_has_a_line_and_a_band_for_each_variant_and_needs_nothing(world
     assert "<script" not in world.html
     assert "http://" not in world.html
     assert "https://" not in world.html
-    plan = Plan(world.folder, "<b>", (Trial("x", "<script>", 0, ()),))
-    assert "<script>" not in page(results(plan))
+    plan = SweepPlan(world.folder, "<b>", (Trial("x", "<script>", 0, ()),))
+    assert "<script>" not in render_results(read_results(plan))
 
 
 def test_a_band_goes_from_the_lowest_to_the_highest_seed(world: World) -> None:
@@ -282,12 +282,12 @@ def test_a_band_goes_from_the_lowest_to_the_highest_seed(world: World) -> None:
 def test_the_axis_of_a_chart_holds_its_bands_and_a_gap_parts_them() -> None:
     points = [(float(step), 1.0) for step in range(5)]
     band = [(0.0, 0.0, 2.0), (1.0, 0.5, 1.5), (2.0, math.nan, math.nan), (3.0, 0.0, 2.0), (4.0, 1.0, 1.0)]
-    drawn = lines("x", {"a": points}, {"a": band})
+    drawn = line_chart("x", {"a": points}, {"a": band})
     assert drawn.count("<polygon") == 2
     heights = [float(y) for part in drawn.split('points="')[1:] for y in _heights(part)]
     assert min(heights) >= 0
     assert max(heights) <= HEIGHT
-    assert "<polygon" not in lines("x", {"a": points})
+    assert "<polygon" not in line_chart("x", {"a": points})
 
 
 def _heights(part: str) -> list[str]:
@@ -298,7 +298,7 @@ def _heights(part: str) -> list[str]:
 
 
 def test_several_sets_give_their_product_in_order() -> None:
-    found = of_settings(["a.lr=1e-5,1e-4", "b.stop=[1, 2],x"])
+    found = variants_from_settings(["a.lr=1e-5,1e-4", "b.stop=[1, 2],x"])
     assert [variant.name for variant in found] == [
         "lr=1e-5, stop=[1, 2]",
         "lr=1e-5, stop=x",
@@ -306,16 +306,16 @@ def test_several_sets_give_their_product_in_order() -> None:
         "lr=1e-4, stop=x",
     ]
     assert found[2] == Variant("lr=1e-4, stop=[1, 2]", ("--a.lr=1e-4", "--b.stop=[1, 2]"))
-    assert [one.name for one in of_settings(["a.x=1", "b.x=2"])] == ["a.x=1, b.x=2"]
+    assert [one.name for one in variants_from_settings(["a.x=1", "b.x=2"])] == ["a.x=1, b.x=2"]
 
 
 def test_objectives_take_the_place_of_the_recipes_own(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text('[[objective.gates]]\non = "ratio"\nhigh = 2.0\n')
     text = RECIPE + 'objective = { name = "dapo", eps = 0.1 }\n'
-    variants = of_objectives(f"ipo_kl(kl_tau=0.5),{mine}")
-    plan = Plan.create(tmp_path / "trials", recipe(tmp_path, text), ["--seed=7"], variants, seeds=2)
-    settings = [plan.load(trial).settings for trial in plan.trials]
+    variants = variants_from_objectives(f"ipo_kl(kl_tau=0.5),{mine}")
+    plan = SweepPlan.create(tmp_path / "trials", recipe(tmp_path, text), ["--seed=7"], variants, seeds=2)
+    settings = [plan.load_trial_settings(trial).settings for trial in plan.trials]
     assert [one.seed for one in settings] == [7, 8, 7, 8]
     assert settings[0].objective.table == {"name": "ipo_kl", "kl_tau": 0.5}
     assert settings[2].objective.composition.gates[0].high == 2.0
@@ -324,10 +324,10 @@ def test_objectives_take_the_place_of_the_recipes_own(tmp_path: Path) -> None:
 
 def test_a_recipe_that_is_edited_meanwhile_changes_nothing(tmp_path: Path) -> None:
     path = recipe(tmp_path)
-    plan = Plan.create(tmp_path / "trials", path, [], of_settings(["steps=1,2"]), seeds=1)
+    plan = SweepPlan.create(tmp_path / "trials", path, [], variants_from_settings(["steps=1,2"]), seeds=1)
     path.write_text(RECIPE.replace("0.003", "0.009"))
-    assert plan.load(plan.trials[0]).settings.trainer.optimizer.lr == 3e-3
-    assert Plan.read(tmp_path / "trials") == plan
+    assert plan.load_trial_settings(plan.trials[0]).settings.trainer.optimizer.lr == 3e-3
+    assert SweepPlan.read(tmp_path / "trials") == plan
 
 
 @pytest.mark.parametrize(
@@ -371,15 +371,15 @@ def test_bad_settings_are_refused_before_anything_is_made(tmp_path: Path, words:
 )
 def test_flags_that_cannot_act_are_refused(tmp_path: Path, words: list[str], said: str) -> None:
     path = recipe(tmp_path)
-    Plan.create(tmp_path / "trials", path, [], of_settings(["steps=1"]), seeds=1)
+    SweepPlan.create(tmp_path / "trials", path, [], variants_from_settings(["steps=1"]), seeds=1)
     places = {"trials": tmp_path / "trials", "tmp": tmp_path, "recipe": path}
     assert said in refused(*(word.format(**places) if "{" in word else word for word in words))
 
 
 def test_at_once_and_damaged_plans_are_checked(tmp_path: Path) -> None:
-    plan = Plan.create(tmp_path / "trials", recipe(tmp_path), [], of_settings(["steps=1"]), seeds=1)
+    plan = SweepPlan.create(tmp_path / "trials", recipe(tmp_path), [], variants_from_settings(["steps=1"]), seeds=1)
     with pytest.raises(ConfigError, match="--at-once 0 must be at least 1"):
-        Session(plan, Watch(), at_once=0)
+        SweepRunner(plan, Watch(), parallel=0)
     (tmp_path / "trials" / "trials.json").write_text('{"format": 99}')
     with pytest.raises(KeelError, match="format 1"):
-        Plan.read(tmp_path / "trials")
+        SweepPlan.read(tmp_path / "trials")

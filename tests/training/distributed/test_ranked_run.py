@@ -18,8 +18,8 @@ import torch
 from keel.cli import main
 from keel.config.trainer import TrainerSettings
 from keel.errors import ConfigError
-from keel.training.distributed.rank_processes import Crew
-from keel.training.distributed.world import Place
+from keel.training.distributed.rank_processes import RankProcesses
+from keel.training.distributed.world import RankInfo
 from keel.training.model.optimizer_state import read_tensors
 from tests.support.run_world import RECIPE, resume, train
 
@@ -175,9 +175,9 @@ def test_with_lora_references_and_asynchronous_sampling(tmp_path: Path) -> None:
 
 def test_a_launcher_and_the_settings_must_agree() -> None:
     launched = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    place = Place.of(launched)
-    assert place is not None and Crew(TrainerSettings(), place).size == 4
+    place = RankInfo.from_environment(launched)
+    assert place is not None and RankProcesses(TrainerSettings(), place).size == 4
     with pytest.raises(ConfigError, match=r"trainer\.ranks = 2, and the launcher started 4"):
-        Crew(TrainerSettings(ranks=2), place)
+        RankProcesses(TrainerSettings(ranks=2), place)
     with pytest.raises(ConfigError, match="RANK = 4 must be from 0 to WORLD_SIZE - 1 = 3"):
-        Place.of({**launched, "RANK": "4"})
+        RankInfo.from_environment({**launched, "RANK": "4"})

@@ -78,7 +78,7 @@ def test_references_are_the_same_on_all_ranks_and_leave_the_policy_as_it_was(
         trainer = crews.trainer(ranks, model(lora=lora), max_tokens=64)
         first = trainer.step(samples, OBJECTIVES["token"])
         trainer.save(kept, 1)
-        trainer.refer({"base": ReferenceSettings(), "first": ReferenceSettings(source="step:1")}, kept)
+        trainer.set_references({"base": ReferenceSettings(), "first": ReferenceSettings(source="step:1")}, kept)
         reports.append([first, *steps(trainer, samples, rule, 3)])
     assert_same_reports(reports[1], reports[0])
     drift = reports[1][-1].references
@@ -205,7 +205,7 @@ def test_a_checkpoint_of_several_ranks_is_exported(lora: bool, crews: Crews, tmp
     steps(trainer, rollouts(), OBJECTIVES["token"], 2)
     trainer.save(kept, 2)
     done = export(kept.path(2), tmp_path / "out")
-    assert done.kind == ("adapter" if lora else "full") and done.difference < 1e-4
+    assert done.kind == ("adapter" if lora else "full") and done.max_logprob_difference < 1e-4
     network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     if not lora:
         found = network.state_dict()

@@ -175,7 +175,7 @@ def test_a_fresh_process_goes_on_bit_for_bit(lora: LoraSettings | None, processe
     checkpoints(tmp_path / "b").save(6, straight, optimizer, {})
     processes.run(RESUME, tmp_path, "full" if lora is None else "lora")
     # the manifests hold the hashes of weights, moments and the three random generators
-    assert atomic_files.manifest(tmp_path / "b" / "step_6") == atomic_files.manifest(tmp_path / "c" / "step_6")
+    assert atomic_files.read_manifest(tmp_path / "b" / "step_6") == atomic_files.read_manifest(tmp_path / "c" / "step_6")
 
 
 def step_of(trainer: Trainer) -> None:
@@ -363,7 +363,7 @@ def test_a_checkpoint_of_a_later_format_is_refused(tmp_path: Path) -> None:
     said = json.loads((folder / "keel.json").read_text())
     (folder / "keel.json").write_text(json.dumps(said | {"format": 2}))
     (folder / "manifest.json").unlink()
-    atomic_files.seal(folder)
+    atomic_files.write_manifest(folder)
     with pytest.raises(ModelError, match="has format 2; this version of keel reads format 1"):
         checkpoints(tmp_path).load(1, model, adamw(model))
 
@@ -542,7 +542,7 @@ def test_leftovers_of_a_killed_writer_go_at_the_next_save_and_those_of_a_living_
     dead = tmp_path / ".keel-tmp-step_1-dead"
     (dead / "training").mkdir(parents=True)
     (dead / "model.safetensors").write_bytes(b"half")
-    with atomic_files.new_folder(tmp_path / "step_9") as living:
+    with atomic_files.atomic_folder(tmp_path / "step_9") as living:
         assert not dead.exists()
         checkpoints(tmp_path).save(1, model, adamw(model), {})
         assert living.is_dir()

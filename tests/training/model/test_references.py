@@ -12,8 +12,8 @@ from keel.config.trainer import CheckpointSettings, LoraSettings, ModelSettings,
 from keel.errors import ModelError
 from keel.training.model.checkpoint import Checkpoints
 from keel.training.model.model import Model, load_model
-from keel.training.model.model_source import quietly
-from keel.training.model.references import References, prepare
+from keel.training.model.model_source import suppress_hf_output
+from keel.training.model.references import References, load_references
 
 LORA = LoraSettings(rank=4, alpha=8)
 TOKENS = torch.tensor([[257, 72, 101, 108, 108, 111, 258, 10, 52, 50, 33, 258]])
@@ -47,7 +47,7 @@ def logprobs(model: Model) -> torch.Tensor:
 
 
 def references(sources: dict[str, str], model: Model, checkpoints: Checkpoints | None = None) -> References:
-    return prepare({name: ReferenceSettings(source=source) for name, source in sources.items()}, model, checkpoints)
+    return load_references({name: ReferenceSettings(source=source) for name, source in sources.items()}, model, checkpoints)
 
 
 def run_of(model: Model, folder: Path, steps: int = 3) -> tuple[Checkpoints, list[torch.Tensor]]:
@@ -86,7 +86,7 @@ def test_each_reference_gives_the_logprobs_of_what_it_names(
     policy, base = tiny(name, lora), logprobs(tiny(name))
     kept, at = run_of(policy, tmp_path)
     other = tiny(name, seed=5)
-    with quietly():
+    with suppress_hf_output():
         other.network.save_pretrained(tmp_path / "other")
         other.tokenizer.save_pretrained(tmp_path / "other")
     now, before = logprobs(policy), state_of(policy)
@@ -225,8 +225,8 @@ def test_gradient_checkpointing_stays_on_beside_a_second_adapter(tmp_path: Path)
 def test_weights_add_up_to_one_and_order_is_kept() -> None:
     policy = tiny(lora=LORA)
     settings = {"b": ReferenceSettings(weight=3), "a": ReferenceSettings(weight=1)}
-    assert [(name, weight) for name, weight, _ in prepare(settings, policy)] == [("b", 0.75), ("a", 0.25)]
-    assert len(prepare({}, policy)) == 0
+    assert [(name, weight) for name, weight, _ in load_references(settings, policy)] == [("b", 0.75), ("a", 0.25)]
+    assert len(load_references({}, policy)) == 0
 
 
 # fingerprints

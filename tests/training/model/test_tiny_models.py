@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from keel.config.trainer import ModelSettings
 from keel.training.model import tiny_models
 from keel.training.model.model import Model, load_model
-from keel.training.model.model_source import find
+from keel.training.model.model_source import resolve_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,7 +23,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-WORDS = tiny_models.tokenizer()
+WORDS = tiny_models.build_tokenizer()
 
 
 @settings(max_examples=60)
@@ -39,8 +39,8 @@ def test_the_tokens_of_a_text_are_its_bytes(text: str) -> None:
 
 
 def test_every_id_that_the_model_can_sample_is_a_token() -> None:
-    assert len(WORDS) == tiny_models.VOCABULARY
-    assert all(WORDS.decode([index]) for index in range(tiny_models.VOCABULARY))
+    assert len(WORDS) == tiny_models.VOCAB_SIZE
+    assert all(WORDS.decode([index]) for index in range(tiny_models.VOCAB_SIZE))
     assert WORDS.pad_token_id not in {WORDS.eos_token_id, WORDS.bos_token_id}
 
 
@@ -48,7 +48,7 @@ def test_specials_in_a_text_are_single_tokens() -> None:
     assert WORDS.encode("<|im_start|>a<|im_end|>") == [257, 97, 258]
 
 
-@pytest.mark.parametrize("name", tiny_models.NAMES)
+@pytest.mark.parametrize("name", tiny_models.MODEL_NAMES)
 def test_each_family_loads_small_uneven_and_from_its_seed(name: str) -> None:
     first, again, other = (load_model(ModelSettings(name=name), seed) for seed in (0, 0, 1))
     assert first.source.fingerprint == again.source.fingerprint != other.source.fingerprint
@@ -59,7 +59,7 @@ def test_each_family_loads_small_uneven_and_from_its_seed(name: str) -> None:
     ids = torch.tensor([list(b"Which is larger, 3 or 7?")])
     logits = first.network(input_ids=ids).logits
     entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
-    assert 1 < entropy < 0.95 * torch.tensor(float(tiny_models.VOCABULARY)).log()
+    assert 1 < entropy < 0.95 * torch.tensor(float(tiny_models.VOCAB_SIZE)).log()
     logits.sum().backward()
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in weights.values())
     # what the head and the body give is what the network gives, up to the soft-capping of Gemma 2
@@ -118,11 +118,11 @@ def test_a_warm_up_makes_legal_answers_of_which_some_are_right() -> None:
 def test_a_warm_up_is_bit_identical_and_part_of_the_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = find("tiny-qwen3", 3, 5)
-    assert find("tiny-qwen3", 3).fingerprint != here.fingerprint
+    here = resolve_model("tiny-qwen3", 3, 5)
+    assert resolve_model("tiny-qwen3", 3).fingerprint != here.fingerprint
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     torch.manual_seed(123)
-    there = find("tiny-qwen3", 3, 5)
+    there = resolve_model("tiny-qwen3", 3, 5)
     assert there.folder != here.folder
     assert there.fingerprint == here.fingerprint
     for file in ("model.safetensors", "tokenizer.json", "config.json"):
@@ -132,6 +132,6 @@ def test_a_warm_up_is_bit_identical_and_part_of_the_fingerprint(
 def test_comparisons_have_one_right_answer() -> None:
     chance = random.Random(0)
     for _ in range(50):
-        question, right, wrong = tiny_models.comparison(chance)
+        question, right, wrong = tiny_models.comparison_question(chance)
         assert int(right) > int(wrong)
         assert {right, wrong} == {character for character in question if character.isdigit()}

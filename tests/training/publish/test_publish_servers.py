@@ -9,15 +9,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from keel.cli import build_parser
-from keel.common.atomic_files import new_folder, seal
+from keel.common.atomic_files import atomic_folder, write_manifest
 from keel.config import EngineSettings, PoolSettings, Sampling
 from keel.inference.pool.http_engine import HttpEngine
 from keel.inference.pool.pool import Pool
 from keel.inference.protocol import EngineError
-from keel.run.engine_factory import server_words
-from keel.run.records import path_of
+from keel.run.engine_factory import server_argv
+from keel.run.records import step_path
 from keel.training.model.weights_io import write_weights
-from keel.training.publish.broadcast import Broadcast
+from keel.training.publish.broadcast import BroadcastTransport
 from keel.training.publish.publisher import Publisher
 from tests.support.policy_strategies import tiny
 from tests.support.publishing_world import PROMPT, Serving, expected, sampled, servers
@@ -73,7 +73,7 @@ def test_a_server_that_died_and_came_back_gets_the_newest_broadcast_before_it_an
     model = tiny(seed=11)
 
     async def scene() -> None:
-        way = Broadcast(model, "127.0.0.1")
+        way = BroadcastTransport(model, "127.0.0.1")
         pool = Pool(pooled(pair), lambda url: way.connect(url, None))
         publisher = Publisher(pool, way)
         try:
@@ -93,7 +93,7 @@ def test_a_server_that_died_and_came_back_gets_the_newest_broadcast_before_it_an
             await pool.close()
 
     asyncio.run(scene())
-    with new_folder(tmp_path / "now") as folder:
+    with atomic_folder(tmp_path / "now") as folder:
         write_weights(folder, model)
     wanted = expected(tmp_path / "now")
     assert all(same(sampled(one.url), wanted) for one in pair)
@@ -104,7 +104,7 @@ def test_answers_under_way_are_drained_or_go_on_by_setting(drain: bool, pair: li
     model, version = tiny(seed=12), 31 + drain
 
     async def scene() -> list[set[int]]:
-        way = Broadcast(model, "127.0.0.1")
+        way = BroadcastTransport(model, "127.0.0.1")
         pool = Pool(pooled(pair), lambda url: way.connect(url, None))
         publisher = Publisher(pool, way, drain=drain)
         over = asyncio.Event()
@@ -137,9 +137,9 @@ def test_answers_under_way_are_drained_or_go_on_by_setting(drain: bool, pair: li
 
 
 def test_a_server_refuses_a_folder_that_was_changed_on_the_way(pair: list[Serving], tmp_path: Path) -> None:
-    with new_folder(tmp_path / "bad") as folder:
+    with atomic_folder(tmp_path / "bad") as folder:
         write_weights(folder, tiny(seed=13))
-        seal(folder)
+        write_manifest(folder)
     file = tmp_path / "bad" / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -165,7 +165,7 @@ def test_an_adapter_reaches_a_server_of_the_runs_own_and_answers_are_drained(tmp
     train(tmp_path / "run", engine__kind="process", **chosen)
     published = list((tmp_path / "run" / "weights").glob("version_*"))
     assert published and all((folder / "adapter_model.safetensors").is_file() for folder in published)
-    rows = [row for step in (1, 2) for row in pq.read_table(path_of(tmp_path / "run" / "rollouts", step)).to_pylist()]
+    rows = [row for step in (1, 2) for row in pq.read_table(step_path(tmp_path / "run" / "rollouts", step)).to_pylist()]
     assert all(len(set(row["versions"]) - {-1}) <= 1 for row in rows if row["versions"])
 
 
@@ -173,8 +173,8 @@ def test_how_the_settings_sample_is_how_a_server_of_the_runs_own_is_started(tmp_
     """The server's own parser reads the words, so that none is one that it does not know."""
     model = tiny()
     asked = EngineSettings(kind="process", max_batch=7, kernels="torch", int8=True, dtype="bfloat16")
-    given = build_parser().parse_args(server_words(asked, model, tmp_path)[1:])
+    given = build_parser().parse_args(server_argv(asked, model, tmp_path)[1:])
     assert (given.max_batch, given.kernels, given.int8, given.dtype) == (7, "torch", True, "bfloat16")
     assert given.weights_from == [tmp_path]
-    usual = build_parser().parse_args(server_words(EngineSettings(kind="process"), model, tmp_path)[1:])
+    usual = build_parser().parse_args(server_argv(EngineSettings(kind="process"), model, tmp_path)[1:])
     assert (usual.kernels, usual.int8, usual.dtype) == ("auto", False, "float32")

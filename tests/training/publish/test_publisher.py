@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from keel.common.manifest import check
-from keel.config import PoolSettings, Sampling, load
+from keel.common.manifest import verify_manifest
+from keel.config import PoolSettings, Sampling, load_settings
 from keel.errors import ConfigError
 from keel.inference.local.local_engine import LocalEngine
 from keel.inference.pool.http_engine import HttpEngine
@@ -20,7 +20,7 @@ from keel.inference.pool.pool import Pool
 from keel.inference.protocol import Engine, EngineError
 from keel.inference.server.app import build_app
 from keel.training import Trainer
-from keel.training.publish.publisher import Copied, Folder, Publisher
+from keel.training.publish.publisher import InMemoryTransport, FolderTransport, Publisher
 from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
 from tests.support.policy_strategies import LORA, tiny
 from tests.support.run_world import train
@@ -72,13 +72,13 @@ async def soon(work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
 def test_training_waits_until_its_weights_were_read_and_not_until_they_are_live() -> None:
     async def scene(publisher: Publisher, way: Told, engine: FakeEngine) -> None:
         await publisher.publish(5)
-        assert publisher.reading
-        training = await soon(publisher.taken())
+        assert publisher.snapshotting
+        training = await soon(publisher.snapshot_done())
         assert not training.done()
         way.may_take.set()
         await training
-        assert not publisher.reading
-        live = await soon(publisher.live())
+        assert not publisher.snapshotting
+        live = await soon(publisher.wait_live())
         assert not live.done() and engine.live == 3  # what the engine had before
         way.may_give.set()
         await live
@@ -95,7 +95,7 @@ def test_publications_are_one_at_a_time_and_in_order() -> None:
         assert not second.done() and way.did == ["took 1"]
         way.may_give.set()
         await second
-        await publisher.live()
+        await publisher.wait_live()
         assert way.did == ["took 1", "gave 1", "took 2", "gave 2"]
 
     publishing(scene, overlap=True)
@@ -119,13 +119,13 @@ def test_a_failure_ends_what_waits_beside_it_and_is_raised_to_who_waits_later() 
         way.error = EngineError("no member loaded it")
         await publisher.publish(1)
         batch = asyncio.get_running_loop().create_future()
-        waiting = await soon(publisher.beside(batch))
+        waiting = await soon(publisher.run_alongside(batch))
         assert not waiting.done()
         way.may_give.set()
         with pytest.raises(EngineError, match="no member loaded it"):
             await waiting
         assert batch.cancelled()
-        for later in (publisher.live(), publisher.publish(2)):
+        for later in (publisher.wait_live(), publisher.publish(2)):
             with pytest.raises(EngineError, match="no member loaded it"):
                 await later
         assert engine.live == 3
@@ -143,9 +143,9 @@ def test_a_batch_that_was_cut_is_not_lost_to_a_failure() -> None:
         async def cut() -> str:
             return "batch"
 
-        assert await publisher.beside(cut()) == "batch"
+        assert await publisher.run_alongside(cut()) == "batch"
         with pytest.raises(EngineError):
-            await publisher.live()
+            await publisher.wait_live()
 
     publishing(scene, overlap=True)
 
@@ -154,11 +154,11 @@ def test_who_stops_waiting_does_not_end_the_publication() -> None:
     async def scene(publisher: Publisher, way: Told, engine: FakeEngine) -> None:
         way.may_take.set()
         await publisher.publish(1)
-        for waiting in [await soon(publisher.live()), await soon(publisher.taken()), await soon(publisher.publish(2))]:
+        for waiting in [await soon(publisher.wait_live()), await soon(publisher.snapshot_done()), await soon(publisher.publish(2))]:
             waiting.cancel()
         await asyncio.sleep(0.01)
         way.may_give.set()
-        await publisher.live()
+        await publisher.wait_live()
         assert engine.live == 1
 
     publishing(scene, overlap=True)
@@ -192,16 +192,16 @@ def test_a_copy_is_of_the_moment_it_was_taken_and_is_not_kept() -> None:
     taken = {name: tensor.clone() for name, tensor in model.network.state_dict().items()}
 
     async def scene() -> None:
-        way = Copied(model)
-        engine = LocalEngine(own.network, own.tokenizer, load=way.read)
+        way = InMemoryTransport(model)
+        engine = LocalEngine(own.network, own.tokenizer, weight_reader=way.read_snapshot)
         try:
-            way.take(1)
+            way.snapshot(1)
             with torch.no_grad():
                 for weight in model.network.parameters():
                     weight.zero_()  # the next step of training
-            await way.give(engine, 1, drain=False)
+            await way.send(engine, 1, drain=False)
             assert await engine.version() == 1
-            assert not way.read("")
+            assert not way.read_snapshot("")
         finally:
             await engine.close()
 
@@ -211,21 +211,21 @@ def test_a_copy_is_of_the_moment_it_was_taken_and_is_not_kept() -> None:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_folder_is_sealed_and_the_last_two_stay(lora: bool, tmp_path: Path) -> None:
-    way, engine = Folder(tiny(lora=LORA if lora else None), tmp_path), FakeEngine()
+    way, engine = FolderTransport(tiny(lora=LORA if lora else None), tmp_path), FakeEngine()
     left = tmp_path / "version_4"  # by an earlier life of the run: half of it, and not what is trained now
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"old")
 
     async def scene() -> None:
         for version in (2, 3, 4):
-            way.take(version)
-            await way.give(engine, version, drain=False)
-            check(way.path(version))
+            way.snapshot(version)
+            await way.send(engine, version, drain=False)
+            verify_manifest(way.version_path(version))
 
     asyncio.run(scene())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version_3", "version_4"]
     kind = "adapter" if lora else "weights"
-    assert engine.loaded == [(kind, str(way.path(version).resolve()), version) for version in (2, 3, 4)]
+    assert engine.loaded == [(kind, str(way.version_path(version).resolve()), version) for version in (2, 3, 4)]
     assert (left / ("adapter_model.safetensors" if lora else "model.safetensors")).stat().st_size > 1000
 
 
@@ -249,8 +249,8 @@ def test_rollouts_finish_while_weights_are_loaded_whoever_is_slow(slow: int, tmp
 
     async def scene(urls: list[str]) -> None:
         pool = Pool(PoolSettings(urls=urls, interval=0.2, wait=30.0), HttpEngine)
-        publisher = Publisher(pool, Folder(trained, tmp_path), overlap=True)
-        await pool.looked()
+        publisher = Publisher(pool, FolderTransport(trained, tmp_path), overlap=True)
+        await pool.wait_until_probed()
         ended: list[tuple[int, ...]] = []
         over = asyncio.Event()
 
@@ -268,8 +268,8 @@ def test_rollouts_finish_while_weights_are_loaded_whoever_is_slow(slow: int, tmp
         rolling = [asyncio.create_task(roll(number)) for number in range(4)]
         async with asyncio.timeout(60):
             await publisher.publish(1)
-            await publisher.taken()
-            live = asyncio.create_task(publisher.live())
+            await publisher.snapshot_done()
+            live = asyncio.create_task(publisher.wait_live())
             if slow == 2:
                 await come(20, version=0)
                 assert not live.done() and await pool.version() == 0
@@ -295,7 +295,7 @@ def test_rollouts_finish_while_weights_are_loaded_whoever_is_slow(slow: int, tmp
             model = tiny(seed=1)
             engine = Slow(model.network, model.tokenizer)
             engine.may_load = may_load if number < slow else _always()
-            urls.append(stack.enter_context(serving(build_app(engine, TOKENIZER, model="tiny", roots=ANYWHERE))))
+            urls.append(stack.enter_context(serving(build_app(engine, TOKENIZER, model="tiny", allowed_folders=ANYWHERE))))
         asyncio.run(scene(urls))
 
 
@@ -303,18 +303,18 @@ def test_a_run_trains_on_while_weights_travel_and_never_while_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real run and its ways, slowed down: giving lasts until the next update of the trainer has begun."""
-    take, give, step = Folder.take, Folder.give, Trainer.step
+    take, give, step = FolderTransport.snapshot, FolderTransport.send, Trainer.step
     reading, begun = threading.Event(), threading.Event()
     trained_on: list[int] = []
 
-    def slow_take(way: Folder, version: int) -> None:
+    def slow_take(way: FolderTransport, version: int) -> None:
         begun.clear()
         reading.set()
         time.sleep(0.2)
         take(way, version)
         reading.clear()
 
-    async def slow_give(way: Folder, engine: Engine, version: int, *, drain: bool) -> None:
+    async def slow_give(way: FolderTransport, engine: Engine, version: int, *, drain: bool) -> None:
         assert not reading.is_set()
         if version < 3 and await asyncio.to_thread(begun.wait, 20):
             trained_on.append(version)
@@ -325,8 +325,8 @@ def test_a_run_trains_on_while_weights_travel_and_never_while_they_are_read(
         begun.set()
         return step(trainer, *given, **more)
 
-    monkeypatch.setattr(Folder, "take", slow_take)
-    monkeypatch.setattr(Folder, "give", slow_give)
+    monkeypatch.setattr(FolderTransport, "take", slow_take)
+    monkeypatch.setattr(FolderTransport, "give", slow_give)
     monkeypatch.setattr(Trainer, "step", watched_step)
     watcher = train(tmp_path / "run", steps=4, publish__way="folder", evaluation__when="never")
     assert list(watcher.steps) == [1, 2, 3, 4]
@@ -357,7 +357,7 @@ def _always() -> threading.Event:
 )
 def test_a_way_that_cannot_act_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        load(None, words)
+        load_settings(None, words)
     assert message in str(refused.value)
 
 
@@ -371,4 +371,4 @@ def test_a_way_that_cannot_act_is_refused(words: list[str], message: str) -> Non
     ],
 )
 def test_a_way_that_can_act_is_taken(words: list[str]) -> None:
-    assert load(None, words).settings.publish
+    assert load_settings(None, words).settings.publish

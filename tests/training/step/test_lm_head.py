@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from keel.training.step import lm_head as module
-from keel.training.step.lm_head import Head, back_through, logprobs
+from keel.training.step.lm_head import LMHead, backward_into, logprobs
 
 VOCABULARY, WIDTH = 37, 6
 SHAPES = {
@@ -41,7 +41,7 @@ class Case:
             return torch.randn(*size, generator=chance, dtype=torch.float64).to(dtype).requires_grad_()
 
         self.hidden, weight, bias = normal(rows, WIDTH), normal(VOCABULARY, WIDTH), normal(VOCABULARY)
-        self.head = Head(**({"weight": weight} | shape | ({"bias": bias} if shape.get("bias") else {})))
+        self.head = LMHead(**({"weight": weight} | shape | ({"bias": bias} if shape.get("bias") else {})))
         self.targets = torch.randint(0, VOCABULARY, (rows,), generator=chance)
         self.temperature = 0.5 + torch.rand(rows, generator=chance, dtype=torch.float64).to(dtype)
         self.worth = torch.randn(rows, generator=chance, dtype=torch.float64).to(dtype)
@@ -100,7 +100,7 @@ def test_values_and_gradients_do_not_depend_on_how_rows_are_cut(seed: int, rows:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK_BYTES", cut * VOCABULARY * 8)
         patch.setattr(module, "SLICE_BYTES", (cut + 1) // 2 * VOCABULARY * 8)
-        scores, gradients = case.head.fused(
+        scores, gradients = case.head.score_and_grad(
             case.hidden.detach(), case.targets, case.temperature, lambda _, at: case.worth[at]
         )
     close(scores.logprobs, case.naive())
@@ -128,7 +128,7 @@ def test_extreme_logits_stay_finite_and_exact(size: float, dtype: torch.dtype) -
     scores = case.head.score(case.hidden, case.targets, case.temperature, entropy=True)
     truth = Case({}, rows=4)
     truth.hidden = case.hidden.detach().double()
-    truth.head = Head(case.head.weight.detach().double())
+    truth.head = LMHead(case.head.weight.detach().double())
     truth.temperature = case.temperature.double()
     assert scores.logprobs.isfinite().all() and scores.entropy is not None and scores.entropy.isfinite().all()
     torch.testing.assert_close(scores.logprobs.double(), truth.naive(), rtol=1e-5, atol=1e-2)
@@ -139,14 +139,14 @@ def test_extreme_logits_stay_finite_and_exact(size: float, dtype: torch.dtype) -
 def test_half_precision_weights_give_float32_logprobs_near_the_truth() -> None:
     case = Case({}, rows=64, dtype=torch.bfloat16)
     temperature = case.temperature.float()
-    scores, gradients = case.head.fused(
+    scores, gradients = case.head.score_and_grad(
         case.hidden.detach(), case.targets, temperature, lambda _, rows: case.worth.float()[rows], entropy=True
     )
     assert scores.logprobs.dtype == torch.float32 and scores.entropy is not None
     assert gradients.hidden.dtype == torch.bfloat16 and gradients.weight is not None
     exact = Case({}, rows=64, dtype=torch.bfloat16)
     exact.hidden = case.hidden.detach().double().requires_grad_()
-    exact.head = Head(case.head.weight.detach().double().requires_grad_())
+    exact.head = LMHead(case.head.weight.detach().double().requires_grad_())
     exact.temperature, exact.worth = temperature.double(), case.worth.double()
     # a logit of size 8 is known to 8 / 2^8 in this precision, and a temperature of a half doubles that
     assert (scores.logprobs.double() - exact.naive()).abs().max() < 0.1
@@ -160,7 +160,7 @@ Gradients = Callable[[Case], list[Tensor | None]]
 
 
 def fused(case: Case) -> list[Tensor | None]:
-    given = case.head.fused(case.hidden.detach(), case.targets, case.temperature, lambda _, rows: case.worth[rows])[1]
+    given = case.head.score_and_grad(case.hidden.detach(), case.targets, case.temperature, lambda _, rows: case.worth[rows])[1]
     return list(vars(given).values())
 
 
@@ -188,7 +188,7 @@ def test_gradients_agree_with_finite_differences() -> None:
     case = Case(SHAPES["everything"], rows=5)
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        head = Head(weight, bias, case.head.scale, case.head.softcap)
+        head = LMHead(weight, bias, case.head.scale, case.head.softcap)
         return logprobs(head, hidden, case.targets, case.temperature)
 
     assert torch.autograd.gradcheck(loss, case.leaves)
@@ -196,7 +196,7 @@ def test_gradients_agree_with_finite_differences() -> None:
 
 def test_a_gradient_that_depends_on_the_logprob_is_that_of_the_loss() -> None:
     case = Case({"softcap": 2.0})
-    _, gradients = case.head.fused(case.hidden.detach(), case.targets, case.temperature, lambda found, _: found.exp())
+    _, gradients = case.head.score_and_grad(case.hidden.detach(), case.targets, case.temperature, lambda found, _: found.exp())
     expected = torch.autograd.grad(case.naive().exp().sum(), case.leaves)
     close(gradients.hidden, expected[0])
     close(gradients.weight, expected[1])
@@ -218,7 +218,7 @@ def test_a_tied_matrix_gets_the_sum_of_both_gradients() -> None:
 
     def by_head(hidden: Tensor) -> None:
         given = case.head.backward(hidden.detach(), case.targets, case.temperature, case.worth)
-        back_through(case.head, hidden, given)
+        backward_into(case.head, hidden, given)
 
     close(gradient(by_head), gradient(by_hand))
 

@@ -8,31 +8,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.config.trainer import OptimizerSettings
-from keel.training.step.optimizer import build, rate, set_rate
+from keel.training.step.optimizer import build_optimizer, learning_rate, set_learning_rate
 from tests.support.policy_strategies import tiny
 
 
 def test_the_rate_rises_in_equal_steps_and_reaches_its_peak_after_the_warm_up() -> None:
     settings = OptimizerSettings(lr=0.5, warmup_steps=4)
-    assert [rate(settings, step) for step in range(7)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5])
+    assert [learning_rate(settings, step) for step in range(7)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5])
 
 
 def test_a_constant_rate_is_constant() -> None:
-    assert {rate(OptimizerSettings(lr=3e-4), step) for step in (0, 1, 10**6)} == {3e-4}
+    assert {learning_rate(OptimizerSettings(lr=3e-4), step) for step in (0, 1, 10**6)} == {3e-4}
 
 
 def test_a_linear_decay_falls_in_equal_steps_to_its_floor_and_stays() -> None:
     settings = OptimizerSettings(lr=1.0, decay="linear", total_steps=6, warmup_steps=2, floor=0.2)
-    found = [rate(settings, step) for step in range(9)]
+    found = [learning_rate(settings, step) for step in range(9)]
     assert found == pytest.approx([1 / 3, 2 / 3, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
 
 
 def test_a_cosine_decay_is_half_way_down_half_way_through() -> None:
     settings = OptimizerSettings(lr=2.0, decay="cosine", total_steps=8, floor=0.1)
-    assert rate(settings, 0) == 2.0
-    assert rate(settings, 4) == pytest.approx(2.0 * 0.55)
-    assert rate(settings, 2) == pytest.approx(2.0 * (0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2))
-    assert rate(settings, 8) == rate(settings, 800) == pytest.approx(0.2)
+    assert learning_rate(settings, 0) == 2.0
+    assert learning_rate(settings, 4) == pytest.approx(2.0 * 0.55)
+    assert learning_rate(settings, 2) == pytest.approx(2.0 * (0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2))
+    assert learning_rate(settings, 8) == learning_rate(settings, 800) == pytest.approx(0.2)
 
 
 @given(
@@ -48,14 +48,14 @@ def test_the_rate_is_never_above_its_peak_and_never_rises_again(
     settings = OptimizerSettings.model_validate(
         {"lr": 1.0, "decay": decay, "warmup_steps": warm_up, "total_steps": warm_up + length, "floor": floor}
     )
-    now, later = rate(settings, step), rate(settings, step + 1)
+    now, later = learning_rate(settings, step), learning_rate(settings, step + 1)
     assert 0 <= now <= 1 and (later > now if step < warm_up else later <= now + 1e-12)
     assert step < warm_up or now >= (floor or 0) - 1e-12
 
 
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     model = tiny("tiny-qwen2")
-    optimizer = build(OptimizerSettings(lr=0.1, weight_decay=0.5), model.parameters().values())
+    optimizer = build_optimizer(OptimizerSettings(lr=0.1, weight_decay=0.5), model.parameters().values())
     before = {name: weight.detach().clone() for name, weight in model.parameters().items()}
     for weight in model.parameters().values():
         weight.grad = torch.zeros_like(weight)
@@ -71,19 +71,19 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
 def test_every_parameter_is_there_once_with_the_settings_given() -> None:
     model = tiny()
     settings = OptimizerSettings(lr=0.3, betas=(0.8, 0.7), eps=1e-5, weight_decay=0.2)
-    optimizer = build(settings, model.parameters().values())
+    optimizer = build_optimizer(settings, model.parameters().values())
     members = [weight for group in optimizer.param_groups for weight in group["params"]]
     assert sorted(map(id, members)) == sorted(map(id, model.parameters().values()))
     assert {(group["lr"], group["betas"], group["eps"]) for group in optimizer.param_groups} == {
         (0.3, (0.8, 0.7), 1e-5)
     }
-    set_rate(optimizer, 0.01)
+    set_learning_rate(optimizer, 0.01)
     assert {group["lr"] for group in optimizer.param_groups} == {0.01}
 
 
 def test_two_steps_are_those_of_adamw_written_out() -> None:
     weight = torch.nn.Parameter(torch.tensor([[1.0, -2.0]], dtype=torch.float64))
-    optimizer = build(OptimizerSettings(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01), [weight])
+    optimizer = build_optimizer(OptimizerSettings(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01), [weight])
     value, first, second = weight.detach().clone(), torch.zeros_like(weight), torch.zeros_like(weight)
     for step, slope in enumerate(([0.5, -1.0], [-0.2, 3.0]), 1):
         gradient = torch.tensor([slope], dtype=torch.float64)

@@ -13,7 +13,7 @@ from torch import Tensor
 import keel
 from keel.config import LoraSettings, ModelSettings, ReferenceSettings, TrainerSettings
 from keel.errors import ConfigError
-from keel.training import Model, References, Sample, Trainer, load_model, prepare
+from keel.training import Model, References, Sample, Trainer, load_model, load_references
 from keel.training.model.references import Reference
 from keel.training.step import lm_head
 from tests.support.policy_strategies import LORA, branching_samples, difference, gradients, own_logprobs, tiny
@@ -236,31 +236,31 @@ def test_the_drift_is_measured_from_the_weighted_mean_of_all_references(exact: S
     wanted = naive(exact.model, exact.samples, rule, exact.logprobs, reference_logprobs=mean)
     assert difference(seen[0], wanted) < 1e-9
     torch.testing.assert_close(report.tokens.reference_logprobs, mean)
-    drifts = {name: metric.mean for name, metric in report.references.items()}
+    drifts = {name: metric.mean for name, metric in report.reference_kl.items()}
     own = exact.logprobs.detach()
     assert drifts == pytest.approx({f"r{place}": float((own - one).mean()) for place, one in enumerate(found)})
 
 
 def test_a_policy_with_an_adapter_that_does_nothing_yet_has_no_drift_from_its_base() -> None:
     model = load_model(ModelSettings(name="tiny", lora=LORA, device="cpu"))
-    references = prepare({"base": ReferenceSettings()}, model)
+    references = load_references({"base": ReferenceSettings()}, model)
     samples = branching_samples()
     trainer = Trainer(model, TrainerSettings.model_validate({"optimizer": {"lr": 1e-2}}), references=references)
     rule = keel.objective("icepop", reference_kl_coef=0.1, ratio_low=0.0, ratio_high=1e9)
     first, second = (trainer.step(samples, rule) for _ in range(2))
-    assert first.references["base"].sum == 0.0 and torch.equal(first.tokens.logprobs, first.tokens.reference_logprobs)
+    assert first.reference_kl["base"].sum == 0.0 and torch.equal(first.tokens.logprobs, first.tokens.reference_logprobs)
     # the reference stayed where it was, and the policy moved away from it
     assert torch.equal(first.tokens.reference_logprobs, second.tokens.reference_logprobs)
-    assert abs(second.references["base"].mean) > 1e-3
+    assert abs(second.reference_kl["base"].mean) > 1e-3
 
 
 def test_a_base_of_fully_trained_weights_is_a_copy_that_stays() -> None:
     model = load_model(ModelSettings(name="tiny-llama-untied", device="cpu"))
-    trainer = Trainer(model, references=prepare({"base": ReferenceSettings()}, model))
+    trainer = Trainer(model, references=load_references({"base": ReferenceSettings()}, model))
     rule = keel.objective("icepop", reference_kl_coef=0.1, ratio_low=0.0, ratio_high=1e9)
     first, second = (trainer.step(branching_samples(), rule) for _ in range(2))
     assert torch.equal(first.tokens.reference_logprobs, second.tokens.reference_logprobs)
-    assert first.references["base"].sum == 0.0 and second.references["base"].sum != 0.0
+    assert first.reference_kl["base"].sum == 0.0 and second.reference_kl["base"].sum != 0.0
 
 
 def test_an_objective_that_needs_a_reference_is_refused_without_one(exact: Step) -> None:

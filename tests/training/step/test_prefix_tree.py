@@ -8,20 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.training.step import prefix_tree as module
-from keel.training.step.prefix_tree import Ints, build_tree, cost, micro_batches, shared_prefix
+from keel.training.step.prefix_tree import IntArray, build_tree, cost, plan_micro_batches, shared_prefix_length
 from tests.support.policy_strategies import prefixes, sequences
 
 shares = st.booleans()
 
 
-def nodes(found: list[Ints], *, share: bool) -> int:
+def nodes(found: list[IntArray], *, share: bool) -> int:
     """How many tokens a step has, by counting."""
     return len(prefixes(found)) if share else sum(len(one) for one in found)
 
 
 @settings(max_examples=50)
 @given(sequences(), shares)
-def test_every_path_spells_its_sequence_at_its_own_positions(found: list[Ints], share: bool) -> None:
+def test_every_path_spells_its_sequence_at_its_own_positions(found: list[IntArray], share: bool) -> None:
     tree = build_tree(found, share=share)
     assert len(tree.paths) == len(found)
     for one, path in zip(found, tree.paths, strict=True):
@@ -31,9 +31,9 @@ def test_every_path_spells_its_sequence_at_its_own_positions(found: list[Ints], 
 
 @settings(max_examples=50)
 @given(sequences(), shares)
-def test_a_shared_token_is_there_once_and_nothing_is_padded(found: list[Ints], share: bool) -> None:
+def test_a_shared_token_is_there_once_and_nothing_is_padded(found: list[IntArray], share: bool) -> None:
     tree = build_tree(found, share=share)
-    assert len(tree) == len(tree.positions) == len(tree.end) == nodes(found, share=share)
+    assert len(tree) == len(tree.positions) == len(tree.subtree_end) == nodes(found, share=share)
     used = np.concatenate([np.zeros(0, np.int64), *tree.paths])
     assert set(used.tolist()) == set(range(len(tree)))
     if not share:
@@ -42,7 +42,7 @@ def test_a_shared_token_is_there_once_and_nothing_is_padded(found: list[Ints], s
 
 @settings(max_examples=50)
 @given(sequences(), shares, st.none() | st.integers(1, 5))
-def test_a_token_sees_its_ancestors_and_itself_only(found: list[Ints], share: bool, window: int | None) -> None:
+def test_a_token_sees_its_ancestors_and_itself_only(found: list[IntArray], share: bool, window: int | None) -> None:
     tree = build_tree(found, share=share)
     size = len(tree)
     wanted = np.zeros((size, size), bool)
@@ -64,9 +64,9 @@ def test_ids_are_ordered_as_numbers_and_not_as_bytes() -> None:
 
 @settings(max_examples=50)
 @given(sequences(most=2))
-def test_a_shared_prefix_is_as_long_as_both_agree(found: list[Ints]) -> None:
+def test_a_shared_prefix_is_as_long_as_both_agree(found: list[IntArray]) -> None:
     first, second = found[0].tolist(), found[-1].tolist()
-    size = shared_prefix(found[0], found[-1])
+    size = shared_prefix_length(found[0], found[-1])
     assert first[:size] == second[:size]
     assert size == min(len(first), len(second)) or first[size] != second[size]
 
@@ -83,7 +83,7 @@ def test_cost_counts_every_token_once_and_every_pair_once(monkeypatch: pytest.Mo
 # micro-batches
 
 
-def greedy(found: list[Ints], budget: int, *, share: bool) -> list[list[int]]:
+def greedy(found: list[IntArray], budget: int, *, share: bool) -> list[list[int]]:
     """Sequences in the order of a dictionary, each into the open bin as long as it fits: by counting nodes."""
     bins: list[list[int]] = []
     for index in sorted(range(len(found)), key=lambda each: found[each].tolist()):
@@ -96,7 +96,7 @@ def greedy(found: list[Ints], budget: int, *, share: bool) -> list[list[int]]:
     return bins
 
 
-def price(found: list[Ints], members: list[int], *, share: bool) -> float:
+def price(found: list[IntArray], members: list[int], *, share: bool) -> float:
     """What a bin costs: its tokens, and for each the tokens it sees."""
     tree = build_tree([found[each] for each in members], share=share)
     return len(tree) + module.ATTENTION_COST * int((tree.positions + 1).sum())
@@ -104,9 +104,9 @@ def price(found: list[Ints], members: list[int], *, share: bool) -> float:
 
 @settings(max_examples=50)
 @given(sequences(most=14), st.integers(0, 20), shares)
-def test_micro_batches_hold_every_sequence_once_under_the_budget(found: list[Ints], room: int, share: bool) -> None:
+def test_micro_batches_hold_every_sequence_once_under_the_budget(found: list[IntArray], room: int, share: bool) -> None:
     budget = max([len(one) for one in found]) + room
-    bins = micro_batches(found, max(budget, 1), share=share)
+    bins = plan_micro_batches(found, max(budget, 1), share=share)
     dealt = sorted(index for members in bins for index in members)
     assert dealt == [index for index, one in enumerate(found) if len(one)]
     for members in bins:
@@ -116,7 +116,7 @@ def test_micro_batches_hold_every_sequence_once_under_the_budget(found: list[Int
 @settings(max_examples=40)
 @given(sequences(most=8), st.integers(0, 20), shares)
 def test_of_all_ways_to_cut_the_order_micro_batches_are_the_fewest_with_the_least_squares(
-    found: list[Ints], room: int, share: bool
+    found: list[IntArray], room: int, share: bool
 ) -> None:
     budget = max(1, max(len(one) for one in found) + room)
     order = [each for each in sorted(range(len(found)), key=lambda each: found[each].tolist()) if len(found[each])]
@@ -131,7 +131,7 @@ def test_of_all_ways_to_cut_the_order_micro_batches_are_the_fewest_with_the_leas
         if all(nodes([found[each] for each in members], share=share) <= budget for members in bins):
             ways.append(worth(bins))
     # sequences that are equal may stand in any order, at the same cost
-    assert worth(micro_batches(found, budget, share=share)) == pytest.approx(min(ways))
+    assert worth(plan_micro_batches(found, budget, share=share)) == pytest.approx(min(ways))
 
 
 def test_a_prompt_is_not_torn_apart_to_fill_a_micro_batch() -> None:
@@ -139,23 +139,23 @@ def test_a_prompt_is_not_torn_apart_to_fill_a_micro_batch() -> None:
     found = [np.concatenate([prompt, [90 + index] * 10]) for prompt in prompts for index in range(4)]
     # two groups of 80 and, torn apart, most of a third fit; then its prompt would be computed twice
     assert [len(members) for members in greedy(found, 230, share=True)] == [11, 5]
-    assert micro_batches(found, 230) == [list(range(8)), list(range(8, 16))]
+    assert plan_micro_batches(found, 230) == [list(range(8)), list(range(8, 16))]
 
 
 def test_bins_are_balanced_where_greedy_ones_are_not() -> None:
     found = [np.full(10, word) for word in range(12)]
     assert [len(members) for members in greedy(found, 100, share=True)] == [10, 2]
-    assert [len(members) for members in micro_batches(found, 100)] == [6, 6]
+    assert [len(members) for members in plan_micro_batches(found, 100)] == [6, 6]
 
 
 def test_nothing_to_deal_is_no_micro_batch() -> None:
-    assert micro_batches([], 10) == []
-    assert micro_batches([np.zeros(0, np.int64)] * 3, 10) == []
+    assert plan_micro_batches([], 10) == []
+    assert plan_micro_batches([np.zeros(0, np.int64)] * 3, 10) == []
     assert len(build_tree([])) == 0
 
 
 def test_sharing_makes_fewer_micro_batches() -> None:
     prompt = np.arange(50)
     found = [np.concatenate([prompt, [100 + index]]) for index in range(8)]
-    assert len(micro_batches(found, 60)) == 1
-    assert len(micro_batches(found, 60, share=False)) == 8
+    assert len(plan_micro_batches(found, 60)) == 1
+    assert len(plan_micro_batches(found, 60, share=False)) == 8

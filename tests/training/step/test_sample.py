@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from keel.errors import BatchError
-from keel.training import Sample, Tokens
+from keel.training import Sample, TrainableTokens
 
 
 def sample(**changes: Any) -> Sample:
@@ -45,7 +45,7 @@ def test_a_wrong_sample_names_itself_its_field_and_the_value(changes: dict[str, 
 
 def test_what_lies_at_tokens_that_do_not_train_is_never_read() -> None:
     odd = sample(advantage=[np.nan, 1.0, np.inf, 2.0], sampler_logprobs=[np.nan, -1.0, np.nan, -2.0])
-    batch = Tokens([odd]).batch(torch.zeros(2))
+    batch = TrainableTokens([odd]).to_batch(torch.zeros(2))
     assert batch.advantages.tolist() == [1.0, 2.0]
     assert batch.sampler_logprobs is not None and batch.sampler_logprobs.tolist() == [-1.0, -2.0]
 
@@ -59,18 +59,18 @@ def test_the_model_reads_all_before_the_last_trainable_token() -> None:
 def test_tokens_stand_sample_after_sample() -> None:
     silent = sample(trainable=[False] * 4)
     other = sample(token_ids=[1, 2, 3], trainable=[False, True, True], temperature=0.5)
-    tokens = Tokens([sample(), silent, other])
+    tokens = TrainableTokens([sample(), silent, other])
     assert len(tokens) == 4
     assert tokens.sample.tolist() == [0, 0, 2, 2]
     assert tokens.position.tolist() == [1, 3, 1, 2]
     assert tokens.targets.tolist() == [6, 8, 2, 3]
     assert tokens.temperature.tolist() == [1.0, 1.0, 0.5, 0.5]
-    assert [tokens.of(number) for number in range(3)] == [slice(0, 2), slice(2, 2), slice(2, 4)]
+    assert [tokens.slice_of(number) for number in range(3)] == [slice(0, 2), slice(2, 2), slice(2, 4)]
 
 
 def test_a_batch_has_the_fields_that_were_recorded_at_the_tokens_that_train() -> None:
     full = sample(sampler_logprobs=[0, -1, -2, -3], version=[0, 1, 2, 3], role=4, teacher_logprobs=[0, -5, -6, -7])
-    batch = Tokens([full]).batch(torch.zeros(2, dtype=torch.float64), 9)
+    batch = TrainableTokens([full]).to_batch(torch.zeros(2, dtype=torch.float64), 9)
     given = {name: value.tolist() for name, value in batch.tensors().items()}
     assert given == {
         "logprobs": [0, 0],
@@ -87,21 +87,21 @@ def test_a_batch_has_the_fields_that_were_recorded_at_the_tokens_that_train() ->
 
 
 def test_a_sample_without_a_group_is_one_of_its_own() -> None:
-    batch = Tokens([sample(group=3), sample(), sample(group=3), sample(), sample(group=-2)]).batch(torch.zeros(10))
+    batch = TrainableTokens([sample(group=3), sample(), sample(group=3), sample(), sample(group=-2)]).to_batch(torch.zeros(10))
     assert batch.group is not None
     groups = batch.group[::2].tolist()
     assert groups[0] == groups[2] == 3 and groups[4] == -2 and len(set(groups)) == 4
-    assert Tokens([sample()]).batch(torch.zeros(2)).group is None
+    assert TrainableTokens([sample()]).to_batch(torch.zeros(2)).group is None
 
 
 def test_a_field_that_only_some_samples_have_names_one_that_lacks_it() -> None:
     recorded = sample(sampler_logprobs=np.zeros(4))
     with pytest.raises(BatchError, match="sample it has no sampler_logprobs, and others do"):
-        Tokens([recorded, sample()]).batch(torch.zeros(4))
+        TrainableTokens([recorded, sample()]).to_batch(torch.zeros(4))
     with pytest.raises(BatchError, match="sample number 1 has no sampler_logprobs"):
-        Tokens([recorded, sample(name="")]).batch(torch.zeros(4))
+        TrainableTokens([recorded, sample(name="")]).to_batch(torch.zeros(4))
 
 
 def test_no_samples_are_no_tokens() -> None:
-    tokens = Tokens([])
-    assert len(tokens) == 0 and len(tokens.targets) == 0 and len(tokens.batch(torch.zeros(0))) == 0
+    tokens = TrainableTokens([])
+    assert len(tokens) == 0 and len(tokens.targets) == 0 and len(tokens.to_batch(torch.zeros(0))) == 0

@@ -73,7 +73,7 @@ def test_a_few_steps_raise_what_was_good_and_lower_what_was_bad(lora: LoraSettin
 @pytest.mark.parametrize("name", ["tiny", "tiny-gemma3", "tiny-gpt-oss"])
 def test_a_model_in_half_precision_shares_tokens_and_learns_from_float32_logprobs(name: str) -> None:
     trainer, samples = trainer_of(tiny(name, dtype="bfloat16")), branching_samples()
-    assert trainer.forward.layout == "shared"
+    assert trainer.forward.packing == "shared"
     exact = torch.cat([found[~found.isnan()] for found in trainer_of(tiny(name)).logprobs(samples)])
     report = trainer.step(samples, OPEN)
     assert report.stepped and report.tokens.logprobs.dtype == torch.float32
@@ -144,7 +144,7 @@ def test_a_step_without_anything_to_learn_moves_nothing_and_says_why(why: str, r
     before = state_of(trainer)
     assert len(before) > 3
     report = trainer.step([NOTHING[why](sample) for sample in samples], keel.objective(rule, **parameters))
-    assert not report.stepped and report.why_not == why and report.grad_norm == 0.0
+    assert not report.stepped and report.skip_reason == why and report.grad_norm == 0.0
     assert same(state_of(trainer), before) and no_gradients(trainer)
     assert trainer.step(samples, OPEN).stepped
 
@@ -153,7 +153,7 @@ def test_a_step_without_samples_moves_nothing() -> None:
     trainer = trainer_of()
     before = state_of(trainer)
     report = trainer.step([], OPEN)
-    assert not report.stepped and report.why_not == "no sample has a trainable token"
+    assert not report.stepped and report.skip_reason == "no sample has a trainable token"
     assert same(state_of(trainer), before)
 
 
@@ -267,14 +267,14 @@ def test_every_trainable_token_is_in_the_account_once_with_its_reason(rule: str,
     assert list(zip(account.sample.tolist(), account.position.tolist(), strict=True)) == places
     assert report.samples == len(samples) and report.kept_tokens == int((account.reasons == 0).sum())
     assert 0 < report.kept_tokens < len(account)
-    assert not account.gradient[account.reasons != 0].any() and account.gradient[account.reasons == 0].any()
+    assert not account.dloss_dlogprob[account.reasons != 0].any() and account.dloss_dlogprob[account.reasons == 0].any()
     assert set(account.reasons.tolist()) <= set(range(len(report.reasons)))
-    mine = account.of(3)
+    mine = account.for_sample(3)
     assert mine["position"].tolist() == np.flatnonzero(samples[3].trainable).tolist()
     if updates == 1:
         result = keel.objective(rule)(_batch(samples, account.logprobs))
         assert torch.equal(account.reasons, result.reasons)
-        torch.testing.assert_close(account.gradient, result.gradient)
+        torch.testing.assert_close(account.dloss_dlogprob, result.gradient)
         assert report.loss == pytest.approx(float(result.loss), rel=1e-5)
 
 
@@ -297,9 +297,9 @@ def test_shared_tokens_are_counted_once_and_the_report_says_what_was_saved() -> 
     samples = branching_samples()
     shared, plain = (trainer_of(share_prefixes=share).step(samples, OPEN) for share in (True, False))
     distinct = {tuple(one.inputs[: size + 1].tolist()) for one in samples for size in range(len(one.inputs))}
-    assert shared.computed_tokens == len(distinct) < shared.plain_tokens
-    assert plain.computed_tokens == plain.plain_tokens == shared.plain_tokens
-    numbers = shared.numbers()
+    assert shared.computed_tokens == len(distinct) < shared.unshared_tokens
+    assert plain.computed_tokens == plain.unshared_tokens == shared.unshared_tokens
+    numbers = shared.scalars()
     assert numbers["computed_tokens"] == len(distinct) and numbers["loss/policy"] == pytest.approx(shared.loss)
     assert numbers["steps"] == 1 and numbers["grad_norm"] == shared.grad_norm
 
@@ -346,8 +346,8 @@ def test_a_teacher_scores_samples_that_bring_no_logprobs_of_one() -> None:
     rule = keel.objective("icepop", ratio_low=0.0, ratio_high=1e9, teacher_tau=0.5)
     brought = trainer_of(tiny("tiny-qwen3")).logprobs(samples)
     given = [replace(one, teacher_logprobs=found.nan_to_num(9.0)) for one, found in zip(samples, brought, strict=True)]
-    taught = Trainer(tiny(), teacher=tiny("tiny-qwen3")).step(samples, rule).tokens.gradient
-    torch.testing.assert_close(taught, trainer_of().step(given, rule).tokens.gradient)
-    assert not torch.allclose(taught, trainer_of().step(samples, OPEN).tokens.gradient)
+    taught = Trainer(tiny(), teacher=tiny("tiny-qwen3")).step(samples, rule).tokens.dloss_dlogprob
+    torch.testing.assert_close(taught, trainer_of().step(given, rule).tokens.dloss_dlogprob)
+    assert not torch.allclose(taught, trainer_of().step(samples, OPEN).tokens.dloss_dlogprob)
     with pytest.raises(BatchError, match="teacher"):
         trainer_of().step(samples, rule)

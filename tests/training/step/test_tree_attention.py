@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from keel.training.step import tile_attention as tiles_module
 from keel.training.step import tree_attention as module
-from keel.training.step.prefix_tree import Ints, Tree, build_tree
-from keel.training.step.tile_attention import tiles
-from keel.training.step.tree_attention import Layout, cut, tree_attention
+from keel.training.step.prefix_tree import IntArray, PrefixTree, build_tree
+from keel.training.step.tile_attention import build_tiles
+from keel.training.step.tree_attention import TreeLayout, split_into_blocks, tree_attention
 from tests.support.policy_strategies import dense_attention, sequences
 
 WIDTH = 5
 CPU = torch.device("cpu")
 
 
-def dense_visibility(tree: Tree, window: int | None = None) -> Tensor:
+def dense_visibility(tree: PrefixTree, window: int | None = None) -> Tensor:
     """Who sees whom, by walking along each sequence."""
     seen = torch.zeros(len(tree), len(tree), dtype=torch.bool)
     for path in tree.paths:
@@ -35,7 +35,7 @@ def dense_visibility(tree: Tree, window: int | None = None) -> Tensor:
 class Case:
     """Queries, keys, values and sinks for a tree, and what the model says about attention."""
 
-    tree: Tree
+    tree: PrefixTree
     heads: int = 4
     key_heads: int = 2
     window: int | None = None
@@ -74,7 +74,7 @@ class Case:
         given: dict[str, Any] = {"sliding_window": self.window, "softcap": self.softcap, "scaling": self.scale}
         if self.sinks:
             given["s_aux"] = self.aux[0]
-        layout = Layout(self.tree, CPU, self.dtype)
+        layout = TreeLayout(self.tree, CPU, self.dtype)
         return tree_attention(nn.Identity(), *self.states, None, tree=layout, **given)[0]
 
     def check(self) -> None:
@@ -84,10 +84,10 @@ class Case:
             torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
 
 
-def bushy(size: int = 40, seed: int = 0) -> Tree:
+def bushy(size: int = 40, seed: int = 0) -> PrefixTree:
     """Sequences that branch off from one another at any depth."""
     chance = np.random.default_rng(seed)
-    found: list[Ints] = [chance.integers(0, 9, size)]
+    found: list[IntArray] = [chance.integers(0, 9, size)]
     for _ in range(6):
         stem = found[chance.integers(len(found))]
         found.append(
@@ -136,7 +136,7 @@ def test_blocks_give_dense_attention_and_its_gradients(
     st.sampled_from(list(KINDS)),
 )
 def test_any_tree_in_any_blocks_is_dense_attention(
-    found: list[Ints], share: bool, stride: int, longest: int, call: int, kind: str
+    found: list[IntArray], share: bool, stride: int, longest: int, call: int, kind: str
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         small_blocks(patch, stride, longest, call)
@@ -146,12 +146,12 @@ def test_any_tree_in_any_blocks_is_dense_attention(
 @settings(max_examples=50)
 @given(sequences(), st.integers(1, 9), st.integers(1, 9), st.booleans())
 def test_tiles_hold_every_visible_pair_once_and_one_square_for_each_query(
-    found: list[Ints], longest: int, small: int, share: bool
+    found: list[IntArray], longest: int, small: int, share: bool
 ) -> None:
     tree = build_tree(found, share=share)
     with pytest.MonkeyPatch.context() as patch:
         small_blocks(patch, longest, small)
-        squares, rectangles = tiles(tree, torch.float64)
+        squares, rectangles = build_tiles(tree, torch.float64)
     assert [query for tile in squares for query in range(len(tree))[tile.queries]] == list(range(len(tree)))
     times = torch.zeros(len(tree), len(tree))
     for tile in squares + rectangles:
@@ -164,13 +164,13 @@ def test_tiles_hold_every_visible_pair_once_and_one_square_for_each_query(
 @settings(max_examples=25)
 @given(sequences(), st.integers(1, 9), st.integers(1, 9), st.sampled_from([0, 20, 4000]))
 def test_blocks_tile_the_queries_once_and_hold_every_ancestor(
-    found: list[Ints], stride: int, longest: int, call: int
+    found: list[IntArray], stride: int, longest: int, call: int
 ) -> None:
     tree = build_tree(found)
     seen = dense_visibility(tree).numpy()
     with pytest.MonkeyPatch.context() as patch:
         small_blocks(patch, stride, longest, call)
-        blocks = cut(tree)
+        blocks = split_into_blocks(tree)
     assert [query for first, last, _ in blocks for query in range(first, last)] == list(range(len(tree)))
     for first, _, ancestors in blocks:
         assert ancestors.tolist() == np.flatnonzero(seen[first, :first]).tolist()
@@ -178,8 +178,8 @@ def test_blocks_tile_the_queries_once_and_hold_every_ancestor(
 
 def test_no_block_is_longer_than_allowed() -> None:
     tree = build_tree([np.arange(3000)])
-    blocks = cut(tree)
-    assert max(last - first for first, last, _ in blocks) <= module.LONGEST
+    blocks = split_into_blocks(tree)
+    assert max(last - first for first, last, _ in blocks) <= module.MAX_BLOCK_QUERIES
     assert sum(last - first for first, last, _ in blocks) == 3000
 
 
@@ -187,7 +187,7 @@ def test_work_grows_with_what_is_seen_and_not_with_the_square_of_the_packed_leng
     prompts = [np.concatenate([[group], np.arange(300)]) for group in range(8)]
     answers = [np.concatenate([prompt, [word] * 60]) for prompt in prompts for word in range(8)]
     tree = build_tree(answers)
-    layout = Layout(tree, CPU, torch.float32)
+    layout = TreeLayout(tree, CPU, torch.float32)
     pairs = sum(block.mask.numel() for block in layout.blocks(None))
     seen = int((tree.positions + 1).sum())
     assert pairs < 2.5 * seen < 0.25 * len(tree) ** 2
@@ -198,7 +198,7 @@ def test_work_grows_with_what_is_seen_and_not_with_the_square_of_the_packed_leng
 
 def test_keys_out_of_the_window_are_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     small_blocks(monkeypatch, 16, 16)
-    layout = Layout(build_tree([np.arange(400)]), CPU, torch.float32)
+    layout = TreeLayout(build_tree([np.arange(400)]), CPU, torch.float32)
     assert max(block.mask.shape[1] for block in layout.blocks(8)) == 16 + 7
     # a window that nothing reaches is none
     assert layout.blocks(400) is layout.blocks(None)
@@ -222,7 +222,7 @@ def test_half_precision_is_computed_in_float32() -> None:
 
 def test_the_usual_scale_is_one_over_the_root_of_the_width() -> None:
     case = Case(bushy(), scale=WIDTH**-0.5)
-    layout = Layout(case.tree, CPU, torch.float64)
+    layout = TreeLayout(case.tree, CPU, torch.float64)
     torch.testing.assert_close(tree_attention(nn.Identity(), *case.states, None, tree=layout)[0], case.dense())
 
 
@@ -238,9 +238,9 @@ def test_a_loud_stranger_in_the_same_block_is_not_heard() -> None:
 
 @settings(max_examples=5)
 @given(sequences(), st.none() | st.integers(1, 5))
-def test_flex_attention_is_given_the_same_visibility(found: list[Ints], window: int | None) -> None:
+def test_flex_attention_is_given_the_same_visibility(found: list[IntArray], window: int | None) -> None:
     tree = build_tree([*found, np.array([7, 7, 8])])
-    mask = Layout(tree, CPU, torch.float32).block_mask(window)
+    mask = TreeLayout(tree, CPU, torch.float32).flex_block_mask(window)
     size = len(tree)
     nothing = torch.zeros((), dtype=torch.int64)
     place = torch.arange(size)
@@ -250,6 +250,6 @@ def test_flex_attention_is_given_the_same_visibility(found: list[Ints], window: 
 
 def test_flex_attention_skips_blocks_that_nothing_sees() -> None:
     tree = build_tree([np.full(256, word) for word in range(4)])
-    blocks = Layout(tree, CPU, torch.float32).block_mask(None).to_dense()[0, 0]
+    blocks = TreeLayout(tree, CPU, torch.float32).flex_block_mask(None).to_dense()[0, 0]
     # sequences of two blocks each: two on the diagonal and one below it
     assert int(blocks.sum()) == 4 * 3
