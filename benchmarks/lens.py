@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 from benchmarks.measure import verdict
 from keel.config import load_settings
 from keel.config.toml_writer import toml_lines
-from keel.run.ledger import RolloutOutcome, Ledger
+from keel.run.ledger import Ledger, RolloutOutcome
 from keel.run.records import SCHEMA, step_path
 from tests.support.lens_browser import browser, missing
 
@@ -103,7 +103,9 @@ def make_folder(run: Path, gigabytes: float) -> tuple[int, int]:
         if step > DIFFERENT:
             os.link(step_path(run / "rollouts", 1 + step % DIFFERENT), step_path(run / "rollouts", step))
         fates = [
-            RolloutOutcome(f"s{step}/{number // GROUP}", number % GROUP, 0, "sums", "t", "trained", None, None, 0.5, LENGTH)
+            RolloutOutcome(
+                f"s{step}/{number // GROUP}", number % GROUP, 0, "sums", "t", "trained", None, None, 0.5, LENGTH
+            )
             for number in range(ROLLOUTS)
         ]
         numbers = dict(zip(names, chance.random(len(names)).tolist(), strict=True))

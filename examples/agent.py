@@ -76,7 +76,7 @@ async def main(base: str, folder: str) -> None:
             seen = result.metrics
             print(
                 f"step {result.step}: reward {seen['reward']:.2f}, {seen['metrics/answers']:.2f} answers an attempt,"
-                f" {seen['rollout/sampled_tokens']:.0f} tokens, {seen['groups_no_signal']:.0f} of {seen['groups']:.0f}"
+                f" {seen['rollout/sampled_tokens']:.0f} tokens, {seen['groups_zero_variance']:.0f} of {seen['groups']:.0f}"
                 " groups without signal"
             )
         print(f"weights: {result.checkpoint_path.relative_to(folder)}")

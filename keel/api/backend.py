@@ -251,7 +251,10 @@ class _ModelSession:
         metrics, why_not = batch.metrics, batch.skip_reason
         if not why_not:
             report = trainer.train_step(
-                batch.samples, request.objective, reference_source=request.reference_source, learning_rate=request.learning_rate
+                batch.samples,
+                request.objective,
+                reference_source=request.reference_source,
+                learning_rate=request.learning_rate,
             )
             metrics, why_not = metrics | report.scalars(), report.skip_reason
         return TrainResult(
@@ -266,7 +269,9 @@ class _ModelSession:
         await self.endpoint.run_coroutine(load(folder, self.trainer.step_number))
 
 
-def _check_no_effect_settings(settings: EngineSettings | CheckpointSettings, names: tuple[str, ...], table: str) -> None:
+def _check_no_effect_settings(
+    settings: EngineSettings | CheckpointSettings, names: tuple[str, ...], table: str
+) -> None:
     """Settings of a run that mean nothing here: the engine is in this process, and every step has a checkpoint."""
     for name in names:
         if getattr(settings, name) != type(settings).model_fields[name].default:

@@ -23,7 +23,12 @@ class CheckpointedTrainer(Trainer):
     """A trainer that goes from checkpoint to checkpoint. `step` is the last one, and the version of its weights."""
 
     def __init__(
-        self, model: ModelSettings, settings: TrainerSettings, folder: Path, checkpoint_settings: CheckpointSettings, seed: int
+        self,
+        model: ModelSettings,
+        settings: TrainerSettings,
+        folder: Path,
+        checkpoint_settings: CheckpointSettings,
+        seed: int,
     ) -> None:
         """Goes on from the last whole checkpoint in the folder, or writes the first."""
         super().__init__(model, settings, seed=seed)
@@ -50,7 +55,12 @@ class CheckpointedTrainer(Trainer):
         return self.checkpoints.path(self.step_number)
 
     def train_step(
-        self, samples: Sequence[Sample], objective: Objective, *, reference_source: str | None, learning_rate: float | None
+        self,
+        samples: Sequence[Sample],
+        objective: Objective,
+        *,
+        reference_source: str | None,
+        learning_rate: float | None,
     ) -> StepReport:
         """One step and its checkpoint. `source`: the reference, as in `ReferenceSettings`."""
         self._set_reference(reference_source)
@@ -90,7 +100,9 @@ class CheckpointedTrainer(Trainer):
         if reference_source is not None:
             kind, _, value = reference_source.partition(":")
             name = f"step_{value}" if kind == "step" else kind
-            self.references = load_references({name: ReferenceSettings(source=reference_source)}, self.model, self.checkpoints, self.seed)
+            self.references = load_references(
+                {name: ReferenceSettings(source=reference_source)}, self.model, self.checkpoints, self.seed
+            )
         self._reference_key = wanted
 
     def _clear_references(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.inference.protocol import Message
-from keel.rollout.rendering.renderer import Prompt, Renderer, RenderedTurn
+from keel.rollout.rendering.renderer import Prompt, RenderedTurn, Renderer
 
 MAX_REMEMBERED_TURNS = 16384
 """Answers that are remembered: more than are ever under way."""

@@ -26,7 +26,7 @@ SHUTDOWN_TIMEOUT = 10
 START_TIMEOUT = 60.0
 """Seconds that starting may take; the model is loaded before."""
 
-ResultT = TypeVar("Value")
+ResultT = TypeVar("ResultT")
 
 
 class ModelEndpoint:
@@ -59,7 +59,9 @@ class ModelEndpoint:
         """Returns when requests are answered. Blocks."""
         self._thread.start()
         if not self._ready.wait(START_TIMEOUT) or self._start_error is not None:
-            raise EngineError(f"the server at {self.base_url} did not start: {self._start_error or f'{START_TIMEOUT:.0f} s passed'}")
+            raise EngineError(
+                f"the server at {self.base_url} did not start: {self._start_error or f'{START_TIMEOUT:.0f} s passed'}"
+            )
 
     def stop(self) -> None:
         """Returns when it has ended, and its engine with it. Blocks."""

@@ -18,8 +18,8 @@ from keel.config import EpisodeLimits, Sampling
 from keel.config.run import AdvantageSettings
 from keel.errors import BatchError, KeelError
 from keel.inference.protocol import FinishReason, Generation
-from keel.rollout.trajectory import TrajectorySamples, TrainingSample
 from keel.rollout.trajectory import EpisodeTrajectory as Episode
+from keel.rollout.trajectory import TrainingSample, TrajectorySamples
 from keel.signal import MovingBaseline, advantages
 from keel.training import Sample
 
@@ -64,12 +64,12 @@ def build_batch(
     else:
         found = advantages(estimator, rewards, owners)
     flat = {number for number in range(len(groups)) if not _has_signal(found, owners, number)}
-    batch, counts = SampleBatch(), Counter[str](no_signal_tokens=0)
+    batch, counts = SampleBatch(), Counter[str](zero_variance_tokens=0)
     for episode, owner, advantage in zip(episodes, owners, found.tolist(), strict=True):
         said = episode.samples.counts
         counts.update({name: said[name] for name in said if name in COUNTED_METRICS or name.startswith("split_")})
         if owner in flat and estimator.zero_variance_groups == "drop":
-            counts["no_signal_tokens"] += said["sampled_tokens"]
+            counts["zero_variance_tokens"] += said["sampled_tokens"]
             continue
         for number, one in enumerate(episode.samples.samples):
             name = f"{episode.label}, sample {number}" if number else episode.label
@@ -97,7 +97,9 @@ def _read_episodes(groups: Sequence[TrajectoryGroup], model: str, step: int) -> 
             name = f" ({trajectory.name})" if trajectory.name else ""
             where = f"group {number}, trajectory {place}{name}"
             try:
-                found.append(_EpisodeSamples(where, _read_trajectory(trajectory, model, step).build_samples(_NO_LIMITS)))
+                found.append(
+                    _EpisodeSamples(where, _read_trajectory(trajectory, model, step).build_samples(_NO_LIMITS))
+                )
             except KeelError as error:
                 wrong.append(f"{where}: {error}")
     if wrong:
@@ -179,11 +181,13 @@ def _has_signal(values: torch.Tensor, owners: Sequence[int], group: int) -> bool
     return any(value != 0 for value, owner in zip(values.tolist(), owners, strict=True) if owner == group)
 
 
-def _trajectory_metrics(groups: Sequence[TrajectoryGroup], rewards: Sequence[float], zero_variance_count: int) -> dict[str, float]:
+def _trajectory_metrics(
+    groups: Sequence[TrajectoryGroup], rewards: Sequence[float], zero_variance_count: int
+) -> dict[str, float]:
     """The numbers that are about trajectories; the trainer's come beside them."""
     found = {
         "groups": float(len(groups)),
-        "groups_no_signal": float(zero_variance_count),
+        "groups_zero_variance": float(zero_variance_count),
         "trajectories": float(len(rewards)),
         "exceptions": float(sum(len(group.exceptions) for group in groups)),
     }

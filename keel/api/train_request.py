@@ -49,7 +49,7 @@ class TrainRequest:
         return cls(
             groups=_check_groups(groups),
             objective=composed,
-            source=_reference_source(composed, kl_penalty_reference_step, kl_ref_adapter_path),
+            reference_source=_reference_source(composed, kl_penalty_reference_step, kl_ref_adapter_path),
             learning_rate=_check_learning_rate(learning_rate),
             estimator=_advantage_settings(advantages, zero_variance_groups),
         )
@@ -111,9 +111,13 @@ def _check_learning_rate(rate: float | None) -> float | None:
     return rate
 
 
-def _advantage_settings(advantages: str | AdvantageSettings, zero_variance_groups: ZeroVarianceGroups | None) -> AdvantageSettings:
+def _advantage_settings(
+    advantages: str | AdvantageSettings, zero_variance_groups: ZeroVarianceGroups | None
+) -> AdvantageSettings:
     """Return the estimator's settings, with `zero_variance_groups` from whichever of the two parameters gives it."""
-    table = advantages.model_dump(exclude_unset=True) if isinstance(advantages, AdvantageSettings) else {"name": advantages}
+    table = (
+        advantages.model_dump(exclude_unset=True) if isinstance(advantages, AdvantageSettings) else {"name": advantages}
+    )
     if zero_variance_groups is not None:
         own = table.setdefault("zero_variance_groups", zero_variance_groups)
         if own != zero_variance_groups:

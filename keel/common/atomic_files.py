@@ -19,23 +19,30 @@ from typing import Any
 from safetensors import SafetensorError
 
 from keel.common import safe_read
-from keel.common.manifest import MANIFEST_FILE, UnreadableFile, verify_manifest, hash_file, read_manifest, write_manifest
+from keel.common.manifest import (
+    MANIFEST_FILE,
+    UnreadableFile,
+    hash_file,
+    read_manifest,
+    verify_manifest,
+    write_manifest,
+)
 from keel.errors import ModelError
 
 __all__ = [
     "MANIFEST_FILE",
     "TEMP_PREFIX",
     "UnreadableFile",
-    "verify_manifest",
-    "remove_stale_temp",
-    "remove_folder",
-    "hash_file",
-    "read_manifest",
-    "atomic_folder",
-    "read_json",
     "atomic_file",
-    "write_manifest",
+    "atomic_folder",
+    "hash_file",
+    "read_json",
+    "read_manifest",
+    "remove_folder",
+    "remove_stale_temp",
+    "verify_manifest",
     "write_json",
+    "write_manifest",
 ]
 
 TEMP_PREFIX = ".keel-tmp-"

@@ -87,6 +87,8 @@ def _stored_rank(folder: Path) -> int:
         last = [entry["shape"][-1] for name, entry in header.items() if ".lora_B" in name]
         return int(max(first + last))
     except FileNotFoundError:
-        raise ModelError(f"adapter {folder} has no {TENSORS_FILE}: other files than safetensors are not loaded") from None
+        raise ModelError(
+            f"adapter {folder} has no {TENSORS_FILE}: other files than safetensors are not loaded"
+        ) from None
     except (OSError, ValueError, struct.error, LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error

@@ -56,7 +56,9 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
-def verify_manifest(folder: Path, *, check_hashes: bool = True, include: Callable[[str], bool] = lambda _name: True) -> None:
+def verify_manifest(
+    folder: Path, *, check_hashes: bool = True, include: Callable[[str], bool] = lambda _name: True
+) -> None:
     """Refuse a sealed folder with a file that is missing, truncated or changed, by its name.
 
     Without `hashes` only presence and sizes are looked at, which is quick. `only`: names of the files that count, for

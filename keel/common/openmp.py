@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 _OMP_PAUSE_SOFT = 1
 
 P = ParamSpec("P")
-ResultT = TypeVar("Done")
+ResultT = TypeVar("ResultT")
 
 
 def release_openmp_threads() -> None:

@@ -115,7 +115,9 @@ def to_config_error(
         elif item["type"] == "missing":
             lines.append(f"{label(path)} is missing")
         elif (new := renamed_value(label(path), item["input"])) is not None:
-            lines.append(f"{label(path)} = {_toml_value(item['input'])} was renamed; write {label(path)} = {_toml_value(new)}")
+            lines.append(
+                f"{label(path)} = {_toml_value(item['input'])} was renamed; write {label(path)} = {_toml_value(new)}"
+            )
         else:
             lines.append(f"{label(path)} = {_toml_value(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}")
     return ConfigError("\n".join(dict.fromkeys(lines)))

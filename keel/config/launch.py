@@ -13,7 +13,16 @@ from keel.common.settings import Settings, setting_error
 Seconds = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 
-RESERVED_FLAGS = ("--host", "--port", "--api-key", "--api-key-file", "--model", "--name", "--served-model-name", "--weights-from")
+RESERVED_FLAGS = (
+    "--host",
+    "--port",
+    "--api-key",
+    "--api-key-file",
+    "--model",
+    "--name",
+    "--served-model-name",
+    "--weights-from",
+)
 """What a launch says to every engine server itself: an address, a key, a model."""
 
 

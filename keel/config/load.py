@@ -33,9 +33,7 @@ class LoadedSettings:
 
     def rows(self) -> list[tuple[str, Any, str]]:
         """Every setting with its value and its origin, the resolved parameters of the objective included."""
-        tree: dict[str, Any] = {
-            name: _dump(getattr(self.settings, name)) for name in type(self.settings).model_fields
-        }
+        tree: dict[str, Any] = {name: _dump(getattr(self.settings, name)) for name in type(self.settings).model_fields}
         objective = self.settings.objective
         if objective.name is None:
             tree["objective"] = objective.composition.model_dump()

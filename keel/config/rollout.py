@@ -183,7 +183,9 @@ class EngineSettings(Settings):
             why = 'cannot act: kind = "' + self.kind + '" samples by itself; servers take keel serve --kernels'
             raise setting_error("{kernels} " + why, kernels=self.kernels)
         if self.dtype != "auto" and self.kind == "pool":
-            raise setting_error("{dtype} cannot act: the servers of a pool were started with their own", dtype=self.dtype)
+            raise setting_error(
+                "{dtype} cannot act: the servers of a pool were started with their own", dtype=self.dtype
+            )
         return self
 
 
@@ -247,5 +249,7 @@ class PoolSettings(Settings):
             )
         for address in (*self.urls, self.list_url or ""):
             if secret := secret_in_url(address):
-                raise setting_error(f"an address of the pool has {secret} in it, which would be written down; leave it out")
+                raise setting_error(
+                    f"an address of the pool has {secret} in it, which would be written down; leave it out"
+                )
         return self

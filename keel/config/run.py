@@ -18,7 +18,9 @@ from keel.config.rollout import (
 from keel.config.trainer import CheckpointSettings, ModelSettings, ReferenceSettings, TrainerSettings
 from keel.objectives.resolve import ObjectiveSettings
 
-AdvantageEstimator = Literal["group_mean", "group_mean_std", "leave_one_out", "mean_normalised", "moving_baseline", "constant"]
+AdvantageEstimator = Literal[
+    "group_mean", "group_mean_std", "leave_one_out", "mean_normalised", "moving_baseline", "constant"
+]
 
 ZeroVarianceGroups = Literal["drop", "train"]
 
@@ -39,7 +41,9 @@ class AdvantageSettings(Settings):
     def _check_options_have_effect(self) -> Self:
         for field, owner in (("decay", "moving_baseline"), ("baseline", "constant")):
             if getattr(self, field) is not None and self.name != owner:
-                raise setting_error(f'{{{field}}} cannot act: it belongs to name = "{owner}"', **{field: getattr(self, field)})
+                raise setting_error(
+                    f'{{{field}}} cannot act: it belongs to name = "{owner}"', **{field: getattr(self, field)}
+                )
         return self
 
 
@@ -75,7 +79,9 @@ class MetricsSettings(Settings):
     @model_validator(mode="after")
     def _check_options_have_effect(self) -> Self:
         if self.project is not None and self.wandb == "off" and not self.trackio:
-            raise setting_error("{project} cannot act: it is for wandb and trackio, and both are off", project=self.project)
+            raise setting_error(
+                "{project} cannot act: it is for wandb and trackio, and both are off", project=self.project
+            )
         return self
 
 
@@ -131,7 +137,9 @@ class RunSettings(Settings):
         """An environment is called by its table unless it says otherwise."""
         tables = values.get("environments") if isinstance(values, dict) else None
         if isinstance(tables, list):
-            raise setting_error("environments is a list; write a table [environments.NAME] for each, not [[environments]]")
+            raise setting_error(
+                "environments is a list; write a table [environments.NAME] for each, not [[environments]]"
+            )
         if not isinstance(tables, dict):
             return values
         named = {

@@ -76,7 +76,9 @@ class OptimizerSettings(Settings):
         if self.decay == "constant":
             for name in ("total_steps", "floor"):
                 if getattr(self, name) is not None:
-                    raise setting_error(f'{{{name}}} cannot act while decay = "constant"', **{name: getattr(self, name)})
+                    raise setting_error(
+                        f'{{{name}}} cannot act while decay = "constant"', **{name: getattr(self, name)}
+                    )
         elif self.total_steps is None:
             raise setting_error("{decay} needs total_steps", decay=self.decay)
         elif self.total_steps <= self.warmup_steps:

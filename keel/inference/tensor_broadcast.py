@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from keel.inference.protocol import EngineError, BroadcastSlot
+from keel.inference.protocol import BroadcastSlot, EngineError
 
 JOIN_TIMEOUT = 30.0
 """Seconds in which receivers must come, and everybody must be told who did."""
@@ -110,7 +110,11 @@ class BroadcastSender:
 
 
 def receive_broadcast(
-    slot: BroadcastSlot, sender_address: str, own_address: str, device: torch.device, check_table: Callable[[Mapping[str, Tensor]], None]
+    slot: BroadcastSlot,
+    sender_address: str,
+    own_address: str,
+    device: torch.device,
+    check_table: Callable[[Mapping[str, Tensor]], None],
 ) -> dict[str, Tensor]:
     """All tensors of a broadcast, by name. `fits` refuses a table (tensors without memory). Blocks: for a thread.
 
@@ -119,7 +123,9 @@ def receive_broadcast(
     try:
         # the store would try to reach a port that nobody listens on for a minute
         socket.create_connection((sender_address, slot.port), JOIN_TIMEOUT).close()
-        store = _dist.TCPStore(sender_address, slot.port, timeout=timedelta(seconds=JOIN_TIMEOUT), wait_for_workers=False)
+        store = _dist.TCPStore(
+            sender_address, slot.port, timeout=timedelta(seconds=JOIN_TIMEOUT), wait_for_workers=False
+        )
         try:
             table = _read_table(store.get("table"))
             check_table({each.name: torch.empty(each.shape, dtype=each.dtype, device="meta") for each in table})
@@ -135,7 +141,9 @@ def receive_broadcast(
         with _process_group(present["backend"], store, rank, size, own_address) as group:
             for layer in group_by_layer(table):
                 size_of_layer = sum(each.padded_nbytes for each in layer)
-                buffer = torch.empty(size_of_layer, dtype=torch.uint8, device=_transfer_device(present["backend"], device))
+                buffer = torch.empty(
+                    size_of_layer, dtype=torch.uint8, device=_transfer_device(present["backend"], device)
+                )
                 _broadcast(group, buffer)
                 found |= _unpack_layer(layer, buffer)
             group.barrier().wait()

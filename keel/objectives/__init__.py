@@ -4,7 +4,7 @@ Nothing here imports torch. `keel.signal` turns a composition into tensor arithm
 """
 
 from keel.objectives.catalog import PRESETS
-from keel.objectives.composition import Composition, Gate, Penalty, PolicyTerm, Reduction, ImportanceWeight
+from keel.objectives.composition import Composition, Gate, ImportanceWeight, Penalty, PolicyTerm, Reduction
 from keel.objectives.preset import ObjectivePreset
 from keel.objectives.resolve import ObjectiveSettings, resolve_objective
 
@@ -12,11 +12,11 @@ __all__ = [
     "PRESETS",
     "Composition",
     "Gate",
+    "ImportanceWeight",
+    "ObjectivePreset",
     "ObjectiveSettings",
     "Penalty",
     "PolicyTerm",
-    "ObjectivePreset",
     "Reduction",
-    "ImportanceWeight",
     "resolve_objective",
 ]

@@ -72,7 +72,9 @@ class Gate(Settings):
             raise setting_error("{high} must not be negative: it bounds a distance", high=self.high)
         if self.scope not in statistic.scopes:
             owner = statistic.scopes[0]
-            raise setting_error(f"{{scope}}: this statistic belongs to the {owner} and decides for it", scope=self.scope)
+            raise setting_error(
+                f"{{scope}}: this statistic belongs to the {owner} and decides for it", scope=self.scope
+            )
         if self.scope == "step" and self.when != "always":
             raise setting_error("{when}: a gate over the step applies to every advantage", when=self.when)
         return self
@@ -106,9 +108,13 @@ class ImportanceWeight(Settings):
             raise setting_error("{low} must be below {high}", low=self.low, high=self.high)
         shape = (self.k_positive, self.rate_positive, self.k_negative, self.rate_negative)
         if self.kernel == "gamma" and None in shape:
-            raise setting_error("{kernel} needs k_positive, rate_positive, k_negative and rate_negative", kernel=self.kernel)
+            raise setting_error(
+                "{kernel} needs k_positive, rate_positive, k_negative and rate_negative", kernel=self.kernel
+            )
         if self.kernel == "ratio" and any(value is not None for value in shape):
-            raise setting_error("{kernel} has no k_positive, rate_positive, k_negative or rate_negative", kernel=self.kernel)
+            raise setting_error(
+                "{kernel} has no k_positive, rate_positive, k_negative or rate_negative", kernel=self.kernel
+            )
         return self
 
 
@@ -155,7 +161,9 @@ class PolicyTerm(Settings):
         if (self.anchor == "none") != (self.surrogate in ("log_prob", "cross_entropy")):
             raise setting_error("{anchor} does not fit {surrogate}", anchor=self.anchor, surrogate=self.surrogate)
         if self.level == "sequence" and self.anchor == "none":
-            raise setting_error("{level} needs a ratio, and {surrogate} has none", level=self.level, surrogate=self.surrogate)
+            raise setting_error(
+                "{level} needs a ratio, and {surrogate} has none", level=self.level, surrogate=self.surrogate
+            )
         if self.token_clip is not None and self.level != "sequence":
             raise setting_error('{token_clip} cannot act: it belongs to level = "sequence"', token_clip=self.token_clip)
         return self
@@ -268,7 +276,9 @@ class Composition(AdvantageTransforms):
         if self.reduction.divide_by == "kept" and not self.gates and not self.reads("sampler"):
             raise setting_error("{denominator} (divide_by) cannot act: nothing here drops a token", denominator="kept")
         if self.policy.level == "sequence" and any(weight.level == "token" for weight in self.weights):
-            raise setting_error("{level}: a sequence-level policy term takes no token-level weights", level=self.policy.level)
+            raise setting_error(
+                "{level}: a sequence-level policy term takes no token-level weights", level=self.policy.level
+            )
         if self.proximal == "interpolated" and not self.reads("proximal"):
             raise setting_error("{proximal} cannot act: nothing here uses the proximal policy", proximal=self.proximal)
         return self

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.common.settings import KeyPath
-from keel.objectives.composition import Composition, Gate, Penalty, ImportanceWeight
+from keel.objectives.composition import Composition, Gate, ImportanceWeight, Penalty
 from keel.objectives.notation import COMMON_SYMBOLS, RATIO_NOTATIONS, SIGNS, Symbol, symbols_used_in
 from keel.objectives.preset import ObjectivePreset
 from keel.objectives.resolve import resolve_objective
@@ -203,7 +203,9 @@ def _weight_formula(weight: ImportanceWeight, names: ParameterLookup, index: int
     if weight.kernel == "gamma":
         mark = _weight_suffix(index)
         base = f"{base}^k_A{mark} * exp(rate_A{mark} * (1 - {base}))"
-    low, high = (_parameter_or_number(names, ("weights", index, bound), getattr(weight, bound)) for bound in ("low", "high"))
+    low, high = (
+        _parameter_or_number(names, ("weights", index, bound), getattr(weight, bound)) for bound in ("low", "high")
+    )
     if low is not None and high is not None:
         return f"clip({base}, {low}, {high})"
     if low is not None:
@@ -228,7 +230,11 @@ def _denominator_formula(composition: Composition, names: ParameterLookup) -> st
     end = "_k" if reduction.divide_by == "kept" else ""
     if reduction.over == "tokens":
         return f"N{end}"
-    own = f"n{end}" if reduction.over == "sequences" else _parameter_or_number(names, ("reduction", "length"), reduction.length)
+    own = (
+        f"n{end}"
+        if reduction.over == "sequences"
+        else _parameter_or_number(names, ("reduction", "length"), reduction.length)
+    )
     return f"(S{end} * {own})"
 
 
@@ -252,7 +258,9 @@ def _advantage_formula(composition: Composition, names: ParameterLookup) -> str:
 
 def legend(composition: Composition, text: str, names: ParameterLookup = lambda _path: None) -> tuple[Symbol, ...]:
     """The symbols that a text uses, and those that their definitions use."""
-    return symbols_used_in(text, {symbol.name: symbol for symbol in (*COMMON_SYMBOLS, *_composition_symbols(composition, names))})
+    return symbols_used_in(
+        text, {symbol.name: symbol for symbol in (*COMMON_SYMBOLS, *_composition_symbols(composition, names))}
+    )
 
 
 def _composition_symbols(composition: Composition, names: ParameterLookup) -> list[Symbol]:
@@ -280,7 +288,9 @@ def _composition_symbols(composition: Composition, names: ParameterLookup) -> li
         own.append(Symbol("g", f"exp(mean_kept({log_ratio}))", "ratio of the sequence, a geometric mean"))
         own.append(Symbol("M", f"mean_kept({A})", "advantage of the sequence"))
     if policy.surrogate == "soft":
-        taus = (_parameter_or_number(names, ("policy", f"tau_{sign}"), getattr(policy, f"tau_{sign}")) for sign in SIGNS)
+        taus = (
+            _parameter_or_number(names, ("policy", f"tau_{sign}"), getattr(policy, f"tau_{sign}")) for sign in SIGNS
+        )
         own.append(Symbol("tau_A", _where_positive(mean_A, *taus), "temperature"))
     if policy.dual_clip is not None:
         bound = _parameter_or_number(names, ("policy", "dual_clip"), policy.dual_clip)
@@ -290,7 +300,9 @@ def _composition_symbols(composition: Composition, names: ParameterLookup) -> li
             of = A if weight.level == "token" else f"mean({A})"
             for what, meaning in (("k", "power of the weight"), ("rate", "decay of the weight")):
                 fields = [f"{what}_{sign}" for sign in SIGNS]
-                values = (_parameter_or_number(names, ("weights", place, field), getattr(weight, field)) for field in fields)
+                values = (
+                    _parameter_or_number(names, ("weights", place, field), getattr(weight, field)) for field in fields
+                )
                 own.append(Symbol(f"{what}_A{_weight_suffix(place)}", _where_positive(of, *values), meaning))
     return own
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, create_model, model_validator
 
-from keel.common.settings import KeyPath, Settings, dotted_name, to_config_error, setting_error
-from keel.objectives.composition import Composition, NonNegative, Positive, AdvantageTransforms
+from keel.common.settings import KeyPath, Settings, dotted_name, setting_error, to_config_error
+from keel.objectives.composition import AdvantageTransforms, Composition, NonNegative, Positive
 from keel.objectives.statistics import Level
 
 PRESET_PARAMETERS: dict[str, tuple[Any, str]] = {

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 
-from keel.common.settings import to_config_error, suggest_name
+from keel.common.settings import suggest_name, to_config_error
 from keel.errors import ConfigError
 from keel.objectives.catalog import PRESETS
 from keel.objectives.composition import Composition

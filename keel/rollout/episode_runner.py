@@ -52,11 +52,11 @@ def build_environments(settings: RunSettings) -> dict[str, RunEnvironment]:
 class FinishedRollouts(Protocol):
     """Durable storage of finished rollouts; the run's ledger implements it."""
 
-    def keep(self, group: str, member: int, attempt: int, rollout: Rollout) -> None:
+    def store_finished(self, group: str, member: int, attempt: int, rollout: Rollout) -> None:
         """Store a finished rollout until its outcome is recorded."""
         ...
 
-    def recall(self, group: str, member: int, attempt: int) -> Rollout | None:
+    def load_finished(self, group: str, member: int, attempt: int) -> Rollout | None:
         """Return the stored rollout, or None."""
         ...
 
@@ -90,9 +90,9 @@ class EpisodeRunner:
         )
         rollout = await run_episode(arena.environment, request.task, client, arena.limits, attempt=request.attempt)
         if self._ledger is not None and rollout.error_kind is None:
-            self._ledger.keep(*name, rollout)
+            self._ledger.store_finished(*name, rollout)
         return rollout
 
     def load_finished(self, group: str, member: int, attempt: int) -> Rollout | None:
         """A rollout that ended well under this name in an earlier life of the run."""
-        return None if self._ledger is None else self._ledger.recall(group, member, attempt)
+        return None if self._ledger is None else self._ledger.load_finished(group, member, attempt)

@@ -14,7 +14,7 @@ from typing import Any
 from keel.config.rollout import EpisodeLimits, Sampling
 from keel.errors import KeelError
 from keel.inference.protocol import Engine, EngineError, Generation, Message
-from keel.rollout.rendering.renderer import Prompt, Renderer, RenderedTurn, Tools
+from keel.rollout.rendering.renderer import Prompt, RenderedTurn, Renderer, Tools
 from keel.rollout.trajectory import EpisodeTrajectory
 
 LOGPROB_TOLERANCE = 1e-3

@@ -56,7 +56,7 @@ class TrajectorySamples:
 
     samples: tuple[TrainingSample, ...]
     counts: Mapping[str, int]
-    """turns, samples; sampled_tokens = trained_tokens + refused_tokens + cut_tokens; refused_samples and cut_samples,
+    """turns, samples; sampled_tokens = trained_tokens + dropped_tokens + truncated_tokens; dropped_samples and truncated_samples,
     over length; empty_samples, in which nothing was sampled; and split_REASON: samples begun for that reason."""
 
 
@@ -86,7 +86,7 @@ class EpisodeTrajectory:
 
     Invariants. The tokens of every sample are, up to each of its answers, exactly a prompt that the engine was given
     and the answer that it gave. While every prompt extends the tokens before it there is one sample; c prompts that do
-    not make 1 + c samples. `sampled_tokens` = `trained_tokens` + `refused_tokens` + `cut_tokens`, each token once.
+    not make 1 + c samples. `sampled_tokens` = `trained_tokens` + `dropped_tokens` + `truncated_tokens`, each token once.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,9 @@ class EpisodeTrajectory:
         if not prompt:
             raise ValueError("a turn needs a prompt of at least one token: nothing predicts the first one")
         self.turns.append(Turn(tuple(prompt), generation, split_reason))
-        path = self._find_extendable(prompt, generation.temperature) or self._start_sample(prompt, generation.temperature, split_reason)
+        path = self._find_extendable(prompt, generation.temperature) or self._start_sample(
+            prompt, generation.temperature, split_reason
+        )
         added = prompt[len(path.token_ids) :]
         path.token_ids += [*added, *generation.token_ids]
         first = len(self._sampled_tokens)
@@ -139,7 +141,7 @@ class EpisodeTrajectory:
     def build_samples(self, limits: EpisodeLimits) -> TrajectorySamples:
         """What to train on. A token in several samples trains in the first one that is not refused."""
         counts = Counter(
-            turns=len(self.turns), samples=0, refused_samples=0, cut_samples=0, empty_samples=0, trained_tokens=0
+            turns=len(self.turns), samples=0, dropped_samples=0, truncated_samples=0, empty_samples=0, trained_tokens=0
         )
         trained: set[int] = set()
         kept = []
@@ -147,7 +149,7 @@ class EpisodeTrajectory:
             if path.split_reason != FIRST_SAMPLE:
                 counts[f"split_{path.split_reason}"] += 1
             if len(path.token_ids) > limits.tokens:
-                counts["cut_samples" if limits.over_length == "cut" else "refused_samples"] += 1
+                counts["truncated_samples" if limits.over_length == "cut" else "dropped_samples"] += 1
                 if limits.over_length == "refuse":
                     continue
             sample = self._build_sample(path, limits.tokens, trained)
@@ -160,15 +162,17 @@ class EpisodeTrajectory:
             samples=len(kept),
             sampled_tokens=len(self._sampled_tokens),
             trained_tokens=len(trained),
-            refused_tokens=lost if limits.over_length == "refuse" else 0,
-            cut_tokens=lost if limits.over_length == "cut" else 0,
+            dropped_tokens=lost if limits.over_length == "refuse" else 0,
+            truncated_tokens=lost if limits.over_length == "cut" else 0,
         )
         return TrajectorySamples(tuple(kept), dict(counts))
 
     def _build_sample(self, builder: _SampleBuilder, limit: int, trained: set[int]) -> TrainingSample:
         """The first `limit` tokens of a path; those that train in it are added to `trained`."""
         numbers = [
-            number if number >= 0 and number not in trained and self._sampled_tokens[number][2] == builder.temperature else -1
+            number
+            if number >= 0 and number not in trained and self._sampled_tokens[number][2] == builder.temperature
+            else -1
             for number in builder.sampled_indices[:limit]
         ]
         trained.update(number for number in numbers if number >= 0)

@@ -29,7 +29,7 @@ from keel.training import load_model
 from keel.training.model.model import Model
 from keel.training.model.weights_io import dtype_name
 from keel.training.publish.broadcast import BroadcastTransport
-from keel.training.publish.publisher import InMemoryTransport, FolderTransport, Publisher, WeightTransport
+from keel.training.publish.publisher import FolderTransport, InMemoryTransport, Publisher, WeightTransport
 from keel.training.step.core_sharing import share_cores
 
 
@@ -56,7 +56,9 @@ async def open_engine(settings: RunSettings, model: Model, folder: Path) -> Asyn
         if kind == "local":
             engine, threads = _make_local_engine(settings, model, way)
             if threads is not None:
-                stack.enter_context(share_cores(model.network, partial(_trainer_threads, torch.get_num_threads(), threads, engine)))
+                stack.enter_context(
+                    share_cores(model.network, partial(_trainer_threads, torch.get_num_threads(), threads, engine))
+                )
         elif kind == "process":
             engine = await stack.enter_async_context(_run_server(settings, model, way, folder))
         elif kind == "vllm":
@@ -86,7 +88,9 @@ def _trainer_threads(cores: int, engine_threads: int, engine: LocalEngine) -> in
     return max(1, cores - engine_threads) if engine.busy else cores
 
 
-def _make_local_engine(settings: RunSettings, model: Model, transport: WeightTransport) -> tuple[LocalEngine, int | None]:
+def _make_local_engine(
+    settings: RunSettings, model: Model, transport: WeightTransport
+) -> tuple[LocalEngine, int | None]:
     """The engine, and how many threads it computes with beside the trainer."""
     dtype = dtype_name(model.dtype) if settings.engine.dtype == "auto" else settings.engine.dtype
     plain = {"lora": None, "gradient_checkpointing": False, "dtype": dtype}
@@ -96,7 +100,9 @@ def _make_local_engine(settings: RunSettings, model: Model, transport: WeightTra
     lockstep = settings.scheduler.max_off_policy_steps == 0
     # beside a trainer, which has the other cores while both compute: decoding takes about a third of a step's work
     threads = None if lockstep or own.device.type != "cpu" else max(1, (os.cpu_count() or 1) // 4)
-    engine = LocalEngine(own.network, own.tokenizer, settings.engine, weight_reader=read, lockstep=lockstep, threads=threads)
+    engine = LocalEngine(
+        own.network, own.tokenizer, settings.engine, weight_reader=read, lockstep=lockstep, threads=threads
+    )
     return engine, threads
 
 
@@ -115,7 +121,9 @@ def _make_connect(transport: WeightTransport, key: str | None) -> Callable[[str]
 
 
 @asynccontextmanager
-async def _run_server(settings: RunSettings, model: Model, transport: WeightTransport, folder: Path) -> AsyncIterator[Pool]:
+async def _run_server(
+    settings: RunSettings, model: Model, transport: WeightTransport, folder: Path
+) -> AsyncIterator[Pool]:
     """`keel serve` in a process of its own, on loopback behind a key; it ends with this process, however that ends.
 
     One that dies is started again: as a pool of one, it gets its weights before its requests.

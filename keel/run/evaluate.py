@@ -19,7 +19,7 @@ from keel.rollout.environments.environment import Environment, Task, run_episode
 from keel.rollout.policy_client import PolicyClient, derive_seed
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout import Rollout
-from keel.run.intervals import Estimate, pass_k_values, mean_reward_interval, pass_at_k_interval
+from keel.run.intervals import Estimate, mean_reward_interval, pass_at_k_interval, pass_k_values
 
 PASS_THRESHOLD = 1 - 1e-9
 """An answer passes from this reward on: full marks, to rounding. Partial credit is in the reward and not in pass@k."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-ResultT = TypeVar("Done")
+ResultT = TypeVar("ResultT")
 
 CANCEL_GRACE = 5.0
 """Seconds for tasks that were cancelled."""

@@ -30,7 +30,17 @@ from keel.run.ledger import Ledger
 
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 """What an operating system says of a disk that is full or broken."""
-RECORDED_PACKAGES = ("keel-rl", "torch", "transformers", "peft", "safetensors", "tokenizers", "renderers", "numpy", "pyarrow")
+RECORDED_PACKAGES = (
+    "keel-rl",
+    "torch",
+    "transformers",
+    "peft",
+    "safetensors",
+    "tokenizers",
+    "renderers",
+    "numpy",
+    "pyarrow",
+)
 
 
 class RunFolder:

@@ -35,7 +35,7 @@ CREATE TABLE steps (
 ) STRICT;
 CREATE TABLE rollouts (
     "group" TEXT NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, environment TEXT NOT NULL,
-    task_id TEXT NOT NULL, step INTEGER NOT NULL, fate TEXT NOT NULL CHECK (fate IN ('trained', 'refused')),
+    task_id TEXT NOT NULL, step INTEGER NOT NULL, fate TEXT NOT NULL CHECK (fate IN ('trained', 'dropped')),
     reason TEXT, error TEXT, reward REAL, tokens INTEGER NOT NULL,
     PRIMARY KEY ("group", member, attempt)
 ) STRICT, WITHOUT ROWID;
@@ -64,7 +64,7 @@ class RolloutOutcome(NamedTuple):
     attempt: int
     environment: str
     task_id: str
-    outcome: Literal["trained", "refused"]
+    outcome: Literal["trained", "dropped"]
     reason: str | None
     error: str | None
     reward: float | None
@@ -208,7 +208,9 @@ class Ledger:
 
     def steps(self, after: int = 0) -> list[StepRow]:
         rows = self._query("SELECT * FROM steps WHERE step > ? ORDER BY step", (after,))
-        return [StepRow(step, version, bool(done), at, self._parse_object(text)) for step, version, done, at, text in rows]
+        return [
+            StepRow(step, version, bool(done), at, self._parse_object(text)) for step, version, done, at, text in rows
+        ]
 
     def outcome_counts(self) -> dict[str, int]:
         """How many rollouts came to what: "trained", or the reason why not."""
@@ -276,7 +278,9 @@ class Ledger:
         self._set_meta("state_hash", _hash(text))
 
     def _write_checksum(self, step: int, record_hash: str | None) -> None:
-        self._db.execute("INSERT OR REPLACE INTO seals VALUES (?, ?, ?)", (step, self._step_checksum(step), record_hash))
+        self._db.execute(
+            "INSERT OR REPLACE INTO seals VALUES (?, ?, ?)", (step, self._step_checksum(step), record_hash)
+        )
 
     def _step_checksum(self, step: int) -> str:
         """A hash of all that a step wrote."""

@@ -25,14 +25,14 @@ from keel.inference.protocol import Engine
 from keel.rollout.episode_runner import EpisodeRunner, build_environments
 from keel.rollout.policy_client import derive_seed
 from keel.rollout.rendering.renderer import Renderer
-from keel.rollout.scheduler.accounts import RolloutBatch, TasksExhausted, NothingToTrain
+from keel.rollout.scheduler.accounts import NothingToTrain, RolloutBatch, TasksExhausted
 from keel.rollout.scheduler.scheduler import Scheduler
 from keel.run import records, scoring
 from keel.run.engine_factory import PublishingEngine, open_engine
 from keel.run.evaluate import EvaluationResult, evaluate
 from keel.run.folder import DISK_ERRNOS, RunFolder
 from keel.run.live_status import LiveStatus
-from keel.run.monitor.callbacks import RunCallback, NullCallback
+from keel.run.monitor.callbacks import NullCallback, RunCallback
 from keel.run.records import SampleRecord
 from keel.run.watchdog import DEFAULT_STALL_TIMEOUT, Watchdog
 from keel.signal import MovingBaseline
@@ -42,7 +42,7 @@ from keel.training.distributed.rank_processes import RankProcesses
 from keel.training.distributed.world import RankInfo
 from keel.training.step.malloc import retain_freed_memory
 
-ResultT = TypeVar("Done")
+ResultT = TypeVar("ResultT")
 
 POLL_SECONDS = 0.5
 """Seconds between two looks at what is being waited for."""
@@ -194,9 +194,9 @@ class TrainingRun:
             try:
                 return await self._await_with_status("training", asyncio.to_thread(self._train_once, rows))
             except SignalRefused as error:
-                reason, said, bad = "damaged", str(error), left
+                reason, said, bad = "invalid_logprobs", str(error), left
             except StepRefused as error:
-                reason, said = "not_finite", str(error)
+                reason, said = "non_finite_gradient", str(error)
                 if self.trainer.steps != before:
                     raise  # some of several updates were taken: the committed state is the one to go on from
                 bad = [left[number] for number in error.samples] or left
@@ -204,7 +204,7 @@ class TrainingRun:
             names = {(row.group, row.member) for row in bad}
             for row in left:
                 if (row.group, row.member) in names:
-                    row.outcome, row.reason, row.error = "refused", reason, said
+                    row.outcome, row.reason, row.error = "dropped", reason, said
         return None
 
     def _train_once(self, rows: list[SampleRecord]) -> StepReport:
@@ -226,7 +226,11 @@ class TrainingRun:
         step, stepped = self.step + 1, report is not None and report.stepped
         record = records.write_step(self.folder.rollouts, step, self.version, rows, self._token_texts.lookup(rows))
         numbers = report.scalars() if report is not None else {}
-        numbers |= scoring.batch_metrics(batch, rows, self.version) | dict(timings) | {"seconds": time.monotonic() - start_time}
+        numbers |= (
+            scoring.batch_metrics(batch, rows, self.version)
+            | dict(timings)
+            | {"seconds": time.monotonic() - start_time}
+        )
         numbers["tokens_per_second"] = numbers.get("tokens", 0.0) / numbers["seconds"]
         numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}  # JSON has no word for NaN
         version = self.version + stepped
@@ -289,7 +293,11 @@ class TrainingRun:
         self.callback.waiting(f"loading {settings.model.name}")
         self._watchdog.set_activity(f"loading {settings.model.name}")
         self.trainer = Trainer(
-            settings.model, settings.trainer, teacher=settings.teacher, seed=settings.seed, world=self._rank_processes.join()
+            settings.model,
+            settings.trainer,
+            teacher=settings.teacher,
+            seed=settings.seed,
+            world=self._rank_processes.join(),
         )
         self._threads = torch.get_num_threads()  # fewer, where ranks share a machine
         self._token_texts = records.TokenTexts(self.trainer.model.tokenizer)
@@ -324,7 +332,9 @@ class TrainingRun:
             self.callback.notice(f"step {row.step} is trained again from its record{how}")
             self._watchdog.set_activity(f"training step {row.step} again")
             self._watchdog.progress()
-            rows = records.read_step(records.step_path(self.folder.rollouts, row.step), self.ledger.record_hash(row.step))
+            rows = records.read_step(
+                records.step_path(self.folder.rollouts, row.step), self.ledger.record_hash(row.step)
+            )
             if row.stepped:
                 report = self.trainer.step(records.to_samples(rows), self.objective, version=self.version)
                 if not report.stepped:
@@ -345,7 +355,9 @@ class TrainingRun:
         if state is None:
             scheduler = Scheduler(episodes, sources, settings)
         else:
-            scheduler = Scheduler.restore(state["scheduler"], episodes, sources, settings, lookup=episodes.load_finished)
+            scheduler = Scheduler.restore(
+                state["scheduler"], episodes, sources, settings, lookup=episodes.load_finished
+            )
             if self._moving_baseline is not None:
                 self._moving_baseline.state = {int(agent): value for agent, value in state["moving"].items()}
         scheduler.set_engine_version(self.version)
@@ -357,21 +369,32 @@ class TrainingRun:
         if self._is_complete:
             # what had ended in an earlier life, and was dispatched under another name in this one
             lost = [
-                SampleRecord(group, group.rpartition("#")[0], one.task_id, member, attempt, reason="restart", reward=one.reward)
+                SampleRecord(
+                    group, group.rpartition("#")[0], one.task_id, member, attempt, reason="interrupted", reward=one.reward
+                )
                 for group, member, attempt, one in self.ledger.unresolved()
             ]
-            fates = {fate[:3]: fate for fate in (*scoring.outcomes(lost), *scoring.outcomes(scoring.dropped_rows(left)))}
+            fates = {
+                fate[:3]: fate for fate in (*scoring.outcomes(lost), *scoring.outcomes(scoring.dropped_rows(left)))
+            }
             self.ledger.write_dropped(self.step, fates.values(), self._resume_state(scheduler.snapshot()))
 
     def _resume_state(self, scheduler_state: Mapping[str, Any]) -> dict[str, Any]:
         """From where the run goes on."""
-        moving = {} if self._moving_baseline is None else {"moving": {str(key): v for key, v in self._moving_baseline.state.items()}}
+        moving = (
+            {}
+            if self._moving_baseline is None
+            else {"moving": {str(key): v for key, v in self._moving_baseline.state.items()}}
+        )
         return {"scheduler": scheduler_state, **moving}
 
     # -- small things -------------------------------------------------------------------------------------------------
 
     async def _await_with_status(
-        self, status: str | Callable[[], str], awaitable: Awaitable[ResultT], progress_mark: Callable[[], object] = lambda: "none"
+        self,
+        status: str | Callable[[], str],
+        awaitable: Awaitable[ResultT],
+        progress_mark: Callable[[], object] = lambda: "none",
     ) -> ResultT:
         """Await something, and say now and then what is being waited for. `mark` changes as it makes progress."""
         task: asyncio.Future[ResultT] = asyncio.ensure_future(awaitable)

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from keel.common.atomic_files import hash_file, atomic_file
+from keel.common.atomic_files import atomic_file, hash_file
 from keel.common.safe_read import check_parquet_size
 from keel.errors import StorageError
 from keel.rollout.trajectory import TrainingSample
@@ -68,7 +68,7 @@ class SampleRecord:
     attempt: int
     sample: int = -1
     data: TrainingSample | None = None
-    outcome: str = "refused"
+    outcome: str = "dropped"
     reason: str | None = None
     error: str | None = None
     reward: float | None = None
@@ -150,7 +150,9 @@ def _scatter(values: list[Any], positions: list[int], size: int) -> list[Any]:
     return found
 
 
-def write_step(folder: Path, step: int, version: int, rows: Iterable[SampleRecord], token_texts: Mapping[int, str]) -> Path:
+def write_step(
+    folder: Path, step: int, version: int, rows: Iterable[SampleRecord], token_texts: Mapping[int, str]
+) -> Path:
     """Write the rows of a step. `pieces` has the text of every token id that occurs."""
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     for row in rows:

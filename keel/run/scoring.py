@@ -15,12 +15,12 @@ from keel.config import AdvantageSettings
 from keel.errors import KeelError
 from keel.rollout.rollout import Rollout
 from keel.rollout.scheduler.accounts import RolloutBatch
-from keel.rollout.scheduler.groups import Group, DroppedRollout
-from keel.run.ledger import RolloutOutcome, Ledger
+from keel.rollout.scheduler.groups import DroppedRollout, Group
+from keel.run.ledger import Ledger, RolloutOutcome
 from keel.run.records import SampleRecord
 from keel.signal import MovingBaseline, advantages
 
-ZERO_VARIANCE = "no_signal"
+ZERO_VARIANCE = "zero_variance"
 MISMATCH_LIMIT = 0.02
 """Nats a token. bfloat16 against float32 is 40 times below it (0.026 apart in the mean), and a constant error of 0.2 in
 each log-prob reaches it."""
@@ -29,7 +29,9 @@ WARN_EVERY = 10
 _GROUP_ESTIMATORS = ("group_mean", "group_mean_std", "leave_one_out", "mean_normalised")
 
 
-def score_batch(batch: RolloutBatch, settings: AdvantageSettings, moving_baseline: MovingBaseline | None) -> list[SampleRecord]:
+def score_batch(
+    batch: RolloutBatch, settings: AdvantageSettings, moving_baseline: MovingBaseline | None
+) -> list[SampleRecord]:
     """One row for each sample of the batch, trained ones in order of their groups, then what was refused."""
     rows: list[SampleRecord] = []
     for group, values in zip(batch.groups, _advantages(batch.groups, settings, moving_baseline), strict=True):
@@ -89,8 +91,8 @@ def batch_metrics(batch: RolloutBatch, rows: Sequence[SampleRecord], version: in
     if ages:
         told |= {"tokens": len(ages), "staleness": sum(ages) / len(ages), "staleness_max": max(ages)}
     reasons = Counter(fate.reason for fate in outcomes(rows) if fate.reason)
-    told |= {"refused": sum(reasons.values())} | {f"refused/{reason}": count for reason, count in reasons.items()}
-    told["no_signal"] = len({row.group for row in rows if row.reason == ZERO_VARIANCE})
+    told |= {"dropped": sum(reasons.values())} | {f"dropped/{reason}": count for reason, count in reasons.items()}
+    told["zero_variance"] = len({row.group for row in rows if row.reason == ZERO_VARIANCE})
     return {name: float(value) for name, value in told.items()}
 
 
@@ -115,7 +117,7 @@ def stop_if_nothing_trains(ledger: Ledger, step: int, max_empty_steps: int | Non
     if max_empty_steps is None or len(last) < max_empty_steps or any(row.stepped for row in last):
         return
     told = last[-1].metrics.items()
-    reasons = [f"{name.removeprefix('refused/')} {count:.0f}" for name, count in told if name.startswith("refused/")]
+    reasons = [f"{name.removeprefix('dropped/')} {count:.0f}" for name, count in told if name.startswith("dropped/")]
     raise KeelError(
         f"{max_empty_steps} steps in a row trained nothing (scheduler.halt_after = {max_empty_steps}); refused in the last one:"
         f' {", ".join(reasons) or "nothing"}; look at the rewards, or set advantages.zero_variance_groups = "train"'
@@ -134,7 +136,9 @@ def _advantages(
     return [[next(found) for _ in group.rollouts] for group in groups]
 
 
-def _rollout_rows(rollout_key: tuple[str, str, str, int, int], rollout: Rollout | None, **fields: Any) -> list[SampleRecord]:
+def _rollout_rows(
+    rollout_key: tuple[str, str, str, int, int], rollout: Rollout | None, **fields: Any
+) -> list[SampleRecord]:
     if rollout is None:
         return [SampleRecord(*rollout_key, **fields)]
     fields = {"error": rollout.error, **fields, "reward": rollout.reward, "turns": rollout.turns}

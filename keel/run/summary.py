@@ -33,7 +33,9 @@ def _evaluation_lines(evaluations: list[tuple[int, str, dict[str, Any]]]) -> lis
     lines = []
     for name in dict.fromkeys(name for _, name, _ in evaluations):
         found = [(step, numbers) for step, environment, numbers in evaluations if environment == name]
-        shown = " -> ".join(f"{_format_interval(numbers)} after step {step}" for step, numbers in _first_and_last(found))
+        shown = " -> ".join(
+            f"{_format_interval(numbers)} after step {step}" for step, numbers in _first_and_last(found)
+        )
         lines.append(f"evaluation {name} on {found[0][1]['tasks']:.0f} unseen tasks: {shown}")
     return lines
 

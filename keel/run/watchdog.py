@@ -75,7 +75,9 @@ class Watchdog:
         warned, tick, last = False, min(1.0, self.timeout / 20), time.monotonic()
         while not self._ended.wait(tick):
             now = time.monotonic()
-            if now - last > SUSPENDED_AFTER_POLLS * tick:  # this thread was not run either, so neither was what it watches
+            if (
+                now - last > SUSPENDED_AFTER_POLLS * tick
+            ):  # this thread was not run either, so neither was what it watches
                 self._last_progress += now - last
             last, quiet = now, now - self._last_progress
             if quiet >= self.timeout:

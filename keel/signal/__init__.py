@@ -13,8 +13,8 @@ __all__ = [
     "MovingBaseline",
     "Objective",
     "ObjectiveResult",
-    "TokenBatch",
     "StepTotals",
+    "TokenBatch",
     "advantages",
     "objective",
 ]

@@ -75,7 +75,9 @@ class ActiveTokens:
         everyone = self.num_trainable == len(batch)
         self.trainable_index: Int[Tensor, "members"] | None = None if everyone else members.nonzero().squeeze(1)
         self.index: Int[Tensor, "n"] | None = self.trainable_index
-        self.newest_version = int(self.take(batch.version).max()) if batch.version is not None and self.num_trainable else None
+        self.newest_version = (
+            int(self.take(batch.version).max()) if batch.version is not None and self.num_trainable else None
+        )
         self.cached_decision: tuple[Float[Tensor, "n"], GateResult] | None = None
         """Advantage and decision, once the step's totals are known."""
         self._logprobs: dict[str, Float[Tensor, "n"]] = {}

@@ -29,7 +29,9 @@ def count_true(mask: Bool[Tensor, "n"], other_mask: Bool[Tensor, "n"] | None = N
     """How many entries are true: in the mask, or in both."""
     if mask.device.type != "cpu":
         return int(torch.count_nonzero(mask if other_mask is None else mask & other_mask))
-    return int(np.count_nonzero(mask.numpy() if other_mask is None else np.logical_and(mask.numpy(), other_mask.numpy())))
+    return int(
+        np.count_nonzero(mask.numpy() if other_mask is None else np.logical_and(mask.numpy(), other_mask.numpy()))
+    )
 
 
 def count_signs(values: Float[Tensor, "n"], selected: Bool[Tensor, "n"] | None) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from keel.objectives import Gate
 from keel.objectives.statistics import GateStatistic, log_ratio_of_token
 from keel.signal.active_tokens import ActiveTokens, apply_bitmask_, keep_bitmask
-from keel.signal.cpu_ops import greater_than, less_than, count_true
+from keel.signal.cpu_ops import count_true, greater_than, less_than
 from keel.signal.segments import SequenceTable
 
 TRAINED, NOT_TRAINABLE, OTHER_ROLE, INVALID_LOGPROB, FIRST_GATE = range(5)
@@ -27,7 +27,7 @@ LowHigh = tuple[Tensor | None, Tensor | None]
 
 def reason_names(gates: Sequence[Gate]) -> tuple[str, ...]:
     """What each reason code means."""
-    names = ["trained", "not trainable", "other role", "unusable sampler log-prob"]
+    names = ["trained", "not trainable", "other role", "invalid sampler log-prob"]
     for position, gate in enumerate(gates):
         label = gate.statistic.label
         scope = "" if gate.scope == "token" else f", {gate.scope}"
@@ -81,7 +81,9 @@ def sequence_violations(gate: Gate, position: int, table: SequenceTable) -> LowH
         return _restrict_to_advantage_sign(gate, table["sum advantage"], low, high)
     values = statistic.sequence(table[_sum_column(gate)], table["usable"].clamp(min=1))
     log_ratio = table[f"sum {gate.of}"] if statistic.direction == "distance" else values
-    return _restrict_to_advantage_sign(gate, table["sum advantage"], *_sides(statistic, values, log_ratio, gate.low, gate.high))
+    return _restrict_to_advantage_sign(
+        gate, table["sum advantage"], *_sides(statistic, values, log_ratio, gate.low, gate.high)
+    )
 
 
 def _sides(
@@ -161,10 +163,14 @@ def apply_gates(
             sides = sequence_violations(gate, position, table)
             for side in sides:
                 if side is not None:
-                    decision.dropped_sequences = side if decision.dropped_sequences is None else decision.dropped_sequences | side
+                    decision.dropped_sequences = (
+                        side if decision.dropped_sequences is None else decision.dropped_sequences | side
+                    )
             sides = _expand_rows(view, sides[0]), _expand_rows(view, sides[1])
         else:
-            sides = _restrict_to_advantage_sign(gate, advantage, *token_violations(gate, view, thresholds.get(position)))
+            sides = _restrict_to_advantage_sign(
+                gate, advantage, *token_violations(gate, view, thresholds.get(position))
+            )
         for code, side in enumerate(sides, start=FIRST_GATE + 2 * position):
             if side is not None:
                 decision.drop(side, code)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from keel.objectives import Penalty, PolicyTerm
-from keel.signal.active_tokens import ActiveTokens, apply_bitmask_, ratio, keep_bitmask
+from keel.signal.active_tokens import ActiveTokens, apply_bitmask_, keep_bitmask, ratio
 from keel.signal.cpu_ops import less_than
 
 

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from keel.errors import BatchError
-from keel.objectives import Composition, ObjectiveSettings, ImportanceWeight, resolve_objective
-from keel.signal.active_tokens import ActiveTokens, apply_bitmask_, ratio, keep_bitmask
+from keel.objectives import Composition, ImportanceWeight, ObjectiveSettings, resolve_objective
+from keel.signal.active_tokens import ActiveTokens, apply_bitmask_, keep_bitmask, ratio
 from keel.signal.cpu_ops import greater_than
-from keel.signal.gates import NOT_TRAINABLE, OTHER_ROLE, INVALID_LOGPROB, GateResult, reason_names
-from keel.signal.loss_terms import LossTerm, where_positive, penalty_term, policy_term
+from keel.signal.gates import INVALID_LOGPROB, NOT_TRAINABLE, OTHER_ROLE, GateResult, reason_names
+from keel.signal.loss_terms import LossTerm, penalty_term, policy_term, where_positive
 from keel.signal.metrics import Metrics
 from keel.signal.segments import SequenceTable
 from keel.signal.step_metrics import Evaluated, compute_metrics
-from keel.signal.step_totals import Gather, StepTotals, kept_tokens_by_sequence, compute_totals
+from keel.signal.step_totals import Gather, StepTotals, compute_totals, kept_tokens_by_sequence
 from keel.signal.token_batch import TokenBatch
 
 
@@ -209,7 +209,12 @@ def _scaled_sum(values: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def _token_policy_term(
-    view: ActiveTokens, totals: StepTotals, advantage: Tensor, decision: GateResult, rows: SequenceTable | None, scale: Tensor | float
+    view: ActiveTokens,
+    totals: StepTotals,
+    advantage: Tensor,
+    decision: GateResult,
+    rows: SequenceTable | None,
+    scale: Tensor | float,
 ) -> tuple[LossTerm, Tensor]:
     """The policy term of each token, its slope scaled, and its part of the loss."""
     policy = totals.composition.policy
@@ -228,7 +233,12 @@ def _token_policy_term(
 
 
 def _sequence_policy_term(
-    view: ActiveTokens, totals: StepTotals, advantage: Tensor, decision: GateResult, rows: SequenceTable | None, scale: Tensor | float
+    view: ActiveTokens,
+    totals: StepTotals,
+    advantage: Tensor,
+    decision: GateResult,
+    rows: SequenceTable | None,
+    scale: Tensor | float,
 ) -> tuple[LossTerm, Tensor]:
     """The policy term of each sequence: the same for all of its kept tokens, so only the slope is ever spread."""
     assert rows is not None
@@ -250,7 +260,9 @@ def _sequence_policy_term(
     return LossTerm(term.value, slope, clipped), loss
 
 
-def _token_weight(weight: ImportanceWeight, view: ActiveTokens, advantage: Tensor, rows: SequenceTable | None) -> Tensor:
+def _token_weight(
+    weight: ImportanceWeight, view: ActiveTokens, advantage: Tensor, rows: SequenceTable | None
+) -> Tensor:
     """A weight for each token. It carries no gradient."""
     if weight.level == "token":
         return _weight_from_log_ratio(weight, view.log_ratio(weight.of), advantage)

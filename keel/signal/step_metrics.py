@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from keel.signal.active_tokens import MAX_LOG_RATIO, ActiveTokens
-from keel.signal.cpu_ops import less_than, count_true, count_signs
+from keel.signal.cpu_ops import count_signs, count_true, less_than
 from keel.signal.gates import FIRST_GATE, GateResult
-from keel.signal.metrics import NUM_BINS, DerivedMetric, Histogram, MetricValue, Metric, Metrics
-from keel.signal.step_totals import StepTotals, reference_log_ratio, kept_tokens_by_sequence
+from keel.signal.metrics import NUM_BINS, DerivedMetric, Histogram, Metric, Metrics, MetricValue
+from keel.signal.step_totals import StepTotals, kept_tokens_by_sequence, reference_log_ratio
 
 SAMPLE_WINDOWS = 8
 """Stretches of neighbouring tokens that a sample is made of: long enough to hold whole sequences."""
@@ -72,33 +72,39 @@ def _exact_metrics(view: ActiveTokens, evaluated: Evaluated, ref_log_ratio: Tens
         "is_masked": Metric(low + high, members),
         "is_masked_low": Metric(low, members),
         "is_masked_high": Metric(high, members),
-        "signal/unusable_tokens": Metric(view.num_invalid_logprobs, members),
+        "signal/invalid_logprob_tokens": Metric(view.num_invalid_logprobs, members),
     }
     dropped, clipped = evaluated.decision.dropped, evaluated.clipped
     ups, downs, refused_up = count_signs(evaluated.advantage, dropped)
     refused_down = low + high - refused_up  # a pass less, when no advantage is zero
     if dropped is not None and ups + downs < len(view):
         refused_down = count_true(less_than(evaluated.advantage, 0.0), dropped)
-    values["is_masked_positive"], values["is_masked_negative"] = Metric(refused_up, ups), Metric(refused_down, downs)
+    values["is_masked_adv_pos"], values["is_masked_adv_neg"] = Metric(refused_up, ups), Metric(refused_down, downs)
     if clipped is not None and evaluated.clipped_by_sequence:
         values["is_clipped"] = Metric(int((kept_tokens_by_sequence(view, evaluated.decision) * clipped).sum()), members)
     elif clipped is not None:
-        values["is_clipped"] = Metric(count_true(clipped) - (0 if dropped is None else count_true(clipped, dropped)), members)
+        values["is_clipped"] = Metric(
+            count_true(clipped) - (0 if dropped is None else count_true(clipped, dropped)), members
+        )
     if ref_log_ratio is not None:
         total = ref_log_ratio.nan_to_num(0.0, 0.0, 0.0).sum(dtype=torch.float64)
         values["kl_policy_ref"] = Metric(float(total), count_true(ref_log_ratio.isfinite()))
     return values
 
 
-def _sequence_gate_metrics(view: ActiveTokens, decision: GateResult, fraction_in_view: Tensor | None) -> dict[str, MetricValue]:
+def _sequence_gate_metrics(
+    view: ActiveTokens, decision: GateResult, fraction_in_view: Tensor | None
+) -> dict[str, MetricValue]:
     """What gates at sequence scope refused; without one nothing is, however many sequences there are."""
     tokens = sequences = 0.0
     if decision.dropped_sequences is not None and fraction_in_view is not None:
         tokens = float((view.segments.count() * decision.dropped_sequences).sum())
         sequences = float((fraction_in_view * decision.dropped_sequences).sum())
     return {
-        "opsm_rejected_sequences": Metric(sequences, float(view.num_trainable if fraction_in_view is None else fraction_in_view.sum())),
-        "opsm_rejected_tokens": Metric(tokens, view.num_trainable),
+        "masked_sequences": Metric(
+            sequences, float(view.num_trainable if fraction_in_view is None else fraction_in_view.sum())
+        ),
+        "masked_sequence_tokens": Metric(tokens, view.num_trainable),
     }
 
 
@@ -131,7 +137,9 @@ class _MetricsSample:
     Columns are summed by run; a sum by staleness or by sequence is one over runs, of which there are few.
     """
 
-    def __init__(self, view: ActiveTokens, totals: StepTotals, evaluated: Evaluated, ref_log_ratio: Tensor | None) -> None:
+    def __init__(
+        self, view: ActiveTokens, totals: StepTotals, evaluated: Evaluated, ref_log_ratio: Tensor | None
+    ) -> None:
         self.view, self.totals, self.evaluated, self.ref_log_ratio = view, totals, evaluated, ref_log_ratio
         self.window_length, self.window_stride = _sample_windows(view, totals)
         self.size = SAMPLE_WINDOWS * self.window_length if self.window_stride else len(view)
@@ -159,10 +167,14 @@ class _MetricsSample:
         self.sequence_is_whole = np.ones(len(self.sequence_ids))
         """0 for the sequences at the ends of a stretch, which may go on beyond it."""
         if self.window_stride:
-            self.sequence_is_whole[np.searchsorted(self.sequence_ids, sequence.reshape(SAMPLE_WINDOWS, -1)[:, [0, -1]])] = 0.0
+            self.sequence_is_whole[
+                np.searchsorted(self.sequence_ids, sequence.reshape(SAMPLE_WINDOWS, -1)[:, [0, -1]])
+            ] = 0.0
         self.fields = self._token_fields()
         self.column_names: list[str] = []
-        blocks = [self._reduce_block(start) for start in range(0, max(self.size, 1), BLOCK_TOKENS)]  # of an empty sample, one
+        blocks = [
+            self._reduce_block(start) for start in range(0, max(self.size, 1), BLOCK_TOKENS)
+        ]  # of an empty sample, one
         self.run_log_ratio = np.concatenate([block[0] for block in blocks])
         """The sum over each run."""
         self.state_counts, self.column_sums, self.histograms = (
@@ -171,7 +183,11 @@ class _MetricsSample:
 
     def _sample_view(self, field: Tensor) -> Tensor:
         """A field of the view's tokens, at the sample."""
-        return field.unfold(0, self.window_length, self.window_stride)[:SAMPLE_WINDOWS].flatten() if self.window_stride else field
+        return (
+            field.unfold(0, self.window_length, self.window_stride)[:SAMPLE_WINDOWS].flatten()
+            if self.window_stride
+            else field
+        )
 
     def _sample_batch(self, field: Tensor) -> Tensor:
         """A field of the batch, at the sample."""
@@ -221,7 +237,9 @@ class _MetricsSample:
         codes = Histogram.bin_indices(torch.stack((log_ratio, difference))).numpy()
         codes += (2 * NUM_BINS * staleness_index).astype(codes.dtype)
         codes[1] += NUM_BINS
-        return np.bincount(codes.ravel(), minlength=self.num_staleness_values * 2 * NUM_BINS).reshape(self.num_staleness_values, 2, NUM_BINS)
+        return np.bincount(codes.ravel(), minlength=self.num_staleness_values * 2 * NUM_BINS).reshape(
+            self.num_staleness_values, 2, NUM_BINS
+        )
 
     def token_metrics(self) -> dict[str, MetricValue]:
         """Over all tokens, and for each staleness."""
@@ -265,16 +283,20 @@ class _MetricsSample:
             f"is_masked{suffix}": Metric(masked, count),
             f"is_masked_low{suffix}": Metric(low, count),
             f"is_masked_high{suffix}": Metric(high, count),
-            f"is_masked_positive{suffix}": Metric(states[LOW][1] + states[HIGH][1], positive),
-            f"is_masked_negative{suffix}": Metric(states[LOW][2] + states[HIGH][2], negative),
+            f"is_masked_adv_pos{suffix}": Metric(states[LOW][1] + states[HIGH][1], positive),
+            f"is_masked_adv_neg{suffix}": Metric(states[LOW][2] + states[HIGH][2], negative),
             f"ratio{suffix}": Histogram(histograms[0], values_are_logs=True),
             f"probability_difference{suffix}": Histogram(histograms[1]),
-            f"effective_sample_size{suffix}": DerivedMetric((mean("excess"), mean("excess squared")), _effective_sample_size),
+            f"effective_sample_size{suffix}": DerivedMetric(
+                (mean("excess"), mean("excess squared")), _effective_sample_size
+            ),
             f"chi_square{suffix}": mean("excess squared"),
             f"sampler_perplexity{suffix}": DerivedMetric((mean("sampler"),), _perplexity),
             f"trainer_perplexity{suffix}": DerivedMetric((mean("policy"),), _perplexity),
             f"entropy{suffix}": mean("entropy"),
-            f"correlation{suffix}": DerivedMetric(tuple(mean(name) for name in ("p", "q", "pp", "qq", "pq")), _correlation),
+            f"correlation{suffix}": DerivedMetric(
+                tuple(mean(name) for name in ("p", "q", "pp", "qq", "pq")), _correlation
+            ),
         }
         if self.evaluated.clipped is not None:
             values[f"is_clipped{suffix}"] = Metric(sum(states[CLIPPED]), count)
@@ -283,12 +305,20 @@ class _MetricsSample:
 
     def sequence_metrics(self, fraction_in_view: Tensor | None) -> dict[str, MetricValue]:
         """What belongs to whole sequences; a sequence is as stale as its oldest token."""
-        rows, rejected, size = self.totals.rows_of_view(self.view), self.evaluated.decision.dropped_sequences, len(self.sequence_ids)
+        rows, rejected, size = (
+            self.totals.rows_of_view(self.view),
+            self.evaluated.decision.dropped_sequences,
+            len(self.sequence_ids),
+        )
         if rows is not None and "sum policy/sampler" in rows.columns:
             log_ratio: Array = self._of_sampled_sequences(rows["sum policy/sampler"]).astype(np.float64)
         else:
             log_ratio = np.bincount(self.run_sequence, self.run_log_ratio, size)
-        weight: Array = self.scale * (self.sequence_is_whole if fraction_in_view is None else self._of_sampled_sequences(fraction_in_view).astype(np.float64))
+        weight: Array = self.scale * (
+            self.sequence_is_whole
+            if fraction_in_view is None
+            else self._of_sampled_sequences(fraction_in_view).astype(np.float64)
+        )
         square = np.expm1(np.minimum(log_ratio, MAX_LOG_RATIO)) ** 2 * weight
         values: dict[str, MetricValue] = {"sequence_chi_square": Metric(float(square.sum()), float(weight.sum()))}
         if self.staleness_values is None:
@@ -299,11 +329,13 @@ class _MetricsSample:
         length = np.bincount(self.run_sequence, self.run_lengths * self.scale, size)
         columns = (square, weight, refused * weight, length, refused * length)
         sums = [np.bincount(oldest, column, self.num_staleness_values).tolist() for column in columns]
-        for age, chi, sequences, refused_sequences, tokens, refused_tokens in zip(self.staleness_values, *sums, strict=True):
+        for age, chi, sequences, refused_sequences, tokens, refused_tokens in zip(
+            self.staleness_values, *sums, strict=True
+        ):
             values |= {
                 f"sequence_chi_square/staleness={age}": Metric(chi, sequences),
-                f"opsm_rejected_sequences/staleness={age}": Metric(refused_sequences, sequences),
-                f"opsm_rejected_tokens/staleness={age}": Metric(refused_tokens, tokens),
+                f"masked_sequences/staleness={age}": Metric(refused_sequences, sequences),
+                f"masked_sequence_tokens/staleness={age}": Metric(refused_tokens, tokens),
             }
         return values
 

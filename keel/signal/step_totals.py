@@ -22,8 +22,8 @@ from keel.signal.gates import (
     sequence_columns,
     step_threshold,
     sum_sequences,
-    token_violations,
     token_values,
+    token_violations,
 )
 from keel.signal.segments import SequenceTable
 
@@ -114,7 +114,9 @@ def _count_tokens(totals: StepTotals, views: Sequence[ActiveTokens], gather: Gat
         kl_sum = sum(float(reference_log_ratio(view).sum(dtype=torch.float64)) for view in views)
     newest = [view.newest_version for view in views if view.newest_version is not None]
     declared = {view.batch.trainer_version for view in views if view.batch.trainer_version is not None}
-    parts = gather((sum(v.num_trainable for v in views), sum(v.num_invalid_logprobs for v in views), kl_sum, newest, declared))
+    parts = gather(
+        (sum(v.num_trainable for v in views), sum(v.num_invalid_logprobs for v in views), kl_sum, newest, declared)
+    )
     totals.num_trainable = sum(part[0] for part in parts)
     totals.num_invalid_logprobs = sum(part[1] for part in parts)
     totals.kl_mean = sum(part[2] for part in parts) / max(totals.num_trainable - totals.num_invalid_logprobs, 1)
@@ -194,10 +196,14 @@ def _count_kept(totals: StepTotals, views: Sequence[ActiveTokens], gather: Gathe
         totals.num_kept = sum(gather(kept))
     if by_sequence:
         survivors = SequenceTable.merge(gather(SequenceTable.merge(tables)))
-        totals.sequence_table = survivors if totals.sequence_table is None else _join_columns(totals.sequence_table, survivors)
+        totals.sequence_table = (
+            survivors if totals.sequence_table is None else _join_columns(totals.sequence_table, survivors)
+        )
 
 
-def _kept_sequence_sums(totals: StepTotals, view: ActiveTokens, advantage: Tensor, decision: GateResult) -> SequenceTable:
+def _kept_sequence_sums(
+    totals: StepTotals, view: ActiveTokens, advantage: Tensor, decision: GateResult
+) -> SequenceTable:
     segments, policy = view.segments, totals.composition.policy
     columns = {"kept": kept_tokens_by_sequence(view, decision)}
     if policy.level == "sequence":
@@ -223,4 +229,8 @@ def clip_log_ratios(log_ratio: Tensor, advantage: Tensor, bound: float) -> Tenso
 
 
 def _join_columns(first: SequenceTable, second: SequenceTable) -> SequenceTable:
-    return SequenceTable(first.ids, first.columns | second.columns) if first.ids is second.ids else SequenceTable.merge([first, second])
+    return (
+        SequenceTable(first.ids, first.columns | second.columns)
+        if first.ids is second.ids
+        else SequenceTable.merge([first, second])
+    )

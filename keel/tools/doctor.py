@@ -127,9 +127,13 @@ def _check_torch() -> list[DoctorCheck]:
     if torch.cuda.is_available():
         return [DoctorCheck("torch", "ok", f"{shown}, {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")]
     if cuda:
-        return [DoctorCheck("torch", "warning", f"{shown}, no GPU usable", "look at nvidia-smi, or install the CPU build")]
+        return [
+            DoctorCheck("torch", "warning", f"{shown}, no GPU usable", "look at nvidia-smi, or install the CPU build")
+        ]
     if Path("/dev/nvidia0").exists():
-        return [DoctorCheck("torch", "warning", f"{shown}, and there is a GPU", "install the CUDA build of this version")]
+        return [
+            DoctorCheck("torch", "warning", f"{shown}, and there is a GPU", "install the CUDA build of this version")
+        ]
     return [DoctorCheck("torch", "ok", shown)]
 
 
@@ -197,7 +201,9 @@ def _check_allocator() -> list[DoctorCheck]:
     if retain_freed_memory(True):
         return [DoctorCheck("allocator", "ok", f"{name} {version}, keeps freed memory when asked")]
     advice = "steps on CPU take longer here; Linux with glibc, or jemalloc by LD_PRELOAD, is faster"
-    return [DoctorCheck("allocator", "warning", f"{name or 'unknown'} {version}: trainer.keep_memory cannot act", advice)]
+    return [
+        DoctorCheck("allocator", "warning", f"{name or 'unknown'} {version}: trainer.keep_memory cannot act", advice)
+    ]
 
 
 def check_disk(name: str, folder: Path) -> DoctorCheck:

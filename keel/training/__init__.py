@@ -25,6 +25,6 @@ __all__ = [
     "TrainableTokens",
     "Trainer",
     "load_model",
-    "logprobs",
     "load_references",
+    "logprobs",
 ]

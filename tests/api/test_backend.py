@@ -173,10 +173,10 @@ def test_the_reference_that_is_named_is_the_one_that_acts(tmp_path: Path) -> Non
     adapter = run(other())
     for lora in (None, LORA):
         base, step, given, plain = run(train(lora, adapter))
-        assert step["drift/step_1"] == pytest.approx(0, abs=1e-5)
+        assert step["kl_ref/step_1"] == pytest.approx(0, abs=1e-5)
         # how large they are is luck, for what was sampled is; that they differ by more than rounding is not
-        assert abs(base["drift/base"]) > 1e-4 and abs(given["drift/adapter"]) > 1e-4
-        assert base["drift/base"] != pytest.approx(given["drift/adapter"], abs=1e-5)
+        assert abs(base["kl_ref/base"]) > 1e-4 and abs(given["kl_ref/adapter"]) > 1e-4
+        assert base["kl_ref/base"] != pytest.approx(given["kl_ref/adapter"], abs=1e-5)
         assert not any(name.startswith("drift/") for name in plain)
         # a step that has not moved from its reference is trained as if there were no penalty
         assert step["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-3)
@@ -210,7 +210,7 @@ def test_the_first_step_stays_on_disk_as_a_reference(tmp_path: Path) -> None:
             for _ in range(3):
                 await backend.train(model, groups, learning_rate=1e-2)
             last = await backend.train(model, groups, kl_penalty_coef=0.1, kl_penalty_reference_step=0)
-            return Checkpoints(tmp_path / "agent-1" / "checkpoints", kept).steps(), last.metrics["drift/step_0"]
+            return Checkpoints(tmp_path / "agent-1" / "checkpoints", kept).steps(), last.metrics["kl_ref/step_0"]
 
     steps, drift = run(train())
     assert steps == [0, 4] and abs(drift) > 0.01
@@ -234,9 +234,9 @@ def test_zero_variance_groups_train_wherever_it_is_asked_for(tmp_path: Path, giv
 
     dropped, trained = run(train())
     assert dropped.step == 0 and "all advantages are zero" in dropped.why_not
-    assert dropped.metrics["rollout/no_signal_tokens"] > 0
+    assert dropped.metrics["rollout/zero_variance_tokens"] > 0
     assert (trained.step, trained.why_not) == (1, "")
-    assert trained.metrics["rollout/no_signal_tokens"] == 0
+    assert trained.metrics["rollout/zero_variance_tokens"] == 0
 
 
 # --- steps that are whole, or were not ---

@@ -53,7 +53,9 @@ def test_what_a_server_forgot_is_rendered_anew() -> None:
     for text in ("one", "two"):
         conversations.open_session([{"role": "user", "content": text}], []).record_completion([5, 6, END], [])
     one, two = (
-        conversations.open_session([{"role": "user", "content": text}, {"role": "assistant", "content": "\x05\x06"}, HI], [])
+        conversations.open_session(
+            [{"role": "user", "content": text}, {"role": "assistant", "content": "\x05\x06"}, HI], []
+        )
         for text in ("one", "two")
     )
     assert two.split_reason is None

@@ -113,9 +113,9 @@ def test_trajectories_without_reward_or_choices_or_with_one_twice_are_refused() 
 def test_groups_without_signal_are_counted_and_left_out_or_kept() -> None:
     flat, lively = [said(choice()), said(choice())], [said(choice()), said(choice(), reward=0.0)]
     dropped, kept = batch(flat, lively), batch(flat, lively, zero_variance_groups="train")
-    assert dropped.metrics["groups_no_signal"] == kept.metrics["groups_no_signal"] == 1
+    assert dropped.metrics["groups_zero_variance"] == kept.metrics["groups_zero_variance"] == 1
     assert len(dropped.samples) == 2 and len(kept.samples) == 4
-    assert dropped.metrics["rollout/no_signal_tokens"] == 6 and kept.metrics["rollout/no_signal_tokens"] == 0
+    assert dropped.metrics["rollout/zero_variance_tokens"] == 6 and kept.metrics["rollout/zero_variance_tokens"] == 0
     assert {sample.group for sample in dropped.samples} == {1}
     nothing = batch(flat)
     assert not nothing.samples and "in 1 groups all advantages are zero" in nothing.why_not

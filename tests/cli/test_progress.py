@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from keel.cli.display.progress import COLUMNS, QUIET_SECONDS, RunJsonLog, RunLog, StepPace, RunScreen, make_run_display, format_duration, escape_unprintable
+from keel.cli.display.progress import (
+    COLUMNS,
+    QUIET_SECONDS,
+    RunJsonLog,
+    RunLog,
+    RunScreen,
+    StepPace,
+    escape_unprintable,
+    format_duration,
+    make_run_display,
+)
 from keel.run.evaluate import EvaluationResult
 from keel.run.monitor.callbacks import CallbackList, NullCallback
 

@@ -54,7 +54,7 @@ def test_the_command_prints_a_prediction_a_table_and_json(tmp_path: Path, capsys
     own.write_text('length = "fixed:20"\nengines = 3\n')
     assert main(["simulate", str(file), "--assume", str(own), "--engines", "2", "--scheduler.groups", "3"]) == 0
     text = capsys.readouterr().out
-    for word in ("speed", "engines", "trainer", "staleness", "refused", "wasted", "bottleneck", "to change"):
+    for word in ("speed", "engines", "trainer", "staleness", "dropped", "wasted", "bottleneck", "to change"):
         assert any(line.startswith(word) for line in text.splitlines()), word
     assert "file        length fixed:20" in text and "given       engines 2" in text
     assert main(["simulate", str(file), "--json", "--length", "fixed:20"]) == 0

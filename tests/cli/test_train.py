@@ -121,4 +121,4 @@ def test_the_same_loop_with_a_pool_of_servers(tmp_path: Path) -> None:
             tmp_path / "run", steps=3, engine__kind="pool", pool__urls=[first, second], evaluation__when="ends"
         )
     assert list(watcher.steps) == [1, 2, 3]
-    assert all(numbers["refused"] == numbers.get("refused/no_signal", 0) for numbers in watcher.steps.values())
+    assert all(numbers["dropped"] == numbers.get("dropped/zero_variance", 0) for numbers in watcher.steps.values())

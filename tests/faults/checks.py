@@ -60,12 +60,12 @@ def _of_the_ledger(db: sqlite3.Connection, steps: int, group_size: int) -> list[
     ]
     trained = Counter((group, member) for group, member, _, fate, _ in names if fate == "trained")
     wrong += [f"{group}/{member} trained {count} times" for (group, member), count in trained.items() if count > 1]
-    wrong += [f"{name[:3]} was refused without a reason" for name in names if name[3] == "refused" and not name[4]]
+    wrong += [f"{name[:3]} was refused without a reason" for name in names if name[3] == "dropped" and not name[4]]
     members: dict[str, set[int]] = {}
     for group, member, *_ in names:
         members.setdefault(group, set()).add(member)
     # a group that was begun when the run ended may have seats that were never dispatched
-    cut = {group for group, _, _, fate, reason in names if fate == "trained" or reason == "no_signal"}
+    cut = {group for group, _, _, fate, reason in names if fate == "trained" or reason == "zero_variance"}
     wrong += [
         f"group {group} trained with members {sorted(members[group])}"
         for group in cut

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keel.inference.protocol import EngineError, BroadcastSlot
-from keel.inference.tensor_broadcast import TensorSpec, BroadcastSender, group_by_layer, receive_broadcast
+from keel.inference.protocol import BroadcastSlot, EngineError
+from keel.inference.tensor_broadcast import BroadcastSender, TensorSpec, group_by_layer, receive_broadcast
 
 HERE, CPU = "127.0.0.1", torch.device("cpu")
 TYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]

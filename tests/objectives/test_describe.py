@@ -11,7 +11,7 @@ from torch import Tensor
 import keel
 from keel.objectives import PRESETS, Composition, Gate, resolve_objective
 from keel.objectives.describe import Description, describe, describe_preset, format_number
-from keel.objectives.scalar_gates import first_dropped_side, dropped_side
+from keel.objectives.scalar_gates import dropped_side, first_dropped_side
 from keel.objectives.statistics import bernoulli_kl
 
 NAMES = list(PRESETS)

@@ -138,11 +138,11 @@ def test_samples_that_are_all_too_long_are_over_length():
     rollout = run(one_answer, "x" * 50 + END, limits=EpisodeLimits(tokens=60))
     assert rollout.error_kind == "over_length"
     assert rollout.reward == 1.0
-    assert rollout.counts["refused_tokens"] == 51
+    assert rollout.counts["dropped_tokens"] == 51
     cut = run(one_answer, "x" * 50 + END, limits=EpisodeLimits(tokens=60, over_length="cut"))
     assert cut.error_kind is None
     assert len(cut.samples[0]) == 60
-    assert cut.counts["cut_tokens"] > 0
+    assert cut.counts["truncated_tokens"] > 0
 
 
 def test_asking_past_the_limit_is_over_length_when_the_environment_lets_it_out():
@@ -213,7 +213,7 @@ def test_any_episode_becomes_exactly_one_rollout_with_at_most_one_error(steps):
     rollout = run(episode, *script, limits=EpisodeLimits(seconds=0.02, tokens=200))
     assert (rollout.error is None) == (rollout.error_kind is None)
     counts = rollout.counts
-    assert counts["sampled_tokens"] == counts["trained_tokens"] + counts["refused_tokens"]
+    assert counts["sampled_tokens"] == counts["trained_tokens"] + counts["dropped_tokens"]
     if rollout.error_kind is None:
         assert rollout.reward == 0.5
         assert rollout.samples

@@ -95,10 +95,10 @@ def test_no_sample_is_over_length_and_what_was_lost_is_counted(turns, limit, rul
     counts = made.counts
     assert all(len(sample) <= limit for sample in made.samples)
     assert len(found) == len(set(found)) == counts["trained_tokens"]
-    assert counts["sampled_tokens"] == counts["trained_tokens"] + counts["refused_tokens"] + counts["cut_tokens"]
+    assert counts["sampled_tokens"] == counts["trained_tokens"] + counts["dropped_tokens"] + counts["truncated_tokens"]
     # nothing is lost for any other reason than the length of what it stands in
     if counts["sampled_tokens"] > counts["trained_tokens"]:
-        assert counts["refused_samples"] + counts["cut_samples"] > 0
+        assert counts["dropped_samples"] + counts["truncated_samples"] > 0
     if rule == "cut":
         within = sum(min(len(answer.token_ids), max(0, limit - len(prompt))) for prompt, answer in turns)
         assert counts["trained_tokens"] == within
@@ -136,8 +136,8 @@ def test_shared_tokens_train_in_the_second_when_the_first_is_refused():
     made.add_turn([1, 2, 3, 9], generation([6], first=6), "thinking")
     result = made.build_samples(EpisodeLimits(tokens=5))
     assert [sample.trainable for sample in result.samples] == [(False, False, True, False, True)]
-    assert result.counts["refused_samples"] == 1
-    assert result.counts["refused_tokens"] == 5
+    assert result.counts["dropped_samples"] == 1
+    assert result.counts["dropped_tokens"] == 5
 
 
 def test_a_sample_cut_before_its_first_answer_is_left_out_and_counted():
@@ -145,7 +145,7 @@ def test_a_sample_cut_before_its_first_answer_is_left_out_and_counted():
     made.add_turn([1, 2, 3], generation([4, 5]))
     result = made.build_samples(EpisodeLimits(tokens=3, over_length="cut"))
     assert result.samples == ()
-    assert (result.counts["cut_samples"], result.counts["cut_tokens"]) == (1, 2)
+    assert (result.counts["truncated_samples"], result.counts["truncated_tokens"]) == (1, 2)
 
 
 def test_an_answer_without_tokens_is_counted_and_gives_no_sample():

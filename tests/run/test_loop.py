@@ -14,7 +14,7 @@ import keel
 from keel.config import load_settings
 from keel.errors import ConfigError, KeelError
 from keel.run.folder import RunFolder, settings_diff, unused_path
-from keel.run.ledger import RolloutOutcome, Ledger
+from keel.run.ledger import Ledger, RolloutOutcome
 from keel.run.live_status import LiveStatus
 from keel.run.summary import summarize_run
 from tests.support.run_world import RECIPE, Watcher, loaded, resume, train
@@ -54,8 +54,8 @@ def test_every_rollout_has_one_fate_and_the_files_agree_with_the_ledger(run: tup
         for row in table(folder, step)
     }
     # what was under way when the run ended is in the ledger only
-    assert in_files == {row[:3]: row[3:6] for row in found if row[4] != "closed"}
-    assert Counter(row[5] for row in found if row[3] == "trained" or row[4] == "no_signal") == dict.fromkeys(
+    assert in_files == {row[:3]: row[3:6] for row in found if row[4] != "run_ended"}
+    assert Counter(row[5] for row in found if row[3] == "trained" or row[4] == "zero_variance") == dict.fromkeys(
         range(1, 7), 16
     )
 
@@ -172,7 +172,7 @@ def test_lora_reaches_the_engine_and_a_step_reference_acts(tmp_path: Path) -> No
         if version == row["version"]
     ]
     assert max(fresh) < 1e-3
-    drifts = [abs(numbers["drift/first"]) for numbers in watcher.steps.values() if "drift/first" in numbers]
+    drifts = [abs(numbers["kl_ref/first"]) for numbers in watcher.steps.values() if "kl_ref/first" in numbers]
     assert drifts[0] == pytest.approx(0, abs=1e-5) and drifts[-1] > 1e-3
 
 
@@ -193,7 +193,7 @@ def test_two_environments_share_a_run_by_their_weights(tmp_path: Path) -> None:
 
 
 def test_steps_that_train_nothing_end_the_run_with_their_reason(tmp_path: Path) -> None:
-    with pytest.raises(KeelError, match=r"2 steps in a row trained nothing.*no_signal 16"):
+    with pytest.raises(KeelError, match=r"2 steps in a row trained nothing.*zero_variance 16"):
         train(tmp_path / "run", scheduler__halt_after=2, environments__larger_number__name="tests.run.test_loop:Flat")
     with Ledger_open(tmp_path / "run") as ledger:
         assert ledger.get_meta("status") == "failed"
@@ -227,7 +227,7 @@ def test_a_sample_whose_gradient_is_not_finite_is_refused_and_the_rest_trains(
 
     monkeypatch.setattr(Trainer, "step", step)
     watcher = train(tmp_path / "run", steps=3, evaluation__when="never")
-    refused = {(row[1], row[5]) for row in fates(tmp_path / "run") if row[4] == "not_finite"}
+    refused = {(row[1], row[5]) for row in fates(tmp_path / "run") if row[4] == "non_finite_gradient"}
     assert {member for member, _ in refused} == {2} and len({step for _, step in refused}) == 1
     assert len(watcher.notices) == 1 and "samples are refused: the gradient is not finite" in watcher.notices[0]
     ((_, step_of),) = {(2, number) for _, number in refused}

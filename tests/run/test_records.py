@@ -9,12 +9,12 @@ import pytest
 from keel.errors import ConfigError, StorageError
 from keel.rollout.rollout import Rollout
 from keel.run.folder import RunFolder
-from keel.run.ledger import RolloutOutcome, Ledger
+from keel.run.ledger import Ledger, RolloutOutcome
 from tests.support.run_world import loaded
 
 
 def fate(member: int, *, trained: bool = True) -> RolloutOutcome:
-    told = ("trained", None) if trained else ("refused", "stale")
+    told = ("trained", None) if trained else ("dropped", "stale")
     return RolloutOutcome("words#0", member, 0, "words", "task0", told[0], told[1], None, 1.0, 4)  # type: ignore[arg-type]
 
 

@@ -76,7 +76,7 @@ def test_rollout_min_ratio_drops_the_whole_sequence_and_no_other() -> None:
     assert without.keep.tolist() == [True, True, True, True]
     result = keel.objective("icepop", ratio_low=None, rollout_min_ratio=1e-3)(step)
     assert result.keep.tolist() == [False, False, True, True]
-    assert result.metrics["opsm_rejected_sequences"].mean == 0.5
+    assert result.metrics["masked_sequences"].mean == 0.5
 
 
 def test_rollout_min_ratio_keeps_a_sequence_on_the_bound_and_looks_only_at_trainable_tokens() -> None:
@@ -508,7 +508,7 @@ def test_reasons_name_what_became_of_each_token() -> None:
     assert names == [
         "trained",
         "not trainable",
-        "unusable sampler log-prob",
+        "invalid sampler log-prob",
         "gate 0 (ratio) high",
         "gate 0 (ratio) low",
         "gate 0 (ratio) low",

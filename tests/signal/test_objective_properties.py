@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import keel
-from keel.signal.gates import NOT_TRAINABLE, INVALID_LOGPROB
+from keel.signal.gates import INVALID_LOGPROB, NOT_TRAINABLE
 from tests.support.strategies import (
     CASES,
     FLOATS,
@@ -93,7 +93,7 @@ def test_names_of_the_sequences_change_nothing(case: str, data: st.DataObject) -
     assert torch.equal(renamed.reasons, result.reasons)
 
 
-SEQUENCE_METRICS = ("sequence_chi_square", "opsm_rejected_sequences", "opsm_rejected_tokens/")
+SEQUENCE_METRICS = ("sequence_chi_square", "masked_sequences", "masked_sequence_tokens/")
 """Metrics about whole sequences."""
 
 
@@ -367,7 +367,7 @@ def test_token_without_a_sampler_logprob_is_dropped_and_counted(case: str, data:
     assert (gradient[lost] == 0).all()
     assert (result.reasons[lost] == INVALID_LOGPROB).all()
     assert not (result.reasons[~lost] == INVALID_LOGPROB).any()
-    unusable = result.metrics["signal/unusable_tokens"]
+    unusable = result.metrics["signal/invalid_logprob_tokens"]
     assert (unusable.sum, unusable.count) == (int(lost.sum()), int(members.sum()))
     if rule.composition.reduction.over == "tokens" and rule.composition.reduction.divide_by == "members":
         # as if it had never been trainable, except that it still divides
@@ -469,7 +469,7 @@ def test_accounts_are_consistent(case: str, step: keel.TokenBatch) -> None:
     assert result.kept_tokens == int(result.keep.sum()) == masked.count - masked.sum
     for sign in ("positive", "negative"):
         assert 0 <= metrics[f"is_masked_{sign}"].sum <= metrics[f"is_masked_{sign}"].count
-    for name in ("opsm_rejected_sequences", "opsm_rejected_tokens"):
+    for name in ("masked_sequences", "masked_sequence_tokens"):
         assert metrics[name].count == 0 or 0 <= metrics[name].mean <= 1
     assert sum(metrics.dropped_tokens.values()) == masked.sum
 

@@ -28,8 +28,8 @@ def test_opsm_rejects_the_positive_token_of_a_rejected_sequence() -> None:
     assert result.kept_tokens == 0
     assert step.logprobs.grad is not None
     assert step.logprobs.grad.tolist() == [0.0, 0.0, 0.0]
-    assert result.metrics["opsm_rejected_tokens"].mean == 1.0
-    assert result.metrics["opsm_rejected_sequences"].mean == 1.0
+    assert result.metrics["masked_sequence_tokens"].mean == 1.0
+    assert result.metrics["masked_sequences"].mean == 1.0
 
 
 def test_deciding_token_by_token_would_have_leaked_what_the_definition_says() -> None:
@@ -38,7 +38,7 @@ def test_deciding_token_by_token_would_have_leaked_what_the_definition_says() ->
     assert result.keep.tolist() == [False, True, False]
     assert result.loss.item() == pytest.approx(-0.03065662, rel=1e-6)
     assert 3 * result.loss.item() == pytest.approx(-0.09196986, rel=1e-6)
-    assert result.metrics["opsm_rejected_tokens"].mean == pytest.approx(2 / 3)
+    assert result.metrics["masked_sequence_tokens"].mean == pytest.approx(2 / 3)
 
 
 def test_opsm_decides_by_the_sequence_kl_of_one() -> None:
@@ -63,8 +63,8 @@ def test_opsm_ignores_what_is_not_trainable(delta: float) -> None:
     kept = [False, False, False] if delta < 1 else [True, False, True]
     assert result.keep.tolist() == clean.keep.tolist() == kept
     assert result.loss.item() == clean.loss.item()
-    assert result.metrics["opsm_rejected_tokens"].mean == (1.0 if delta < 1 else 0.0)
-    assert result.metrics["opsm_rejected_tokens"].count == 2
+    assert result.metrics["masked_sequence_tokens"].mean == (1.0 if delta < 1 else 0.0)
+    assert result.metrics["masked_sequence_tokens"].count == 2
 
 
 def test_kl_penalty_moves_advantage_from_drifted_tokens_to_the_others() -> None:

@@ -95,8 +95,8 @@ def naive(step: keel.TokenBatch, keep: Tensor, chosen: Tensor) -> dict[str, floa
         "is_masked": mean([float(m) for m in masked]),
         "is_masked_low": mean([float(m and ratio < 1) for m, ratio in zip(masked, r, strict=True)]),
         "is_masked_high": mean([float(m and ratio > 1) for m, ratio in zip(masked, r, strict=True)]),
-        "is_masked_positive": mean(where([a > 0 for a in adv], masked)),
-        "is_masked_negative": mean(where([a < 0 for a in adv], masked)),
+        "is_masked_adv_pos": mean(where([a > 0 for a in adv], masked)),
+        "is_masked_adv_neg": mean(where([a < 0 for a in adv], masked)),
         "chi_square": mean([(ratio - 1) ** 2 for ratio in r]),
         "effective_sample_size": sum(r) ** 2 / (n * sum(ratio**2 for ratio in r)),
         "sampler_perplexity": math.exp(-mean(b)),
@@ -128,7 +128,7 @@ def test_staleness_shares_add_up_to_the_step(step: keel.TokenBatch) -> None:
     for name in (
         "mismatch_kl",
         "is_masked_low",
-        "is_masked_positive",
+        "is_masked_adv_pos",
         "chi_square",
         "entropy",
         "effective_sample_size",
@@ -171,9 +171,9 @@ def test_sequence_is_as_stale_as_its_oldest_token() -> None:
         [-2.0] * 4, [-1.0] * 4, sequence=[1, 1, 2, 2], version=[5, 3, 5, 5], advantages=[-1.0] * 4, trainer_version=6
     )
     metrics = keel.objective("opsm")(step).metrics
-    assert metrics["opsm_rejected_sequences/staleness=3"].count == 1
-    assert metrics["opsm_rejected_sequences/staleness=1"].count == 1
-    assert metrics["opsm_rejected_tokens/staleness=3"] == Metric(2.0, 2.0)
+    assert metrics["masked_sequences/staleness=3"].count == 1
+    assert metrics["masked_sequences/staleness=1"].count == 1
+    assert metrics["masked_sequence_tokens/staleness=3"] == Metric(2.0, 2.0)
     assert metrics["sequence_chi_square/staleness=3"].mean == pytest.approx((math.exp(-2) - 1) ** 2)
 
 
@@ -186,8 +186,8 @@ def test_opsm_shares_count_sequences_and_tokens() -> None:
         advantages=[-1.0, -1.0, -1.0, -1.0, 1.0],
     )
     metrics = keel.objective("opsm")(step).metrics
-    assert metrics["opsm_rejected_sequences"] == Metric(1.0, 3.0)
-    assert metrics["opsm_rejected_tokens"] == Metric(3.0, 5.0)
+    assert metrics["masked_sequences"] == Metric(1.0, 3.0)
+    assert metrics["masked_sequence_tokens"] == Metric(3.0, 5.0)
     assert metrics["is_masked_low"] == Metric(3, 5)
     assert metrics["is_masked_high"] == Metric(0, 5)
 
@@ -233,7 +233,7 @@ def test_loss_of_a_step_is_measured_over_the_trainable_tokens_only() -> None:
     step = random_step(44)
     metrics = keel.objective("icepop")(step).metrics
     trainable = int(step.trainable.sum())
-    for name in ("mismatch_kl", "is_masked", "chi_square", "entropy", "kl_policy_ref", "signal/unusable_tokens"):
+    for name in ("mismatch_kl", "is_masked", "chi_square", "entropy", "kl_policy_ref", "signal/invalid_logprob_tokens"):
         assert metrics[name].count == trainable
 
 
@@ -357,7 +357,7 @@ def test_sample_approximates_the_whole_step_and_counts_stay_exact() -> None:
         assert sampled[name].count == pytest.approx(exact[name].count)
     for share in (0.1, 0.5, 0.9):
         assert sampled["ratio"].quantile(share) == pytest.approx(exact["ratio"].quantile(share), rel=0.15)
-    for name in ("is_masked", "is_masked_low", "is_masked_high", "is_masked_positive", "signal/unusable_tokens"):
+    for name in ("is_masked", "is_masked_low", "is_masked_high", "is_masked_adv_pos", "signal/invalid_logprob_tokens"):
         assert (sampled[name].sum, sampled[name].count) == (exact[name].sum, exact[name].count)
     assert sampled.dropped_tokens == exact.dropped_tokens
 
@@ -405,14 +405,14 @@ def test_without_token_ids_no_token_is_listed() -> None:
 def test_every_metric_of_the_definition_is_reported_and_by_staleness_too() -> None:
     names = {
         "mismatch_kl", "mismatch_kl_masked", "mismatch_kl_unmasked", "is_masked", "is_masked_low", "is_masked_high",
-        "is_masked_positive", "is_masked_negative", "opsm_rejected_sequences", "opsm_rejected_tokens", "ratio",
+        "is_masked_adv_pos", "is_masked_adv_neg", "masked_sequences", "masked_sequence_tokens", "ratio",
         "probability_difference", "effective_sample_size", "chi_square", "sequence_chi_square", "sampler_perplexity",
         "trainer_perplexity", "entropy", "correlation",
     }  # fmt: skip
     for recipe in ("icepop", "opsm", "gspo", "cispo", "decoupled_ppo"):
         metrics = keel.objective(recipe)(random_step(47)).metrics
         assert names <= metrics.keys()
-        assert "signal/unusable_tokens" in metrics
+        assert "signal/invalid_logprob_tokens" in metrics
         ages = {name.rpartition("=")[2] for name in metrics if "/staleness=" in name}
         assert ages
         for age in ages:

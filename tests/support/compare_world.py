@@ -79,7 +79,7 @@ def write_run(folder: Path, rows: Iterable[Row]) -> Path:
         by_step.setdefault(one["step"], []).append(one)
     for step, members in by_step.items():
         written = [_record(number, one) for number, one in enumerate(members)]
-        written.append(records.SampleRecord("lost", "env", "t", 0, 0, outcome="refused", reason="stale"))
+        written.append(records.SampleRecord("lost", "env", "t", 0, 0, outcome="dropped", reason="stale"))
         pieces = {token: text for one in members for token, text in zip(one["token_ids"], one["pieces"], strict=True)}
         records.write_step(folder / "rollouts", step, members[0]["version"], written, pieces)
     return folder
@@ -100,7 +100,9 @@ def _record(number: int, one: Row) -> records.SampleRecord:
     )
 
 
-def compare(path: Path, objectives: str, *, steps: Any = None, texts: int = 10, proximal: bool = False) -> ComparisonReport:
+def compare(
+    path: Path, objectives: str, *, steps: Any = None, texts: int = 10, proximal: bool = False
+) -> ComparisonReport:
     """The whole way from a file to the numbers."""
     recording = Recording(path, steps)
     comparison = Comparison(parse_candidates(objectives), proximal_is_policy=proximal)

@@ -17,7 +17,7 @@ from keel.config.toml_writer import toml_lines
 from keel.objectives.scalar_gates import dropped_side
 from keel.rollout.trajectory import TrainingSample
 from keel.run import records
-from keel.run.ledger import RolloutOutcome, Ledger
+from keel.run.ledger import Ledger, RolloutOutcome
 from keel.run.records import SampleRecord
 
 NAMES = ["Ana", "Ben", "Chloe", "Dmitri", "Emeka", "Farah"]
@@ -125,7 +125,7 @@ def make_group(
         row = SampleRecord(**names, member=member, attempt=0, sample=0, reward=float(right[member]), turns=1)
         row.data = sampled(words.split(prompt), words.split(f"{answer}<|im_end|>"), step, chance)
         if place == 0:
-            row.reason = "no_signal"
+            row.reason = "zero_variance"
         else:
             row.outcome, row.advantage = "trained", float(right[member]) - mean
             row.token_columns = account(row, gates, step, chance, noise)
@@ -203,7 +203,7 @@ def numbers_of(rows: list[SampleRecord], step: int, chance: random.Random) -> di
         "staleness": sum(ages) / len(ages),
         "staleness_max": max(ages),
         **({"mismatch_kl_masked": 0.5} if step == 2 else {}),  # what is not finite is not written
-        "refused": sum(row.outcome == "refused" for row in rows),
+        "dropped": sum(row.outcome == "dropped" for row in rows),
     }
 
 

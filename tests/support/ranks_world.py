@@ -140,7 +140,9 @@ def assert_one_process(crews: Crews, ranks: int, case: str, folder: Path) -> Non
     rule, samples = OBJECTIVES[objective], rollouts()
     alone = crews.trainer(1, model(lora=lora), **more)
     wanted = steps(alone, samples, rule)
-    assert any((report.tokens.dloss_dlogprob == 0).any() for report in wanted), "nothing is dropped or clipped: a weak case"
+    assert any((report.tokens.dloss_dlogprob == 0).any() for report in wanted), (
+        "nothing is dropped or clipped: a weak case"
+    )
     trainer = crews.trainer(ranks, model(lora=lora, **shape), max_tokens=max_tokens, **more)
     assert_same_reports(steps(trainer, samples, rule), wanted)
     assert_same_tensors(weights(trainer), weights(alone))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keel.rollout.scheduler.accounts import RolloutBatch
-from keel.rollout.scheduler.groups import RolloutRequest, DroppedRollout
+from keel.rollout.scheduler.groups import DroppedRollout, RolloutRequest
 from keel.rollout.scheduler.scheduler import Scheduler
 from keel.rollout.scheduler.task_sources import TaskSource
 

@@ -12,7 +12,16 @@ import pytest
 
 from keel.cli import main
 from keel.tools import doctor
-from keel.tools.doctor import DoctorCheck, check_disk, run_checks, check_memory, check_port, unmet_requirement, usable_cores, check_vllm
+from keel.tools.doctor import (
+    DoctorCheck,
+    check_disk,
+    check_memory,
+    check_port,
+    check_vllm,
+    run_checks,
+    unmet_requirement,
+    usable_cores,
+)
 
 
 def meminfo(folder: Path, free_gib: float) -> Path:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.cli.display.console import console
-from keel.cli.display.progress import format_duration, escape_unprintable
+from keel.cli.display.progress import escape_unprintable, format_duration
 
 if TYPE_CHECKING:
     from keel.tools.launch.plan import LaunchPlan
@@ -46,7 +46,9 @@ class LogFollower:
         whole = read[: read.rfind(b"\n") + 1]
         self._offset += len(whole)
         lines = whole.decode(errors="replace").splitlines()
-        return [escape_unprintable(line) for line in lines if not line.startswith("--- ") and TRAIN_RESUME_HINT not in line]
+        return [
+            escape_unprintable(line) for line in lines if not line.startswith("--- ") and TRAIN_RESUME_HINT not in line
+        ]
 
 
 class LaunchLog:
@@ -101,7 +103,9 @@ class LaunchScreen:
 
     def on_status(self, states: "list[ComponentState]") -> None:
         self._trainer_lines.extend(self._follower.read_new_lines())
-        self._live.update(Group(status_table(states, self._host), *(Text(line) for line in self._trainer_lines)), refresh=True)
+        self._live.update(
+            Group(status_table(states, self._host), *(Text(line) for line in self._trainer_lines)), refresh=True
+        )
 
 
 def status_table(

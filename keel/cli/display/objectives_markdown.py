@@ -17,9 +17,9 @@ from keel.cli.display.objectives_prose import (
     METRICS_END,
     METRICS_START,
 )
-from keel.cli.display.parameters import ParameterRow, format_defaults, parameter_rows, format_value
+from keel.cli.display.parameters import ParameterRow, format_defaults, format_value, parameter_rows
 from keel.common.settings import OneOf
-from keel.objectives import PRESETS, Gate, Penalty, PolicyTerm, ObjectivePreset, Reduction, ImportanceWeight
+from keel.objectives import PRESETS, Gate, ImportanceWeight, ObjectivePreset, Penalty, PolicyTerm, Reduction
 from keel.objectives.describe import Description, describe_preset
 from keel.objectives.notation import COMMON_SYMBOLS
 
@@ -35,10 +35,15 @@ def render_markdown() -> str:
         "## What every objective takes",
         COMMON_PARAMETERS.replace("{common}", _parameters_table(common)),
         "## Advantages",
-        _markdown_table(("name", "advantage of a rollout with reward R"), [(f"`{k}`", v) for k, v in ADVANTAGES.items()]),
+        _markdown_table(
+            ("name", "advantage of a rollout with reward R"), [(f"`{k}`", v) for k, v in ADVANTAGES.items()]
+        ),
         "Set by `[advantages] name = ...`, or `keel.advantages(name, rewards, group)`. A rollout that is not valid"
         " moves no baseline and gets 0; a group with one valid rollout has nothing to compare and gets 0.",
-        COMPOSITION.replace("{parts}", "\n\n".join(_part_section(part) for part in (Gate, ImportanceWeight, PolicyTerm, Penalty, Reduction))),
+        COMPOSITION.replace(
+            "{parts}",
+            "\n\n".join(_part_section(part) for part in (Gate, ImportanceWeight, PolicyTerm, Penalty, Reduction)),
+        ),
         METRICS_START,
         _markdown_table(("metric", "meaning"), [(f"`{name}`", meaning) for name, meaning in METRICS.items()]),
         METRICS_END,
@@ -74,7 +79,12 @@ def _part_section(part: type[Any]) -> str:
     for name, field in part.model_fields.items():
         default = "required" if field.is_required() else format_value(field.default)
         rows.append(
-            (f"`{name}`", _accepted_values(field.annotation, field.metadata), default, " ".join((field.description or "").split()))
+            (
+                f"`{name}`",
+                _accepted_values(field.annotation, field.metadata),
+                default,
+                " ".join((field.description or "").split()),
+            )
         )
     first = (part.__doc__ or "").strip()
     return f"**{part.__name__}.** {first}\n\n{_markdown_table(('field', 'takes', 'default', 'meaning'), rows)}"

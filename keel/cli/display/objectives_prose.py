@@ -39,7 +39,7 @@ replaced, so that it may be infinite without harm.
 6. Centres and denominators belong to the whole step. Packing, micro-batches and the number of ranks change neither
    loss nor gradient, up to float rounding.
 7. A sampler log-prob that is NaN or infinite is never read as on-policy: its token is dropped and counted in
-   `signal/unusable_tokens`, and above `max_unusable_share` the step is refused. It still counts in N.
+   `signal/invalid_logprob_tokens`, and above `max_unusable_share` the step is refused. It still counts in N.
 8. An option that cannot act is an error, and so is an unknown key.
 9. Every metric is a pair of sum and count until it is printed.
 10. When no token survives, the optimizer must not step: `result.kept_tokens` is 0.
@@ -159,11 +159,11 @@ METRICS = {
     "is_masked": "share of trainable tokens that a gate dropped",
     "is_masked_low": "dropped because the policy is too far below",
     "is_masked_high": "dropped because the policy is too far above; low + high = masked",
-    "is_masked_positive": "share dropped among tokens with A' > 0",
-    "is_masked_negative": "share dropped among tokens with A' < 0",
+    "is_masked_adv_pos": "share dropped among tokens with A' > 0",
+    "is_masked_adv_neg": "share dropped among tokens with A' < 0",
     "is_clipped": "share of tokens that are kept but whose gradient a clip stopped; only where there is a clip",
-    "opsm_rejected_sequences": "share of sequences that a gate at sequence scope dropped",
-    "opsm_rejected_tokens": "share of tokens in them",
+    "masked_sequences": "share of sequences that a gate at sequence scope dropped",
+    "masked_sequence_tokens": "share of tokens in them",
     "ratio": "histogram of r; printed as its 1st, 50th and 99th percentile",
     "probability_difference": "histogram of |p - q|",
     "effective_sample_size": "(sum r)^2 / (count * sum r^2)",
@@ -174,7 +174,7 @@ METRICS = {
     "entropy": "entropy of the policy: from `batch.entropy` where given, else the estimate -r * l",
     "correlation": "correlation of p and q",
     "kl_policy_ref": "mean of l - f; only where the batch has reference log-probs",
-    "signal/unusable_tokens": "share of trainable tokens without a usable sampler log-prob",
+    "signal/invalid_logprob_tokens": "share of trainable tokens without a usable sampler log-prob",
 }
 
 METRICS_END = """\

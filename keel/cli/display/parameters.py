@@ -27,12 +27,18 @@ def parameter_rows(preset: ObjectivePreset, overrides: Mapping[str, Any] | None 
     fields = preset.parameters_class.model_fields
     names = [*preset.own_parameters, *COMMON_NAMES]
     own = set(preset.own_parameters)
-    return [ParameterRow(name, values[name], fields[name].default, parameter_meaning(name), name in own) for name in names]
+    return [
+        ParameterRow(name, values[name], fields[name].default, parameter_meaning(name), name in own) for name in names
+    ]
 
 
 def parameter_meaning(name: str) -> str:
     """What a parameter is for."""
-    text = PRESET_PARAMETERS[name][1] if name in PRESET_PARAMETERS else CommonParameters.model_fields[name].description or ""
+    text = (
+        PRESET_PARAMETERS[name][1]
+        if name in PRESET_PARAMETERS
+        else CommonParameters.model_fields[name].description or ""
+    )
     text = " ".join(text.split()).rstrip(".")
     return text[:1].lower() + text[1:]
 

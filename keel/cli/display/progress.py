@@ -278,7 +278,9 @@ def _start_line(name: str, folder: Path, steps: int, start_step: int) -> str:
 def _evaluation_line(step: int, evaluation: EvaluationResult) -> str:
     # pass@1 is the reward again where rewards are 0 or 1; only larger k say something new
     passes = "".join(f", pass@{k} {value:.3f}" for k, value in evaluation.pass_at_k.items() if k > 1)
-    failed = f", {evaluation.failed_episodes} failed (first: {evaluation.first_error})" if evaluation.failed_episodes else ""
+    failed = (
+        f", {evaluation.failed_episodes} failed (first: {evaluation.first_error})" if evaluation.failed_episodes else ""
+    )
     when = f"after step {step}" if step else "before training"
     return escape_unprintable(
         f"evaluated {when}: {evaluation.environment} reward {evaluation.reward:.3f} ({format_interval(evaluation.low, evaluation.high)}){passes},"

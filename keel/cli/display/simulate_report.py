@@ -33,7 +33,7 @@ def format_prediction(
         _labelled_line("trainer", f"computes {_format_percent(prediction.trainer_busy)}, waits for rollouts {_format_percent(prediction.waiting)},"
               f" for weights {_format_percent(prediction.publishing)}, saves {_format_percent(prediction.saving)}"),
         _labelled_line("staleness", f"{prediction.staleness:.2f} versions in the mean; by age: {_format_staleness(prediction.staleness_shares)}"),
-        _labelled_line("refused", f"{_format_percent(prediction.dropped_share, 1)} of the rollouts{_format_reasons(prediction.dropped)}"),
+        _labelled_line("dropped", f"{_format_percent(prediction.dropped_share, 1)} of the rollouts{_format_reasons(prediction.dropped)}"),
         _labelled_line("wasted", f"{_format_percent(prediction.wasted_share, 1)} of the tokens{_format_reasons(prediction.wasted)};"
               f" {_format_percent(prediction.truncated, 1)} of the trained rollouts are cut at their longest"),
         _labelled_line("bottleneck", bottleneck),
@@ -74,7 +74,7 @@ COLUMNS: "tuple[tuple[str, Callable[[Prediction], str]], ...]" = (
     ("full speed", lambda found: _format_percent(found.engine_fill)),
     ("trainer busy", lambda found: _format_percent(found.trainer_busy)),
     ("stale", lambda found: f"{found.staleness:.2f}"),
-    ("refused", lambda found: _format_percent(found.dropped_share, 1)),
+    ("dropped", lambda found: _format_percent(found.dropped_share, 1)),
     ("wasted", lambda found: _format_percent(found.wasted_share, 1)),
 )
 
@@ -127,7 +127,11 @@ def _assumption_lines(assumptions: SimulateSettings, origins: Mapping[str, str])
         told = [f"{name} {_format_assumption(assumptions, name)}" for name in origins if origins[name] == origin]
         if told:
             lines += _wrap_lines(origin, told)
-    rest = [name for name in type(assumptions).model_fields if name not in origins and _format_assumption(assumptions, name) != "none"]
+    rest = [
+        name
+        for name in type(assumptions).model_fields
+        if name not in origins and _format_assumption(assumptions, name) != "none"
+    ]
     return [*lines, *_wrap_lines("assumed", [f"{name} {_format_assumption(assumptions, name)}" for name in rest])]
 
 

@@ -23,13 +23,13 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.cli.display.console import PLAIN_WIDTH, console, write_stdout
-from keel.cli.display.progress import QUIET_SECONDS, format_duration, escape_unprintable
+from keel.cli.display.progress import QUIET_SECONDS, escape_unprintable, format_duration
 from keel.cli.modules import add_module_folders
 from keel.cli.run.train import SIGNAL_DEBOUNCE_SECONDS
 from keel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from keel.tools.sweep import TrialOutcome, SweepPlan, SweepResults, Trial, Variant
+    from keel.tools.sweep import SweepPlan, SweepResults, Trial, TrialOutcome, Variant
 
 FLAGS = ("--seeds", "--at-once", "--run", "--resume", "--html", "--parquet", "--json")
 
@@ -72,7 +72,9 @@ def run_sweep(args: argparse.Namespace, recipe: str | None, variants: "Sequence[
                 screen.print(Text(f"written: {path}"))
     done = all(trial.status == "finished" for trial in found.trials)
     if not done:
-        screen.print(Text(f"not all trials are finished; go on with: keel {args.command} {_resume_flags(args)}{plan.folder}"))
+        screen.print(
+            Text(f"not all trials are finished; go on with: keel {args.command} {_resume_flags(args)}{plan.folder}")
+        )
     return 0 if done else 1
 
 
@@ -166,7 +168,9 @@ class SweepDisplay:
         self._trial_start_times[trial.name] = self._clock()
         if not self._steps_trained:
             self._start_time = self._clock()  # what the first start took says nothing about the steps
-        self._bars[trial.name] = self._progress.add_task(self._trial_label(trial), total=steps, completed=start_step, told="")
+        self._bars[trial.name] = self._progress.add_task(
+            self._trial_label(trial), total=steps, completed=start_step, told=""
+        )
         if start_step:
             self._print(f"{self._trial_label(trial)}: goes on after step {start_step} of {steps}")
 
@@ -224,12 +228,14 @@ def _stderr_console() -> Console:
 
 def print_results(out: Console, results: "SweepResults") -> None:
     """Variants with mean and spread; with several seeds each run, too."""
-    from keel.tools.sweep.html import MEASURE_HEADERS, variant_cells, format_interval, format_measure
+    from keel.tools.sweep.html import MEASURE_HEADERS, format_interval, format_measure, variant_cells
 
     table = _make_table("variant", "runs", *MEASURE_HEADERS)
     for variant in results.variants:
         table.add_row(
-            Text(escape_unprintable(variant.name)), f"{len(variant.finished)}/{len(variant.trials)}", *variant_cells(variant, "\n")
+            Text(escape_unprintable(variant.name)),
+            f"{len(variant.finished)}/{len(variant.trials)}",
+            *variant_cells(variant, "\n"),
         )
     out.print()
     out.print(table)

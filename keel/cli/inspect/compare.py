@@ -64,7 +64,9 @@ def add(subparsers: Any) -> None:
         "mine.toml (default: icepop,ipo_kl,dppo_tv,dppo_kl,opsm)",
     )
     parser.add_argument("--steps", metavar="STEPS", help="1-20,30 or 40- (default: all); with --live: of each run")
-    parser.add_argument("--texts", metavar="N", type=int, help=f"most dropped token texts shown (default {DEFAULT_TEXTS})")
+    parser.add_argument(
+        "--texts", metavar="N", type=int, help=f"most dropped token texts shown (default {DEFAULT_TEXTS})"
+    )
     parser.add_argument(
         "--proximal",
         choices=["recorded", "policy"],
@@ -72,7 +74,10 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--model", metavar="MODEL", help="a checkpoint or a name: gradients by its weights too")
     parser.add_argument(
-        "--model-steps", metavar="N", type=int, help=f"with --model: steps, evenly spaced (default {DEFAULT_MODEL_STEPS})"
+        "--model-steps",
+        metavar="N",
+        type=int,
+        help=f"with --model: steps, evenly spaced (default {DEFAULT_MODEL_STEPS})",
     )
     sweep_display.add_flags(parser, "runs/RECIPE-live")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -212,8 +217,12 @@ def print_report(out: Console, report: "ComparisonReport") -> None:
     if report.weights is not None:
         found = report.weights
         said = ", ".join(map(str, found.steps))
-        _print_section(out, f"cosine of the gradients by weight, {found.model}, steps {said}", _matrix_table(names, found.cosine))
-        norms = ", ".join(f"{name} {_format_number(norm)}" for name, norm in zip(names, found.gradient_norm, strict=True))
+        _print_section(
+            out, f"cosine of the gradients by weight, {found.model}, steps {said}", _matrix_table(names, found.cosine)
+        )
+        norms = ", ".join(
+            f"{name} {_format_number(norm)}" for name, norm in zip(names, found.gradient_norm, strict=True)
+        )
         out.print(Text(f"gradient norms: {norms}"))
         difference = _format_number(found.logprob_difference)
         out.print(f"{found.parameters:,} weights; log-probs differ from the recorded ones by {difference} in the mean")
@@ -242,7 +251,9 @@ def _terms_table(rows: Sequence["ObjectiveSummary"]) -> Table:
     kinds = list(dict.fromkeys(term for row in rows for term in row.terms))
     table = _make_table("objective", *kinds)
     for row in rows:
-        table.add_row(Text(row.objective), *(_format_number(row.terms[kind]) if kind in row.terms else "" for kind in kinds))
+        table.add_row(
+            Text(row.objective), *(_format_number(row.terms[kind]) if kind in row.terms else "" for kind in kinds)
+        )
     return table
 
 
@@ -251,7 +262,7 @@ def _gates_table(rows: Iterable["ObjectiveSummary"]) -> Table:
     table.columns[-1].justify = "left"
     for row in rows:
         if row.invalid_logprobs:
-            table.add_row(Text(row.objective), f"{row.invalid_logprobs:,}", "", "unusable sampler log-prob")
+            table.add_row(Text(row.objective), f"{row.invalid_logprobs:,}", "", "invalid sampler log-prob")
         for gate in row.gates:
             table.add_row(Text(row.objective), f"{gate.tokens:,}", f"{gate.sequences:,}", gate.reason)
     return table

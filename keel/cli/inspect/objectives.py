@@ -15,7 +15,7 @@ from rich.text import Text
 
 from keel.cli.display.console import console, write_stdout
 from keel.cli.display.objectives_markdown import render_markdown
-from keel.cli.display.parameters import format_defaults, parameter_rows, format_value
+from keel.cli.display.parameters import format_defaults, format_value, parameter_rows
 from keel.cli.display.plot import draw_dropped_region
 from keel.common.settings import suggest_name
 from keel.config.load import parse_overrides, set_dotted

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from keel.cli.display.console import write_stdout
-from keel.common.settings import to_config_error, suggest_name
+from keel.common.settings import suggest_name, to_config_error
 from keel.config.load import load_settings, parse_overrides
 from keel.config.run import RunSettings
 from keel.config.simulate import SimulateSettings
@@ -150,7 +150,9 @@ def _parse_value(name: str, text: str) -> Any:
     return parse_overrides([f"--{name}={text}"])[0][1]
 
 
-def _build_cases(args: argparse.Namespace, recipe: Path | str | None, base_assumptions: Mapping[str, Any]) -> list[SimulationCase]:
+def _build_cases(
+    args: argparse.Namespace, recipe: Path | str | None, base_assumptions: Mapping[str, Any]
+) -> list[SimulationCase]:
     """Every combination of what is swept over; all are checked before the first is simulated."""
     axes = [_parse_axis(text) for text in args.sweeps or ()]
     names = [name for name, _ in axes]
@@ -158,7 +160,9 @@ def _build_cases(args: argparse.Namespace, recipe: Path | str | None, base_assum
         raise ConfigError(f"--sweep {names[0]} is given twice; write all its values with commas between them")
     chosen = list(itertools.product(*(values for _, values in axes)))
     if len(chosen) > MAX_SIMULATIONS:
-        raise ConfigError(f"--sweep gives {len(chosen):,} simulations, and there are at most {MAX_SIMULATIONS}; leave some out")
+        raise ConfigError(
+            f"--sweep gives {len(chosen):,} simulations, and there are at most {MAX_SIMULATIONS}; leave some out"
+        )
     cases = []
     for texts in chosen:
         own, words = dict(base_assumptions), list(args.overrides)

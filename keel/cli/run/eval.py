@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.cli.display.console import console, write_stdout
-from keel.cli.display.progress import format_interval, escape_unprintable
+from keel.cli.display.progress import escape_unprintable, format_interval
 from keel.cli.modules import add_module_folders
 from keel.errors import ConfigError
 
@@ -153,7 +153,9 @@ def select_environments(names: list[str], settings: "RunSettings") -> "dict[str,
     return {name: settings.environments.get(name) or EnvironmentSettings(name=name) for name in names}
 
 
-def resolve_sampling(args: argparse.Namespace, settings: "RunSettings", environment_sampling: "Sampling | None") -> "Sampling":
+def resolve_sampling(
+    args: argparse.Namespace, settings: "RunSettings", environment_sampling: "Sampling | None"
+) -> "Sampling":
     """How answers are drawn: by the command line, the evaluation's table, the environment's, the run's."""
     from pydantic import ValidationError
 
@@ -182,7 +184,9 @@ async def evaluate_environments(
 
     settings = target.settings
     # before the model is loaded: a wrong name should cost no time
-    made = {name: (load_environment(one), resolve_sampling(args, settings, one.sampling)) for name, one in selected.items()}
+    made = {
+        name: (load_environment(one), resolve_sampling(args, settings, one.sampling)) for name, one in selected.items()
+    }
     model, engine = target.load()
     found = []
     try:
@@ -249,4 +253,7 @@ def print_evaluations(target: EvaluationTarget, evaluations: "list[EvaluationRes
     screen.print(table)
     for one in evaluations:
         if one.failed_episodes:
-            screen.print(Text(escape_unprintable(f"{one.environment}: the first that failed is {one.first_error}")), soft_wrap=True)
+            screen.print(
+                Text(escape_unprintable(f"{one.environment}: the first that failed is {one.first_error}")),
+                soft_wrap=True,
+            )

@@ -139,7 +139,9 @@ class ExitCode:
     value = 1
 
 
-async def show_pool(pool: "Pool", exit_code: ExitCode, load: "WeightLoad | None", *, json_lines: bool, watch: bool) -> None:
+async def show_pool(
+    pool: "Pool", exit_code: ExitCode, load: "WeightLoad | None", *, json_lines: bool, watch: bool
+) -> None:
     """Show the pool once, or again and again, after all members were given what is to be loaded."""
 
     def look() -> "list[MemberStatus]":
@@ -158,7 +160,9 @@ async def show_pool(pool: "Pool", exit_code: ExitCode, load: "WeightLoad | None"
             with Live(console=console(), auto_refresh=False) as live:
                 await repeat(lambda: live.update(status_view(look(), pool.discovery_error), refresh=True), watch, 1.0)
         else:
-            await repeat(lambda: console().print(status_view(look(), pool.discovery_error)), watch, pool.settings.interval)
+            await repeat(
+                lambda: console().print(status_view(look(), pool.discovery_error)), watch, pool.settings.interval
+            )
     finally:
         await pool.close()
 

@@ -129,7 +129,9 @@ def _open_run_folder(args: argparse.Namespace, rank_info: "RankInfo | None") -> 
     return RunFolder.create(args.folder or unused_path(Path("runs"), Path(args.recipe).stem), loaded)
 
 
-def _train(folder: "RunFolder", json: bool, metrics_listener: MetricsListener | None, rank_info: "RankInfo | None") -> int:
+def _train(
+    folder: "RunFolder", json: bool, metrics_listener: MetricsListener | None, rank_info: "RankInfo | None"
+) -> int:
     from keel.cli.display.progress import make_run_display
     from keel.run.event_loop import run_to_completion
     from keel.run.loop import TrainingRun

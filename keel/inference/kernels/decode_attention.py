@@ -51,7 +51,14 @@ class KeySpans:
     A store is a contiguous tensor of keys (or values), such as [sequences, key heads, length, D].
     """
 
-    def __init__(self, row_starts: list[int], tensor_index: list[int], offsets: list[int], lengths: list[int], head_strides: list[int]):
+    def __init__(
+        self,
+        row_starts: list[int],
+        tensor_index: list[int],
+        offsets: list[int],
+        lengths: list[int],
+        head_strides: list[int],
+    ):
         """Row i reads stretches first[i] to first[i + 1].
 
         Stretch j begins `offset[j]` floats into store number `store[j]`, has `length[j]` keys for each key head, and
@@ -59,13 +66,19 @@ class KeySpans:
         """
         columns = {"store": tensor_index, "offset": offsets, "length": lengths, "along": head_strides}
         if len(row_starts) < 2 or row_starts[0] != 0 or any(end < begin for begin, end in pairwise(row_starts)):
-            raise ValueError(f"first is {row_starts}; required: for one row or more, numbers that start at 0 and never fall")
+            raise ValueError(
+                f"first is {row_starts}; required: for one row or more, numbers that start at 0 and never fall"
+            )
         for name, column in columns.items():
             if len(column) != row_starts[-1]:
-                raise ValueError(f"{name} has {len(column)} numbers; required: {row_starts[-1]}, the last number of first")
+                raise ValueError(
+                    f"{name} has {len(column)} numbers; required: {row_starts[-1]}, the last number of first"
+                )
             if min(column, default=0) < 0:
                 raise ValueError(f"{name} has the number {min(column)}; required: no negative numbers")
-        self.row_starts, self.lengths, self.head_strides = (np.array(some, np.int64) for some in (row_starts, lengths, head_strides))
+        self.row_starts, self.lengths, self.head_strides = (
+            np.array(some, np.int64) for some in (row_starts, lengths, head_strides)
+        )
         self._tensor_index, self._byte_offsets = np.array(tensor_index, np.int64), np.array(offsets, np.int64)
         counts = [sum(lengths[begin:end]) for begin, end in pairwise(row_starts)]
         if min(counts) == 0:
@@ -76,7 +89,9 @@ class KeySpans:
 
     def addresses(self, tensors: list[Tensor]) -> IntArray:
         """Return the address of each stretch, for stores that `check` accepts."""
-        found: IntArray = np.array([store.data_ptr() for store in tensors], np.int64)[self._tensor_index] + 4 * self._byte_offsets
+        found: IntArray = (
+            np.array([store.data_ptr() for store in tensors], np.int64)[self._tensor_index] + 4 * self._byte_offsets
+        )
         return found
 
     def check(self, name: str, stores: list[Tensor], groups: int, width: int) -> None:
@@ -127,7 +142,14 @@ def attend_rows(
     failed = _kernels().decode_attention(
         *(query.data_ptr(), *query.stride()[:3], groups, rest, rows, width),
         *(spans.row_starts.ctypes.data, key_places.ctypes.data, value_places.ctypes.data),
-        *(spans.lengths.ctypes.data, spans.head_strides.ctypes.data, scale, scores.data_ptr(), spans.padded_length, threads),
+        *(
+            spans.lengths.ctypes.data,
+            spans.head_strides.ctypes.data,
+            scale,
+            scores.data_ptr(),
+            spans.padded_length,
+            threads,
+        ),
         *(out.data_ptr(), out.stride(0)),
     )
     if failed:

@@ -161,7 +161,9 @@ class TreePlan:
                 if count == 1 or room[-1] <= MAX_KEY_COPIES * self.size:
                     break
                 count -= 1
-            self._partitions[key_heads, heads_per_group] = tuple(one.astype(np.int64) for one in (bounds, room, first, last))
+            self._partitions[key_heads, heads_per_group] = tuple(
+                one.astype(np.int64) for one in (bounds, room, first, last)
+            )
         return self._partitions[key_heads, heads_per_group]
 
 
@@ -201,7 +203,9 @@ class TreeAttention(torch.autograd.Function):
         return *gradients.values(), None, None
 
 
-def _call_kernel(function: Any, plan: TreePlan, views: dict[str, Tensor], lse: Tensor, scale: float, *, kv_grads: bool) -> None:
+def _call_kernel(
+    function: Any, plan: TreePlan, views: dict[str, Tensor], lse: Tensor, scale: float, *, kv_grads: bool
+) -> None:
     """Call a kernel with tensors [heads or key heads, T, D] of unit stride in D.
 
     `kv_grads`: whether the kernel needs memory for the gradients of keys and values in each part.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from keel.config import Sampling
 from keel.inference.local.fused_linear import FusedLinears
-from keel.inference.local.prefix_cache import TokenIds, PrefixNode
+from keel.inference.local.prefix_cache import PrefixNode, TokenIds
 from keel.inference.local.sampling import StopStringDetector, sample_tokens
 from keel.inference.protocol import EngineError, FinishReason, Generation
 

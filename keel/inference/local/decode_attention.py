@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from keel.inference.kernels.decode_attention import KeySpans, attend_rows, decode_kernel_supports
-from keel.inference.local.prefix_cache import PrefixNode, KVBlock
+from keel.inference.local.prefix_cache import KVBlock, PrefixNode
 from keel.inference.local.torch_rows import ScoreLayout
 
 DECODE_ATTENTION = "keel_decode"
@@ -178,7 +178,9 @@ class DecodeStep:
             for row, path in enumerate(self._kv_paths):
                 for node in path:
                     along = node.block.length * head_dim
-                    found.append((number[node.block], node.block_index * key_heads * along, node.end - node.kv_start, along))
+                    found.append(
+                        (number[node.block], node.block_index * key_heads * along, node.end - node.kv_start, along)
+                    )
                 along = self.kv_cache.capacity * head_dim
                 found.append((len(number), row * key_heads * along, self._own_lengths[row] + 1, along))
                 first.append(len(found))
@@ -196,7 +198,10 @@ class DecodeStep:
             first = None if window is None else (self._prompt_ends + self.own_positions - window)[:, None]
             parts = []
             own = torch.arange(self.max_own_tokens, device=self.device)
-            for width, starts, sizes in (*self.score_layout.depths, (self.max_own_tokens, self._prompt_ends, self.own_positions + 1)):
+            for width, starts, sizes in (
+                *self.score_layout.depths,
+                (self.max_own_tokens, self._prompt_ends, self.own_positions + 1),
+            ):
                 place = own if width == self.max_own_tokens else torch.arange(width, device=self.device)
                 part = place >= sizes[:, None]
                 if first is not None:  # positions up to this one are out of the window
@@ -232,7 +237,9 @@ def decode_attention(
     return out[None], None
 
 
-def attend(step: DecodeStep, layer: int, query: Tensor, key: Tensor, value: Tensor, params: "AttentionParams", out: Tensor) -> None:
+def attend(
+    step: DecodeStep, layer: int, query: Tensor, key: Tensor, value: Tensor, params: "AttentionParams", out: Tensor
+) -> None:
     """Query [key heads, heads of each, T, D], key and value [key heads, T, D]; fills out [T, heads, D]."""
     for piece in step.prefills:
         if isinstance(piece, PrefillGroup):
@@ -276,7 +283,9 @@ class AttentionParams:
         return torch.mul(query, self.scale, out=query.new_empty(query.shape))
 
 
-def _attend_prefill_group(prefill: PrefillGroup, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, out: Tensor) -> None:
+def _attend_prefill_group(
+    prefill: PrefillGroup, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, out: Tensor
+) -> None:
     """All new nodes of a shelf against what comes before them and themselves; the tensors are of the whole step."""
     groups, rest, _, width = query.shape
     keys, values = prefill.store_kv(layer, key, value)
@@ -288,7 +297,9 @@ def _attend_prefill_group(prefill: PrefillGroup, layer: int, query: Tensor, key:
     shares = params.attn_weights(torch.unflatten(scores, 0, (count, groups)), mask, 1)
     mixed = torch.bmm(shares.view(count * groups, rest * length, -1), values.flatten(0, 1))
     mixed = mixed.view(count, groups, rest, length, -1).permute(0, 3, 1, 2, 4)
-    out.index_copy_(0, prefill.token_index, mixed.reshape(count * length, groups * rest, -1).index_select(0, prefill.scatter_index))
+    out.index_copy_(
+        0, prefill.token_index, mixed.reshape(count * length, groups * rest, -1).index_select(0, prefill.scatter_index)
+    )
 
 
 def _attend_prefill(node: PrefixNode, layer: int, query: Tensor, params: AttentionParams, out: Tensor) -> None:
@@ -308,13 +319,17 @@ def _attend_prefill(node: PrefixNode, layer: int, query: Tensor, params: Attenti
         out[first : first + count] = mixed.view(groups * rest, count, -1).transpose(0, 1)
 
 
-def _causal_mask(lowest: int, start: int, end: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _causal_mask(
+    lowest: int, start: int, end: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """[start..end, lowest..end] to add to scores: -inf for keys behind the query, or out of its window."""
     make = _cached_mask if (end - start) * (end - lowest) <= MAX_CACHED_MASK else _build_mask
     return make(lowest, start, end, window, dtype, device)
 
 
-def _build_mask(lowest: int, start: int, end: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _build_mask(
+    lowest: int, start: int, end: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     places = torch.arange(lowest, end, device=device)
     mine = torch.arange(start, end, device=device)[:, None]
     hidden = places > mine
@@ -327,10 +342,14 @@ _cached_mask = lru_cache(maxsize=64)(_build_mask)
 """The same for all layers, and often from step to step."""
 
 
-def _attend_decode_rows(step: DecodeStep, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, out: Tensor) -> None:
+def _attend_decode_rows(
+    step: DecodeStep, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, out: Tensor
+) -> None:
     """Answers under way, query [key heads, rest, n, D], each against its prompt and its own tokens."""
     groups, rest, count, width = query.shape
-    keys, values = step.kv_cache.write(layer, step.slots, step.write_position, key.transpose(0, 1), value.transpose(0, 1))
+    keys, values = step.kv_cache.write(
+        layer, step.slots, step.write_position, key.transpose(0, 1), value.transpose(0, 1)
+    )
     if step.native_kernels and params.is_plain and decode_kernel_supports(query, value):
         all_keys = [*(shelf.keys[layer] for shelf in step.blocks), keys]
         all_values = [*(shelf.values[layer] for shelf in step.blocks), values]

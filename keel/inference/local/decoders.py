@@ -18,10 +18,10 @@ from keel.common.packing_support import packing_obstacle
 from keel.config import Sampling
 from keel.inference.kernels.build import load_kernels
 from keel.inference.local.continuous_batch import Decoder, GenerationRequest
-from keel.inference.local.decode_attention import DECODE_ATTENTION, DecodeStep, CompletionKVCache
+from keel.inference.local.decode_attention import DECODE_ATTENTION, CompletionKVCache, DecodeStep
 from keel.inference.local.fused_linear import FusedLinears
 from keel.inference.local.llama_forward import LlamaForward
-from keel.inference.local.prefix_cache import CACHE_BYTES, TokenIds, PrefixNode, PrefixCache, KVBlock, allocate_blocks
+from keel.inference.local.prefix_cache import CACHE_BYTES, KVBlock, PrefixCache, PrefixNode, TokenIds, allocate_blocks
 from keel.inference.local.sampling import StopStringDetector
 
 log = logging.getLogger("keel")
@@ -41,7 +41,13 @@ _PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, 
 class BatchedDecoder:
     """All rows of a step, and the prompts of new ones, in one forward pass."""
 
-    def __init__(self, network: Any, cache_bytes: int = CACHE_BYTES, llama_forward: LlamaForward | None = None, native_kernels: bool = False) -> None:
+    def __init__(
+        self,
+        network: Any,
+        cache_bytes: int = CACHE_BYTES,
+        llama_forward: LlamaForward | None = None,
+        native_kernels: bool = False,
+    ) -> None:
         self.network, self.llama_forward, self.native_kernels = network, llama_forward, native_kernels
         """With a faster way to compute it."""
         self.prefix_cache, self.kv_cache = PrefixCache(cache_bytes), CompletionKVCache()
@@ -72,7 +78,9 @@ class BatchedDecoder:
         spilled = leaf.end > len(row.prompt)
         row.leaf = self._build_extended_node(slot, row, size, [leaf] if spilled else [])
 
-    def _build_extended_node(self, slot: int, row: GenerationRequest, length: int, merged_nodes: list[PrefixNode]) -> PrefixNode:
+    def _build_extended_node(
+        self, slot: int, row: GenerationRequest, length: int, merged_nodes: list[PrefixNode]
+    ) -> PrefixNode:
         """A node with what the nodes `before`, the last of the row's path, hold and the row has stored."""
         parent = merged_nodes[0].kv_parent if merged_nodes else row.leaf
         node = PrefixNode((*row.prompt, *row.tokens[:-1]), parent)
@@ -132,7 +140,9 @@ class BatchedDecoder:
             ends.append(last)
         ends += range(last + 1, last + 1 + len(rows))
         count = len(ends)
-        inputs, positions, ends = (_pad_to_multiple(numbers, self.pad_multiple) for numbers in (inputs, positions, ends))
+        inputs, positions, ends = (
+            _pad_to_multiple(numbers, self.pad_multiple) for numbers in (inputs, positions, ends)
+        )
         tokens, places, wanted = (torch.tensor(some, device=device) for some in (inputs, positions, ends))
         step = DecodeStep(nodes, leaves, lengths, self.kv_cache, device, native_kernels=self.native_kernels)
         if self.llama_forward is not None:
@@ -142,7 +152,9 @@ class BatchedDecoder:
             node.logits = logits[place].clone()
         return logits[len(nodes) :]
 
-    def _model_forward(self, input_ids: Tensor, positions: Tensor, output_positions: Tensor, step: DecodeStep) -> Tensor:
+    def _model_forward(
+        self, input_ids: Tensor, positions: Tensor, output_positions: Tensor, step: DecodeStep
+    ) -> Tensor:
         """Logits [wanted, V] by the model's own code."""
         output = self.network(
             input_ids=input_ids[None],
@@ -219,10 +231,14 @@ def select_decoder(network: Any, model_name: str, *, native_kernels: bool = True
 def _build_batched_decoder(network: Any, native_kernels: bool, pack: bool) -> BatchedDecoder | str:
     """By the fastest way that gives the model's own log-probs; or why none does."""
     try:
-        truth = _reference_logprobs(network)  # before anything is fused: what is wrong with that must not be wrong here too
+        truth = _reference_logprobs(
+            network
+        )  # before anything is fused: what is wrong with that must not be wrong here too
     except _PROBE_ERRORS as error:
         return f"its code does not take a sequence: {error}"
-    for in_c in (True, False) if native_kernels and network.device.type == "cpu" and load_kernels() is not None else (False,):
+    for in_c in (
+        (True, False) if native_kernels and network.device.type == "cpu" and load_kernels() is not None else (False,)
+    ):
         fused = _fuse_linears(network, in_c and pack)
         if fused is None:
             break
@@ -295,7 +311,10 @@ def _reference_logprobs(network: Any) -> Tensor:
 def _decoded_logprobs(decoder: BatchedDecoder) -> Tensor:
     """The same, decoded together."""
     questions = _probe_prompts(decoder.network)
-    rows = [GenerationRequest(tuple(prompt), Sampling(), frozenset(), StopStringDetector(None, ()), 6) for prompt, _ in questions]
+    rows = [
+        GenerationRequest(tuple(prompt), Sampling(), frozenset(), StopStringDetector(None, ()), 6)
+        for prompt, _ in questions
+    ]
     found = []
     with _attention_implementation(decoder.network, DECODE_ATTENTION):
         for place in range(6):

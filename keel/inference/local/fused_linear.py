@@ -177,7 +177,9 @@ class FusedLinears:
         """`run` is a forward pass, in which the layers are watched; `pack`: on CPU, where there are kernels in C."""
         self.groups = [FusedGroup(layers, pack) for layers in _find_shared_input_layers(network, forward_pass)]
         grouped = {layer for group in self.groups for layer in group.layers}
-        self.singles = [PackedLinear(one, pack) for one in network.modules() if type(one) is nn.Linear and one not in grouped]
+        self.singles = [
+            PackedLinear(one, pack) for one in network.modules() if type(one) is nn.Linear and one not in grouped
+        ]
 
     def refresh(self) -> None:
         """After weights were changed: whoever put others in place of them, instead of copying, is followed."""

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 from keel.inference.kernels.decode_attention import apply_rope
 from keel.inference.kernels.packed_matmul import RMSNormParams
 from keel.inference.local.decode_attention import AttentionParams, DecodeStep, attend
-from keel.inference.local.fused_linear import FusedLinears, FusedGroup, FusedSlice, PackedLinear
+from keel.inference.local.fused_linear import FusedGroup, FusedLinears, FusedSlice, PackedLinear
 from keel.inference.local.int8 import Int8Linear
 
 LinearOp = FusedGroup | PackedLinear | Int8Linear
@@ -29,7 +29,10 @@ class LlamaLayer:
 
     def __init__(self, layer: Any, fused: FusedLinears) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.input_norm, self.post_attention_norm = _norm_params(layer.input_layernorm), _norm_params(layer.post_attention_layernorm)
+        self.input_norm, self.post_attention_norm = (
+            _norm_params(layer.input_layernorm),
+            _norm_params(layer.post_attention_layernorm),
+        )
         self.qkv_proj = _find_fused_op([attention.q_proj, attention.k_proj, attention.v_proj], fused)
         self.gate_up_proj = _find_fused_op([mlp.gate_proj, mlp.up_proj], fused)
         self.o_proj, self.down_proj = (_find_single_op(one, fused) for one in (attention.o_proj, mlp.down_proj))
@@ -37,7 +40,9 @@ class LlamaLayer:
         self.num_heads, self.num_kv_heads = attention.config.num_attention_heads, attention.config.num_key_value_heads
         self.attention_params = AttentionParams(attention.scaling, getattr(attention, "sliding_window", None))
 
-    def __call__(self, states: Tensor, cos: Tensor, sin: Tensor, step: DecodeStep, output_positions: Tensor | None) -> Tensor:
+    def __call__(
+        self, states: Tensor, cos: Tensor, sin: Tensor, step: DecodeStep, output_positions: Tensor | None
+    ) -> Tensor:
         """States [T, features] after the layer, of all tokens or of the wanted ones; changes those it is given."""
         size, both = len(states), self.num_heads + self.num_kv_heads
         made = _matmul(self.qkv_proj, states, norm=self.input_norm)
@@ -51,7 +56,9 @@ class LlamaLayer:
         if output_positions is not None:
             states, mixed = states.index_select(0, output_positions), mixed.index_select(0, output_positions)
         _matmul(self.o_proj, mixed.flatten(1), out=states)
-        _matmul(self.down_proj, _matmul(self.gate_up_proj, states, norm=self.post_attention_norm), gated=True, out=states)
+        _matmul(
+            self.down_proj, _matmul(self.gate_up_proj, states, norm=self.post_attention_norm), gated=True, out=states
+        )
         return states
 
 
@@ -96,9 +103,13 @@ def _rms_norm(states: Tensor, norm: RMSNormParams) -> Tensor:
 def _find_fused_op(layers: list[Any], fused: FusedLinears) -> LinearOp:
     """What computes these layers as one."""
     first = layers[0]
-    if isinstance(first, FusedSlice) and all(isinstance(one, FusedSlice) and one.shared is first.shared for one in layers):
+    if isinstance(first, FusedSlice) and all(
+        isinstance(one, FusedSlice) and one.shared is first.shared for one in layers
+    ):
         whole = first.shared.projection
-        if isinstance(whole, Int8Linear) and [one.number for one in layers] == list(range(len(first.shared.output_sizes))):
+        if isinstance(whole, Int8Linear) and [one.number for one in layers] == list(
+            range(len(first.shared.output_sizes))
+        ):
             return whole
     for group in fused.groups:
         if group.layers == layers:
@@ -113,7 +124,12 @@ def _find_single_op(layer: nn.Module, fused: FusedLinears) -> LinearOp:
 
 
 def _matmul(
-    linear: LinearOp, states: Tensor, *, norm: RMSNormParams | None = None, gated: bool = False, out: Tensor | None = None
+    linear: LinearOp,
+    states: Tensor,
+    *,
+    norm: RMSNormParams | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The product of states that are normed or gated first; on top of `out` when that is given."""
     panels = None if isinstance(linear, Int8Linear) else linear.packed_matrix

@@ -32,7 +32,7 @@ from keel.inference.local.continuous_batch import ContinuousBatch, GenerationReq
 from keel.inference.local.decoders import select_decoder
 from keel.inference.local.sampling import StopStringDetector
 from keel.inference.local.weight_loading import WeightReader, WeightSlot
-from keel.inference.protocol import EngineError, Generation, Health, BroadcastSlot
+from keel.inference.protocol import BroadcastSlot, EngineError, Generation, Health
 from keel.inference.server.openai_responses import TokenChunk
 from keel.inference.tensor_broadcast import receive_broadcast
 
@@ -81,7 +81,9 @@ class LocalEngine:
         self._max_length: int | None = getattr(config, "max_position_embeddings", None)
         self._eos_ids = _eos_token_ids(network, tokenizer)
         # weights that are quantised are not packed: what would be packed is never read
-        decoder = select_decoder(network, type(network).__name__, native_kernels=settings.kernels == "auto", pack=not settings.int8)
+        decoder = select_decoder(
+            network, type(network).__name__, native_kernels=settings.kernels == "auto", pack=not settings.int8
+        )
         release_openmp_threads()  # the worker computes from now on
         self._weights = WeightSlot(network, int8=settings.int8, reader=weight_reader, fused=decoder.fused)
         decoder.network = self._weights.active_network
@@ -139,10 +141,14 @@ class LocalEngine:
     async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
         await self._replace_weights(lambda: self._weights.read_weights(folder), version, drain)
 
-    async def receive_weights(self, slot: BroadcastSlot, sender_address: str, own_address: str, version: int, *, drain: bool = False) -> None:
+    async def receive_weights(
+        self, slot: BroadcastSlot, sender_address: str, own_address: str, version: int, *, drain: bool = False
+    ) -> None:
         """Take all weights that the machine at address `sender` broadcasts; `own` is this machine's address."""
         fits = partial(self._weights.check_compatible, f"the broadcast of version {version}")
-        await self._replace_weights(lambda: receive_broadcast(slot, sender_address, own_address, self._network.device, fits), version, drain)
+        await self._replace_weights(
+            lambda: receive_broadcast(slot, sender_address, own_address, self._network.device, fits), version, drain
+        )
 
     async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
         self._check_open()

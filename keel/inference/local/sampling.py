@@ -17,7 +17,9 @@ BLOCK_SIZE = 128
 """A token is found in two looks: among the sums of so many neighbouring words, then inside one of them."""
 
 
-def sample_tokens(logits: Tensor, sampling: Sequence[Sampling], uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
+def sample_tokens(
+    logits: Tensor, sampling: Sequence[Sampling], uniforms: Sequence[float]
+) -> tuple[list[int], list[float]]:
     """One token per row and its log-prob. `logits` [n, V] is used up; `chance` is a number in [0, 1) for each row.
 
     A row whose logits are not finite gets a log-prob that is NaN.

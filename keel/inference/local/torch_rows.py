@@ -9,18 +9,29 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from keel.inference.local.prefix_cache import PrefixNode, KVBlock
+from keel.inference.local.prefix_cache import KVBlock, PrefixNode
 
 
 class SharedRows:
     """Rows that stand on nodes `first` to `last` of a shelf, each with as many places for rows as the fullest has."""
 
-    def __init__(self, block: KVBlock, first_node: int, rows_by_node: Sequence[Sequence[int]], row_count: int, device: torch.device):
+    def __init__(
+        self,
+        block: KVBlock,
+        first_node: int,
+        rows_by_node: Sequence[Sequence[int]],
+        row_count: int,
+        device: torch.device,
+    ):
         self.block, self.first_node, self.end_node = block, first_node, first_node + len(rows_by_node)
         self.node_count, self.rows_per_node = len(rows_by_node), max(map(len, rows_by_node))
         # a place that no row has is filled with some row, and what comes of it is never read
         take = [row for some in rows_by_node for row in (*some, *[0] * (self.rows_per_node - len(some)))]
-        where = [(row, node * self.rows_per_node + place) for node, some in enumerate(rows_by_node) for place, row in enumerate(some)]
+        where = [
+            (row, node * self.rows_per_node + place)
+            for node, some in enumerate(rows_by_node)
+            for place, row in enumerate(some)
+        ]
         where.sort()
         self.covers_all_rows = len(where) == row_count
         plain = self.covers_all_rows and take == list(range(row_count))
@@ -76,7 +87,10 @@ def _group_rows_by_block(nodes: Sequence[PrefixNode | None], device: torch.devic
     for node in sorted(rows, key=lambda node: (id(node.block), node.block_index)):
         if some:
             fullest = max(len(rows[one]) for one in (*some, node))
-            padded, there = fullest * (node.block_index - some[0].block_index + 1), sum(len(rows[one]) for one in (*some, node))
+            padded, there = (
+                fullest * (node.block_index - some[0].block_index + 1),
+                sum(len(rows[one]) for one in (*some, node)),
+            )
             if some[0].block is not node.block or padded > 2 * there:
                 yield _make_shared_rows(some, rows, len(nodes), device)
                 some = []
@@ -84,7 +98,9 @@ def _group_rows_by_block(nodes: Sequence[PrefixNode | None], device: torch.devic
     yield _make_shared_rows(some, rows, len(nodes), device)
 
 
-def _make_shared_rows(nodes: Sequence[PrefixNode], rows_by_node: Mapping[PrefixNode, Sequence[int]], row_count: int, device: torch.device) -> SharedRows:
+def _make_shared_rows(
+    nodes: Sequence[PrefixNode], rows_by_node: Mapping[PrefixNode, Sequence[int]], row_count: int, device: torch.device
+) -> SharedRows:
     """Of these nodes and what stands between them on their shelf."""
     here: list[Sequence[int]] = [()] * (nodes[-1].block_index - nodes[0].block_index + 1)
     for node in nodes:

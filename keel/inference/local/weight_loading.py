@@ -27,7 +27,7 @@ from keel.common.manifest import check_weights
 from keel.common.safe_read import read_json
 from keel.errors import ModelError
 from keel.inference.local.fused_linear import FusedLinears
-from keel.inference.local.int8 import replace_layer, quantize_linears
+from keel.inference.local.int8 import quantize_linears, replace_layer
 from keel.inference.protocol import EngineError
 
 WeightReader = Callable[[str], Mapping[str, Tensor]]
@@ -39,7 +39,9 @@ _LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeEr
 class WeightSlot:
     """A network whose weights can be replaced in place. `live` is what samples."""
 
-    def __init__(self, network: Any, *, int8: bool, reader: WeightReader | None, fused: FusedLinears | None = None) -> None:
+    def __init__(
+        self, network: Any, *, int8: bool, reader: WeightReader | None, fused: FusedLinears | None = None
+    ) -> None:
         if any(isinstance(layer, BaseTunerLayer) for layer in network.modules()):
             raise EngineError(
                 "the network has an adapter of its own: give the engine the base model, then load_adapter",

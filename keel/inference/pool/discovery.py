@@ -68,7 +68,9 @@ class DnsName:
         host, colon, port = name.rpartition(":")
         self.host = host.removeprefix("[").removesuffix("]")
         if not (colon and self.host and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-            raise ConfigError(f'pool.dns = "{one_line(name)}" is not a name and a port, such as "engines.internal:8000"')
+            raise ConfigError(
+                f'pool.dns = "{one_line(name)}" is not a name and a port, such as "engines.internal:8000"'
+            )
         if "/" in host or (":" in host and not host.startswith("[")):
             raise ConfigError(f'pool.dns = "{one_line(name)}" must be host:port only, such as "engines.internal:8000"')
         self.port = int(port)
@@ -148,13 +150,17 @@ class HttpList:
                     if len(data) > MAX_BYTES:
                         raise DiscoveryError(f"{self._display_url} answered with more than {MAX_BYTES:,} bytes")
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            raise DiscoveryError(f"{self._display_url} did not answer: {one_line(error) or type(error).__name__}") from None
+            raise DiscoveryError(
+                f"{self._display_url} did not answer: {one_line(error) or type(error).__name__}"
+            ) from None
         try:
             urls = json.loads(data)
         except (ValueError, RecursionError):
             raise DiscoveryError(f"{self._display_url} did not answer with JSON: {one_line(data[:60])}") from None
         if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
-            raise DiscoveryError(f'{self._display_url} must answer with a list of URLs, such as ["http://10.0.0.1:8000"]')
+            raise DiscoveryError(
+                f'{self._display_url} must answer with a list of URLs, such as ["http://10.0.0.1:8000"]'
+            )
         try:
             return validate_urls(urls)
         except DiscoveryError as error:

@@ -16,7 +16,7 @@ import httpx
 
 from keel.config import Sampling
 from keel.errors import ConfigError
-from keel.inference.protocol import EngineError, FinishReason, Generation, Health, BroadcastSlot
+from keel.inference.protocol import BroadcastSlot, EngineError, FinishReason, Generation, Health
 
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """Statuses after which the same request may succeed, here or elsewhere."""
@@ -303,7 +303,9 @@ class HttpEngine:
             )
         except httpx.TimeoutException as error:
             waited = self._timeout.read if timeout is None else timeout
-            raise EngineError(f"engine {self.url}{path} did not answer in {waited} s ({_describe_error(error)})") from error
+            raise EngineError(
+                f"engine {self.url}{path} did not answer in {waited} s ({_describe_error(error)})"
+            ) from error
         except (httpx.HTTPError, RuntimeError) as error:
             # RuntimeError: the client was closed under a request
             self._on_connection_lost()

@@ -35,7 +35,7 @@ POOL_SETTINGS = PoolSettings(urls=["http://127.0.0.1:1"], interval=1.0, health_t
 class ManagedServer:
     """Where the server is at present; a source of the members of a pool."""
 
-    changes = True
+    dynamic = True
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._argv = argv
@@ -44,7 +44,7 @@ class ManagedServer:
         self._unavailable_reason = "the engine's server has not started yet"
         self.restarts = 0
 
-    async def find(self) -> list[str]:
+    async def fetch_urls(self) -> list[str]:
         if self._url is None:
             raise DiscoveryError(self._unavailable_reason)
         return [self._url]
@@ -59,7 +59,9 @@ class ManagedServer:
             line = (await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT)).decode()
         except TimeoutError:
             _signal_process_group(process, signal.SIGKILL)
-            raise EngineError(f"the engine's server did not start within {START_TIMEOUT:.0f} s", retryable=False) from None
+            raise EngineError(
+                f"the engine's server did not start within {START_TIMEOUT:.0f} s", retryable=False
+            ) from None
         if "http://" not in line:
             code = await process.wait()
             raise KeelError(f"the engine's server did not start (exit code {code}); see its message above")
@@ -86,7 +88,10 @@ class ManagedServer:
             code = await self._process.wait()
             lived = loop.time() - began
             pause = RESTART_BACKOFF if lived > MAX_RESTART_BACKOFF else min(pause * 2, MAX_RESTART_BACKOFF)
-            self._url, self._unavailable_reason = None, f"the engine's server ended with exit code {code} and is being started again"
+            self._url, self._unavailable_reason = (
+                None,
+                f"the engine's server ended with exit code {code} and is being started again",
+            )
             self.restarts += 1
             logger.warning("%s (restart %d)", self._unavailable_reason, self.restarts)
             await asyncio.sleep(pause)

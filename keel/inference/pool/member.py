@@ -18,7 +18,7 @@ from typing import Literal
 
 from keel.config.rollout import PoolSettings
 from keel.inference.pool.discovery import one_line
-from keel.inference.pool.target_weights import WeightLoad, TargetWeights
+from keel.inference.pool.target_weights import TargetWeights, WeightLoad
 from keel.inference.protocol import Engine, EngineError
 
 logger = logging.getLogger("keel")
@@ -211,7 +211,9 @@ class PoolMember:
                     break
             self._consecutive_failures = 0
         except TimeoutError:
-            self._mark_unhealthy(f"took longer than pool.load_timeout = {self._settings.load_timeout:g} s to load weights")
+            self._mark_unhealthy(
+                f"took longer than pool.load_timeout = {self._settings.load_timeout:g} s to load weights"
+            )
         except Exception as error:  # noqa: BLE001 - whatever a member's failure is, it is that member's
             self._mark_unhealthy(error)
         finally:

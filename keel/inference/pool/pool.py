@@ -17,9 +17,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 
 from keel.config.rollout import PoolSettings, Sampling
-from keel.inference.pool.discovery import DiscoveryError, MemberSource, one_line, make_source
-from keel.inference.pool.member import PoolMember, MemberStatus, MemberRequest
-from keel.inference.pool.target_weights import WeightLoad, TargetWeights
+from keel.inference.pool.discovery import DiscoveryError, MemberSource, make_source, one_line
+from keel.inference.pool.member import MemberRequest, MemberStatus, PoolMember
+from keel.inference.pool.target_weights import TargetWeights, WeightLoad
 from keel.inference.protocol import Engine, EngineError, Generation, Health
 
 logger = logging.getLogger("keel")
@@ -127,7 +127,9 @@ class Pool:
 
     # requests
 
-    async def _send_request(self, member: PoolMember, prompt: Sequence[int], sampling: Sampling, group: str | None) -> Generation:
+    async def _send_request(
+        self, member: PoolMember, prompt: Sequence[int], sampling: Sampling, group: str | None
+    ) -> Generation:
         """Hand out; there is no await between the choice of the member and its call."""
         request = MemberRequest({self._live_weights.version, self._target_weights.version})
         member.in_flight.add(request)

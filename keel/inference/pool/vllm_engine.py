@@ -53,7 +53,9 @@ class VllmEngine(HttpEngine):
         parts: list[Generation] = []
         sampled: list[int] = []
         while True:
-            part, interrupted = await self._generate_part(prompt + sampled, _remaining_sampling(sampling, len(sampled)), group)
+            part, interrupted = await self._generate_part(
+                prompt + sampled, _remaining_sampling(sampling, len(sampled)), group
+            )
             parts.append(part)
             sampled += part.token_ids
             if not interrupted or len(sampled) >= sampling.max_tokens:
@@ -226,7 +228,9 @@ class VllmEngine(HttpEngine):
         return found.group(1) if found else None
 
     async def _queue_lengths(self) -> dict[str, int]:
-        rows = re.findall(r"^vllm:num_requests_(running|waiting)\{[^}]*\} (\S+)", await self._fetch_metrics(), re.MULTILINE)
+        rows = re.findall(
+            r"^vllm:num_requests_(running|waiting)\{[^}]*\} (\S+)", await self._fetch_metrics(), re.MULTILINE
+        )
         load: Counter[str] = Counter()
         for name, value in rows:
             load[name] += int(float(value))
@@ -300,9 +304,13 @@ async def start_vllm(
         deadline = asyncio.get_running_loop().time() + start_timeout
         while not (await engine.health()).ready:
             if not process.alive:
-                raise EngineError(f"vLLM did not start (exit code {process.exit_code}):\n{process.log_tail()}", retryable=False)
+                raise EngineError(
+                    f"vLLM did not start (exit code {process.exit_code}):\n{process.log_tail()}", retryable=False
+                )
             if asyncio.get_running_loop().time() > deadline:
-                raise EngineError(f"vLLM did not answer within {start_timeout} s:\n{process.log_tail()}", retryable=False)
+                raise EngineError(
+                    f"vLLM did not answer within {start_timeout} s:\n{process.log_tail()}", retryable=False
+                )
             await asyncio.sleep(0.5)
     except BaseException:
         await engine.close()

@@ -56,7 +56,9 @@ class RateLimiter:
 
     def __init__(self, limit: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
         if limit.per_second <= 0 or limit.burst < 1:
-            raise ConfigError(f"a rate of {limit.per_second:g} requests a second with {limit.burst} at once answers none")
+            raise ConfigError(
+                f"a rate of {limit.per_second:g} requests a second with {limit.burst} at once answers none"
+            )
         self.limit, self._clock = limit, clock
         self._buckets: OrderedDict[object, tuple[float, float]] = OrderedDict()
 
@@ -75,7 +77,9 @@ class RateLimiter:
 class AccessControl:
     """The rule of one server."""
 
-    def __init__(self, api_key: str | None, rate: RateLimit | None, *, open_paths: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, api_key: str | None, rate: RateLimit | None, *, open_paths: frozenset[str] = frozenset()
+    ) -> None:
         """`open_paths` are answered without a key, as often as everything else. `rate`: none for no limit."""
         self._key_digest = None if api_key is None else _hash_key(api_key)
         self._open_paths = open_paths

@@ -13,7 +13,9 @@ def read_api_key(setting: str, file: str | Path) -> str:
     try:
         key = Path(file).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{setting} = {file} cannot be read: {error}; give a file that holds the key alone") from error
+        raise ConfigError(
+            f"{setting} = {file} cannot be read: {error}; give a file that holds the key alone"
+        ) from error
     if not key or not key.isascii() or key.split() != [key]:
         raise ConfigError(f"{setting} = {file} must hold one word of letters and digits, and nothing else")
     return key

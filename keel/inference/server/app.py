@@ -23,7 +23,7 @@ from keel.inference.protocol import Engine
 from keel.inference.server.access import AccessControl
 from keel.inference.server.allowed_paths import AllowedFolders
 from keel.inference.server.handlers import RequestHandlers
-from keel.inference.server.middleware import ClientGone, AccessMiddleware, error_response
+from keel.inference.server.middleware import AccessMiddleware, ClientGone, error_response
 from keel.inference.server.openai_requests import (
     AdapterRequest,
     BroadcastRequest,
@@ -34,7 +34,7 @@ from keel.inference.server.openai_requests import (
     json_schema,
 )
 from keel.inference.server.openai_responses import SessionFactory, Tokenizer
-from keel.inference.server.openapi import RouteSpec, Handler, openapi_document
+from keel.inference.server.openapi import Handler, RouteSpec, openapi_document
 from keel.inference.server.prometheus import RequestCounter
 
 log = logging.getLogger("keel.server")
@@ -61,7 +61,16 @@ def build_app(
     request; not given: none.
     """
     limits = limits or Limits()
-    service = RequestHandlers(engine, tokenizer, model, limits, vocab_size or len(tokenizer), training_fields, open_session, allowed_folders or AllowedFolders())
+    service = RequestHandlers(
+        engine,
+        tokenizer,
+        model,
+        limits,
+        vocab_size or len(tokenizer),
+        training_fields,
+        open_session,
+        allowed_folders or AllowedFolders(),
+    )
     access = AccessControl(api_key, limits.rate_limit, open_paths=frozenset({"/health"}))
 
     @asynccontextmanager
@@ -82,7 +91,10 @@ def build_app(
     paths = frozenset(route.path for route in routes)
     return Starlette(
         routes=routes,
-        middleware=[Middleware(RequestCounter, meter=service.server_metrics, paths=paths), Middleware(AccessMiddleware, access=access)],
+        middleware=[
+            Middleware(RequestCounter, meter=service.server_metrics, paths=paths),
+            Middleware(AccessMiddleware, access=access),
+        ],
         exception_handlers={HTTPException: http_error},
         lifespan=lifespan,
     )

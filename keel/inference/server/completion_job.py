@@ -15,10 +15,23 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from keel.config import Sampling
-from keel.inference.protocol import Engine, Generation, BroadcastSlot
-from keel.inference.server.middleware import ClientGone, to_request_error, error_body, error_response, cancel_on_disconnect
+from keel.inference.protocol import BroadcastSlot, Engine, Generation
+from keel.inference.server.middleware import (
+    ClientGone,
+    cancel_on_disconnect,
+    error_body,
+    error_response,
+    to_request_error,
+)
 from keel.inference.server.openai_requests import CommonRequest, RequestError
-from keel.inference.server.openai_responses import TokenChunk, ResponseBuilder, ChatSession, IncrementalDetokenizer, Tokenizer, count_usage
+from keel.inference.server.openai_responses import (
+    ChatSession,
+    IncrementalDetokenizer,
+    ResponseBuilder,
+    TokenChunk,
+    Tokenizer,
+    count_usage,
+)
 
 Item = TypeVar("Item")
 
@@ -26,7 +39,9 @@ Item = TypeVar("Item")
 class StreamingEngine(Engine, Protocol):
     """An engine that also hands out tokens while it samples; others stream each answer as one piece."""
 
-    def stream(self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None) -> AsyncIterator[TokenChunk]:
+    def stream(
+        self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None
+    ) -> AsyncIterator[TokenChunk]:
         """As `generate`, token by token; closing the iterator frees what it holds."""
 
 
@@ -34,7 +49,9 @@ class StreamingEngine(Engine, Protocol):
 class BroadcastReceiver(Protocol):
     """An engine that also takes weights from a broadcast."""
 
-    async def receive_weights(self, slot: BroadcastSlot, sender_address: str, own_address: str, version: int, *, drain: bool) -> None:
+    async def receive_weights(
+        self, slot: BroadcastSlot, sender_address: str, own_address: str, version: int, *, drain: bool
+    ) -> None:
         """Take all weights that the machine at address `sender` broadcasts; `own` is this machine's address."""
 
 

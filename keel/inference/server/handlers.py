@@ -16,15 +16,15 @@ from jinja2 import TemplateError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from keel.inference.protocol import Engine, BroadcastSlot
+from keel.inference.protocol import BroadcastSlot, Engine
 from keel.inference.server.allowed_paths import AllowedFolders
-from keel.inference.server.completion_job import EventStream, CompletionJob, BroadcastReceiver, Capacity
-from keel.inference.server.middleware import read_body, cancel_on_disconnect
+from keel.inference.server.completion_job import BroadcastReceiver, Capacity, CompletionJob, EventStream
+from keel.inference.server.middleware import cancel_on_disconnect, read_body
 from keel.inference.server.openai_requests import (
     AdapterRequest,
-    CommonRequest,
     BroadcastRequest,
     ChatRequest,
+    CommonRequest,
     CompletionRequest,
     Limits,
     RequestError,
@@ -33,8 +33,14 @@ from keel.inference.server.openai_requests import (
     check_limit,
     parse_request,
 )
-from keel.inference.server.openai_responses import SessionFactory, ResponseBuilder, ChatSession, Tokenizer
-from keel.inference.server.prometheus import CONTENT_TYPE, ServerMetrics, single_value_family, meter_engine, render_metrics
+from keel.inference.server.openai_responses import ChatSession, ResponseBuilder, SessionFactory, Tokenizer
+from keel.inference.server.prometheus import (
+    CONTENT_TYPE,
+    ServerMetrics,
+    meter_engine,
+    render_metrics,
+    single_value_family,
+)
 
 
 class RequestHandlers:
@@ -75,7 +81,9 @@ class RequestHandlers:
         """POST /v1/completions."""
         asked = parse_request(CompletionRequest, await read_body(request, self.limits))
         max_tokens = self._completion_limit(asked, "max_tokens", asked.max_tokens)
-        return await self._respond(request, asked, self._tokenize_prompts(asked), max_tokens, asked.logprobs is not None)
+        return await self._respond(
+            request, asked, self._tokenize_prompts(asked), max_tokens, asked.logprobs is not None
+        )
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -94,7 +102,9 @@ class RequestHandlers:
         return JSONResponse(
             {
                 "object": "list",
-                "data": [{"id": name, "object": "model", "created": 0, "owned_by": "keel"} for name in self.model_names],
+                "data": [
+                    {"id": name, "object": "model", "created": 0, "owned_by": "keel"} for name in self.model_names
+                ],
             }
         )
 
@@ -120,10 +130,14 @@ class RequestHandlers:
         now = [
             single_value_family("keel_info", "gauge", "What is served.", 1, model=self.model_names[0]),
             single_value_family("keel_ready", "gauge", "Whether requests are answered.", health.ready),
-            single_value_family("keel_version", "gauge", "Policy version of the weights that are live.", health.version),
-            single_value_family("keel_answers_running", "gauge", "Answers being sampled.", health.running),
-            single_value_family("keel_answers_waiting", "gauge", "Answers that wait for their turn.", health.waiting),
-            single_value_family("keel_answers_under_way", "gauge", "Answers that clients wait for.", self.capacity.in_flight),
+            single_value_family(
+                "keel_version", "gauge", "Policy version of the weights that are live.", health.version
+            ),
+            single_value_family("keel_completions_running", "gauge", "Answers being sampled.", health.running),
+            single_value_family("keel_completions_waiting", "gauge", "Answers that wait for their turn.", health.waiting),
+            single_value_family(
+                "keel_completions_in_flight", "gauge", "Answers that clients wait for.", self.capacity.in_flight
+            ),
         ]
         return Response(render_metrics([*now, *self.server_metrics.families()]), media_type=CONTENT_TYPE)
 
@@ -232,7 +246,9 @@ class RequestHandlers:
             token_ids=params.return_token_ids,
             training_fields=self.training_fields,
         )
-        job = CompletionJob(self._metered_engine, self.tokenizer, self.capacity, params, prompts, max_tokens, shape, session)
+        job = CompletionJob(
+            self._metered_engine, self.tokenizer, self.capacity, params, prompts, max_tokens, shape, session
+        )
         if params.stream:
             return EventStream(job.stream_chunks())
         return JSONResponse(await cancel_on_disconnect(request.receive, job.run()))

@@ -23,7 +23,7 @@ log = logging.getLogger("keel.server")
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
-ResultT = TypeVar("Answer")
+ResultT = TypeVar("ResultT")
 
 
 class ClientGone(Exception):

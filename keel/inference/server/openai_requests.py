@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, WithJsonSchema, model_validator
 
-from keel.common.settings import Settings, to_config_error, setting_error
+from keel.common.settings import Settings, setting_error, to_config_error
 from keel.config import Sampling
 from keel.inference.server.access import RateLimit
 
@@ -132,7 +132,9 @@ class CommonRequest(Settings):
     @model_validator(mode="after")
     def _check_temperature(self) -> Self:
         if 0 < self.temperature < MIN_TEMPERATURE:
-            raise setting_error(f"{{temperature}} must be 0 or at least {MIN_TEMPERATURE}", temperature=self.temperature)
+            raise setting_error(
+                f"{{temperature}} must be 0 or at least {MIN_TEMPERATURE}", temperature=self.temperature
+            )
         return self
 
     def to_sampling(self, max_tokens: int, index: int) -> Sampling:
@@ -222,7 +224,7 @@ class AdapterRequest(Settings):
     load_inplace: bool = True
 
 
-RequestT = TypeVar("Schema", bound=Settings)
+RequestT = TypeVar("RequestT", bound=Settings)
 
 
 def parse_request(schema: type[RequestT], body: bytes) -> RequestT:

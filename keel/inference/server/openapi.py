@@ -48,7 +48,9 @@ class RouteSpec:
     """Answered without the server's key."""
 
 
-def openapi_document(title: str, version: str, endpoints: Sequence[RouteSpec], error_schema: Schema, *, requires_key: bool) -> dict[str, Any]:
+def openapi_document(
+    title: str, version: str, endpoints: Sequence[RouteSpec], error_schema: Schema, *, requires_key: bool
+) -> dict[str, Any]:
     """The OpenAPI description of a server; `error` is the schema of all its refusals."""
     paths: dict[str, Any] = {}
     for one in endpoints:

@@ -32,7 +32,9 @@ class MetricFamily:
     values: Sequence[tuple[Mapping[str, str], float]]
 
 
-def single_value_family(name: str, kind: Literal["gauge", "counter"], help: str, value: float, **labels: str) -> MetricFamily:
+def single_value_family(
+    name: str, kind: Literal["gauge", "counter"], help: str, value: float, **labels: str
+) -> MetricFamily:
     """A metric with one value."""
     return MetricFamily(name, kind, help, [(labels, value)])
 
@@ -81,14 +83,21 @@ class ServerMetrics:
 
     def families(self) -> list[MetricFamily]:
         return [
-            single_value_family("keel_tokens_sampled_total", "counter", "Tokens sampled for answers.", self.sampled_tokens),
+            single_value_family(
+                "keel_tokens_sampled_total", "counter", "Tokens sampled for answers.", self.sampled_tokens
+            ),
             MetricFamily(
-                "keel_answers_total",
+                "keel_completions_total",
                 "counter",
                 "Answers that came to their end, by how.",
                 [({"finish": finish}, count) for finish, count in sorted(self.completions.items())],
             ),
-            single_value_family("keel_answers_failed_total", "counter", "Answers that the engine could not finish.", self.failed_completions),
+            single_value_family(
+                "keel_completions_failed_total",
+                "counter",
+                "Answers that the engine could not finish.",
+                self.failed_completions,
+            ),
             MetricFamily(
                 "keel_requests_total",
                 "counter",

@@ -53,7 +53,9 @@ class QuestionEnvironment:
         return question
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        drawn = sample_tasks(self.sample_question, lambda pair: f"{self.name}/{self.dedup_key(pair[0])}", split, self.options)
+        drawn = sample_tasks(
+            self.sample_question, lambda pair: f"{self.name}/{self.dedup_key(pair[0])}", split, self.options
+        )
         shots = sample_tasks(
             self.sample_question,
             lambda pair: f"{self.name}/{self.dedup_key(pair[0])}",
@@ -163,7 +165,9 @@ class GuessNumber:
 
     def tasks(self, split: Split) -> Sequence[Task]:
         top = self.options.highest
-        found = sample_tasks(lambda chance: chance.randint(1, top), lambda n: f"{self.name}/{n} of {top}", split, self.options)
+        found = sample_tasks(
+            lambda chance: chance.randint(1, top), lambda n: f"{self.name}/{n} of {top}", split, self.options
+        )
         return [Task(f"{self.name}/{number} of {top}", {"number": number, "highest": top}) for number in found]
 
     async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from pydantic import ValidationError
 
-from keel.common.settings import to_config_error, suggest_name
+from keel.common.settings import suggest_name, to_config_error
 from keel.config.rollout import EnvironmentSettings, EpisodeLimits
 from keel.errors import ConfigError
 from keel.inference.protocol import EngineError
@@ -168,7 +168,9 @@ def _validate_result(result: Any) -> EpisodeResult:
     for name, value in numbers.items():
         if not math.isfinite(value):
             raise ValueError(f"{name} = {value} is not finite")
-    floats = [{name: float(value) for name, value in part.items()} for part in (result.reward_components, result.metrics)]
+    floats = [
+        {name: float(value) for name, value in part.items()} for part in (result.reward_components, result.metrics)
+    ]
     return EpisodeResult(float(result.reward), *floats)
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from keel.common.settings import Settings, to_config_error, suggest_name
+from keel.common.settings import Settings, suggest_name, to_config_error
 from keel.errors import ConfigError
 from keel.inference.protocol import Message
 from keel.rollout.environments.environment import Environment, EpisodeResult, Split, Task
@@ -199,7 +199,12 @@ class Verifiers:
         types = importlib.import_module("verifiers.v1.types")
         state = importlib.import_module("verifiers.v1.state").state_cls(type(verifiers_task))
         trace = records.Trace(
-            task=records.TraceTask(type=type(verifiers_task).__name__, data=verifiers_task.data, key=verifiers_task.key, hash=verifiers_task.hash),
+            task=records.TraceTask(
+                type=type(verifiers_task).__name__,
+                data=verifiers_task.data,
+                key=verifiers_task.key,
+                hash=verifiers_task.hash,
+            ),
             state=state(),
             agent=records.AgentInfo(config=self._v1.AgentConfig()),
         )

@@ -19,7 +19,7 @@ EVAL_ONE_IN = 8
 _MAX_IDLE_DRAWS = 1000
 """Draws in a row without anything new after which a supply counts as used up."""
 
-TaskT = TypeVar("Drawn", bound=Hashable)
+TaskT = TypeVar("TaskT", bound=Hashable)
 
 
 class TaskSetOptions(Settings):

@@ -73,7 +73,9 @@ class FamilyRenderer:
         """The next prompt as an extension of these tokens, or none. `thinking`: there is some to strip."""
         # where nothing was thought there is nothing to strip, and the family's habit need not cost an extension
         renderer = self._renderer if has_thinking else self._keep_all_renderer
-        rendered = renderer.bridge_to_next_turn(list(prompt), list(sampled), list(new_messages), tools=_tool_specs(tools))
+        rendered = renderer.bridge_to_next_turn(
+            list(prompt), list(sampled), list(new_messages), tools=_tool_specs(tools)
+        )
         if rendered is None:
             return None
         ids, before = list(rendered.token_ids), [*prompt, *sampled]

@@ -59,7 +59,9 @@ class Renderer:
         self.settings = settings or RendererSettings()
         self.family = find_family(tokenizer, self.settings)
         """As the `renderers` library calls it; none: the model's own chat template is used."""
-        self._family_renderer = FamilyRenderer(tokenizer, self.family, self.settings) if self.family is not None else None
+        self._family_renderer = (
+            FamilyRenderer(tokenizer, self.family, self.settings) if self.family is not None else None
+        )
         self._template_renderer = TemplateRenderer(tokenizer) if self._family_renderer is None else None
         used = self._family_renderer or self._template_renderer
         assert used is not None
@@ -93,7 +95,11 @@ class Renderer:
         messages = [*said, last.reply, *messages[len(said) + 1 :]]
         if _as_list(tools) != _as_list(last.tools):
             return self._render_full(messages, tools, "tools")
-        return self._bridge_family(last, messages) if self._family_renderer is not None else self._bridge_template(last, messages)
+        return (
+            self._bridge_family(last, messages)
+            if self._family_renderer is not None
+            else self._bridge_template(last, messages)
+        )
 
     def _bridge_family(self, last: RenderedTurn, messages: list[Message]) -> Prompt:
         assert self._family_renderer is not None

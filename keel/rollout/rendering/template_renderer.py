@@ -16,10 +16,10 @@ from keel.inference.protocol import Message
 from keel.rollout.rendering.chat_format import (
     THINK_CLOSE,
     THINK_OPEN,
+    format_thinking,
+    inline_tool_calls,
     parse_completion,
     with_decoded_arguments,
-    inline_tool_calls,
-    format_thinking,
 )
 
 _MARK = "kq7Keel{}Mark9zk"
@@ -40,13 +40,20 @@ class TemplateRenderer:
         self._tokenizer = tokenizer
         text = template if isinstance(template, str) else "".join(map(str, dict(template).values()))
         self._template_supports = {word: word in text for word in ("reasoning_content", "tool_calls", "tools")}
-        self._special_tokens = [token for token in tokenizer.all_special_tokens if token not in (THINK_OPEN, THINK_CLOSE)]
+        self._special_tokens = [
+            token for token in tokenizer.all_special_tokens if token not in (THINK_OPEN, THINK_CLOSE)
+        ]
         self.stop_token_ids = self._find_stop_ids()
 
     # ---- text
 
     def render_text(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, kept_thinking: Sequence[int] = (), add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        *,
+        kept_thinking: Sequence[int] = (),
+        add_generation_prompt: bool = True,
     ) -> str:
         """What the template makes of the messages, with the thinking of those in `kept` whatever its habit."""
         if tools and not self._template_supports["tools"]:
@@ -95,7 +102,9 @@ class TemplateRenderer:
 
     # ---- what a template does
 
-    def kept_thinking(self, messages: Sequence[Message], tools: Sequence[Any] | None, indices: Sequence[int]) -> set[int]:
+    def kept_thinking(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, indices: Sequence[int]
+    ) -> set[int]:
         """Those of the messages whose thinking the template shows when all of these are there."""
         if not indices:
             return set()
@@ -125,7 +134,11 @@ class TemplateRenderer:
         head, found, tail = whole.partition(mark)
         close = alone.partition(mark)[2]
         # the opening of an answer may hold more than the template shows later, such as an opened <think>
-        if not found or not _strip_empty_thinking(before).startswith(_strip_empty_thinking(head)) or not tail.startswith(close):
+        if (
+            not found
+            or not _strip_empty_thinking(before).startswith(_strip_empty_thinking(head))
+            or not tail.startswith(close)
+        ):
             return None
         return self.encode(tail), len(self.encode(close))
 

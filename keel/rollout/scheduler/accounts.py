@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keel.errors import KeelError
-from keel.rollout.scheduler.groups import Group, DropReason, DroppedRollout
+from keel.rollout.scheduler.groups import DroppedRollout, DropReason, Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class SchedulerAccounts:
     def record_drop(self, dropped: DroppedRollout) -> None:
         self.dropped.append(dropped)
         self.last_error = dropped.error or self.last_error
-        self.counts[f"refused_{dropped.reason}"] += 1
+        self.counts[f"dropped_{dropped.reason}"] += 1
         self.reasons[dropped.reason] += 1
 
     def drain(self) -> list[DroppedRollout]:

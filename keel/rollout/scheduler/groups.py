@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 DropReason = str
 """Why a rollout was refused: its own error kind ("exception", "timeout", "empty", "engine", "over_length"), or
 "group_dropped": another member used up the group's attempts; "stale": the group was too old when its batch was cut;
-"restart": it was under way, or finished and not kept, when the snapshot was taken; "closed": the scheduler was."""
+"interrupted": it was under way, or finished and not kept, when the snapshot was taken; "run_ended": the scheduler was."""
 
-SlotState = Literal["queued", "flying", "done"]
+SlotState = Literal["queued", "in_flight", "done"]
 GroupState = Literal["open", "ready", "dropped", "gone"]
 
 
@@ -136,7 +136,9 @@ class RolloutSlot:
 
     def to_dropped(self, reason: DropReason, error: str | None = None, rollout: Any = None) -> DroppedRollout:
         group = self.group
-        return DroppedRollout(group.environment, group.task_id, group.id, self.member, self.attempt, reason, error, rollout)
+        return DroppedRollout(
+            group.environment, group.task_id, group.id, self.member, self.attempt, reason, error, rollout
+        )
 
     def to_request(self) -> RolloutRequest:
         group = self.group
@@ -147,8 +149,20 @@ class PendingGroup:
     """A group from its first dispatch until it is cut into a batch or refused."""
 
     __slots__ = (
-        "environment", "failed", "id", "task_index", "number", "oldest", "overtaken", "pending", "retry_rounds", "seats", "state",
-        "task", "task_id", "version",
+        "environment",
+        "failed",
+        "id",
+        "number",
+        "oldest_version",
+        "overtaken",
+        "pending",
+        "retry_rounds",
+        "slots",
+        "state",
+        "task",
+        "task_id",
+        "task_index",
+        "version",
     )  # fmt: skip
 
     def __init__(self, number: int, environment: str, task_index: int, task: Any, size: int, version: int) -> None:

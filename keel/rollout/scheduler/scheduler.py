@@ -14,13 +14,20 @@ from typing import Any, Self
 
 from keel.config import SchedulerSettings
 from keel.errors import KeelError, StorageError
-from keel.rollout.scheduler.accounts import RolloutBatch, SchedulerClosed, TasksExhausted, SchedulerAccounts
+from keel.rollout.scheduler.accounts import RolloutBatch, SchedulerAccounts, SchedulerClosed, TasksExhausted
 from keel.rollout.scheduler.group_queue import GroupQueue
-from keel.rollout.scheduler.groups import RolloutRequest, PendingGroup, DropReason, DroppedRollout, RolloutLike, RolloutSlot
+from keel.rollout.scheduler.groups import (
+    DroppedRollout,
+    DropReason,
+    PendingGroup,
+    RolloutLike,
+    RolloutRequest,
+    RolloutSlot,
+)
 from keel.rollout.scheduler.in_flight import InFlightTasks, read_result
 from keel.rollout.scheduler.state import RolloutLookup, dump_state, load_state
 from keel.rollout.scheduler.status import SchedulerStatus
-from keel.rollout.scheduler.task_sources import TaskSource, TaskSampler
+from keel.rollout.scheduler.task_sources import TaskSampler, TaskSource
 
 RETRY_BACKOFF, MAX_RETRY_BACKOFF = 0.1, 30.0
 """Seconds before a second retry, doubled for each one after, up to the longest: a failure that comes back at once, for
@@ -125,14 +132,14 @@ class Scheduler:
         )
 
     async def close(self, grace: float = 10.0) -> list[DroppedRollout]:
-        """Cancel everything, and emit all that was not: each rollout that is in flight or in line as "closed".
+        """Cancel everything, and emit all that was not: each rollout that is in flight or in line as "run_ended".
 
         Waits until what was cancelled has ended, at most `grace` seconds. Closing twice is harmless, and gives what is
         left if the first call was itself cancelled.
         """
         self._closed = True
         for group in list(self._group_queue):
-            self._drop_group(group, "closed")
+            self._drop_group(group, "run_ended")
             group.clear("gone")
             self._group_queue.remove(group)
         self._slot_queue, self._new_slots = [], []
@@ -145,7 +152,7 @@ class Scheduler:
         """All there is to go on from here later, as JSON-able data; rollouts are in it by name only."""
         return {
             "number": self._next_group_number,
-            "barren": self._accounts.empty_batches,
+            "empty_batches": self._accounts.empty_batches,
             "reasons": dict(self._accounts.reasons),
             "counts": dict(self._accounts.counts),
             "positions": dict(self._task_sampler.positions),
@@ -165,19 +172,19 @@ class Scheduler:
         """Go on from a snapshot: the same groups in the same places, the same tasks after them.
 
         A rollout that had ended, before the snapshot or after it, is used if `recall` gives it back. Any other that was
-        dispatched is refused as "restart" and dispatched anew as the next attempt, without using up a retry. Sources
+        dispatched is refused as "interrupted" and dispatched anew as the next attempt, without using up a retry. Sources
         must give the same tasks again.
         """
         scheduler = cls(run, sources, settings)
         ledger = scheduler._accounts
         groups, ledger.dropped = load_state(snapshot, scheduler._task_sampler, lookup)
-        scheduler._next_group_number, ledger.empty_batches = snapshot["number"], snapshot["barren"]
+        scheduler._next_group_number, ledger.empty_batches = snapshot["number"], snapshot["empty_batches"]
         ledger.reasons, ledger.counts = Counter(snapshot["reasons"]), Counter(snapshot["counts"])
         for group in groups:
             scheduler._group_queue.append(group)
             for seat in group.slots:
-                if seat.state == "flying":
-                    ledger.record_drop(seat.to_dropped("restart"))
+                if seat.state == "in_flight":
+                    ledger.record_drop(seat.to_dropped("interrupted"))
                     seat.requeue(reset_failures=False)
                 if seat.state == "queued":
                     scheduler._enqueue(seat)
@@ -203,7 +210,11 @@ class Scheduler:
             if self.settings.max_off_policy_steps == 0 and self._in_flight:
                 self._group_queue.invalidate()
                 return None
-            count = min(self.settings.groups, len(self._group_queue)) if self._task_sampler.exhausted else self.settings.groups
+            count = (
+                min(self.settings.groups, len(self._group_queue))
+                if self._task_sampler.exhausted
+                else self.settings.groups
+            )
             chosen = self._group_queue.select(count)
             if chosen is None:
                 return None
@@ -211,7 +222,9 @@ class Scheduler:
             if not renewed:
                 break
         if not chosen and not self._accounts.dropped:
-            raise TasksExhausted("all tasks are used up and every rollout has been emitted; give the sources more tasks")
+            raise TasksExhausted(
+                "all tasks are used up and every rollout has been emitted; give the sources more tasks"
+            )
         self._group_queue.pop(chosen)
         groups = [group.to_group() for group in chosen if group.state == "ready"]
         for group in chosen:
@@ -263,7 +276,12 @@ class Scheduler:
         """Begin a new group, if the line has room and there are tasks."""
         behind = 0 if self._engine_version is None else max(self._trainer_version - self._engine_version, 0)
         ahead = max(self.settings.max_off_policy_steps - behind, 0) + self._batch_requested
-        if self._closed or self._failure or self._task_sampler.exhausted or len(self._group_queue) >= ahead * self.settings.groups:
+        if (
+            self._closed
+            or self._failure
+            or self._task_sampler.exhausted
+            or len(self._group_queue) >= ahead * self.settings.groups
+        ):
             return False
         try:
             drawn = self._task_sampler.next_task()
@@ -271,7 +289,9 @@ class Scheduler:
                 self._group_queue.invalidate()
                 return False
             size = self.settings.group_size
-            group = PendingGroup(self._next_group_number, drawn.environment, drawn.task_index, drawn.task, size, self._trainer_version)
+            group = PendingGroup(
+                self._next_group_number, drawn.environment, drawn.task_index, drawn.task, size, self._trainer_version
+            )
         except Exception as error:  # noqa: BLE001 - next_batch raises it: an environment without tasks is no rollout's error
             self._failure = error
             return False
@@ -281,7 +301,7 @@ class Scheduler:
         return True
 
     def _launch(self, slot: RolloutSlot) -> None:
-        slot.state = "flying"
+        slot.state = "in_flight"
         self._accounts.counts["dispatched"] += 1
         try:
             self._in_flight.launch(slot, self._run_rollout(slot.to_request()))
@@ -315,7 +335,9 @@ class Scheduler:
         """The watchdog gave a task up; it may still run, but nobody waits for it."""
         if slot.group.state == "open":
             slot.task = None
-            self._on_failure(slot, None, "timeout", f"no result after scheduler.watchdog = {self.settings.watchdog:g} s")
+            self._on_failure(
+                slot, None, "timeout", f"no result after scheduler.watchdog = {self.settings.watchdog:g} s"
+            )
         self._fill_in_flight()
         self._wake()
 

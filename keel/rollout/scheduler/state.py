@@ -9,16 +9,16 @@ from dataclasses import fields
 from typing import Any
 
 from keel.errors import KeelError
-from keel.rollout.scheduler.groups import PendingGroup, DroppedRollout, RolloutLike
+from keel.rollout.scheduler.groups import DroppedRollout, PendingGroup, RolloutLike
 from keel.rollout.scheduler.task_sources import TaskSampler
 
 RolloutLookup = Callable[[str, int, int], RolloutLike | None]
 """From group, member and attempt to the rollout that ended under that name; None: it did not end, or was not stored."""
 
-FORMAT = 1
+FORMAT = 2
 """Of a snapshot; a change that an older version could not read, or that cannot read an older one, raises it."""
 
-GROUP_FIELDS = ("number", "environment", "index", "task_id", "version", "oldest", "overtaken", "rounds", "state")
+GROUP_FIELDS = ("number", "environment", "task_index", "task_id", "version", "oldest_version", "overtaken", "retry_rounds", "state")
 SLOT_FIELDS = ("member", "attempt", "failures", "state", "reason", "error")
 DROPPED_FIELDS = tuple(field.name for field in fields(DroppedRollout) if field.name != "rollout")
 
@@ -26,12 +26,17 @@ DROPPED_FIELDS = tuple(field.name for field in fields(DroppedRollout) if field.n
 def dump_state(groups: Iterable[PendingGroup], dropped: Iterable[DroppedRollout]) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "groups": [_pick_fields(group, GROUP_FIELDS) | {"seats": [_pick_fields(seat, SLOT_FIELDS) for seat in group.slots]} for group in groups],
-        "refused": [_pick_fields(refusal, DROPPED_FIELDS) for refusal in dropped],
+        "groups": [
+            _pick_fields(group, GROUP_FIELDS) | {"slots": [_pick_fields(seat, SLOT_FIELDS) for seat in group.slots]}
+            for group in groups
+        ],
+        "dropped": [_pick_fields(refusal, DROPPED_FIELDS) for refusal in dropped],
     }
 
 
-def load_state(snapshot: Mapping[str, Any], task_sampler: TaskSampler, lookup: RolloutLookup | None) -> tuple[list[PendingGroup], list[DroppedRollout]]:
+def load_state(
+    snapshot: Mapping[str, Any], task_sampler: TaskSampler, lookup: RolloutLookup | None
+) -> tuple[list[PendingGroup], list[DroppedRollout]]:
     """The groups in line and the refusals not yet emitted.
 
     A seat whose rollout is not recalled counts as in flight, and one that was in flight when the snapshot was taken
@@ -44,30 +49,33 @@ def load_state(snapshot: Mapping[str, Any], task_sampler: TaskSampler, lookup: R
         )
     wanted: dict[str, set[int]] = {}
     for written in snapshot["groups"]:
-        wanted.setdefault(written["environment"], set()).add(written["index"])
+        wanted.setdefault(written["environment"], set()).add(written["task_index"])
     tasks = task_sampler.resume(snapshot["positions"], wanted)
 
     lookup = lookup or (lambda _group, _member, _attempt: None)
     refused = [
-        DroppedRollout(**_pick_fields(written, DROPPED_FIELDS), rollout=lookup(written["group"], written["member"], written["attempt"]))
-        for written in snapshot["refused"]
+        DroppedRollout(
+            **_pick_fields(written, DROPPED_FIELDS),
+            rollout=lookup(written["group"], written["member"], written["attempt"]),
+        )
+        for written in snapshot["dropped"]
     ]
     groups = [
-        _load_group(written, tasks[written["environment"], written["index"]], lookup) for written in snapshot["groups"]
+        _load_group(written, tasks[written["environment"], written["task_index"]], lookup) for written in snapshot["groups"]
     ]
     return groups, refused
 
 
 def _load_group(saved: Mapping[str, Any], task: Any, lookup: RolloutLookup) -> PendingGroup:
-    size = len(saved["seats"])
-    group = PendingGroup(saved["number"], saved["environment"], saved["index"], task, size, saved["version"])
+    size = len(saved["slots"])
+    group = PendingGroup(saved["number"], saved["environment"], saved["task_index"], task, size, saved["version"])
     if group.task_id != saved["task_id"]:
         raise KeelError(
             f"task {group.task_index} of environment {group.environment} is {group.task_id}, and was {saved['task_id']}"
             " when the snapshot was taken; restore with the same tasks in the same order"
         )
-    group.overtaken, group.retry_rounds, group.state = saved["overtaken"], saved["rounds"], saved["state"]
-    for seat, was in zip(group.slots, saved["seats"], strict=True):
+    group.overtaken, group.retry_rounds, group.state = saved["overtaken"], saved["retry_rounds"], saved["state"]
+    for seat, was in zip(group.slots, saved["slots"], strict=True):
         seat.attempt, seat.failures, seat.state = was["attempt"], was["failures"], was["state"]
         if seat.state == "queued":
             continue
@@ -78,7 +86,7 @@ def _load_group(saved: Mapping[str, Any], task: Any, lookup: RolloutLookup) -> P
             seat.finish(rollout)
             group.note_version(rollout.oldest_version)
         else:
-            seat.state = "flying"
+            seat.state = "in_flight"
     if group.state != "dropped":
         group.state = "open" if group.pending else "ready"
     return group

@@ -36,7 +36,14 @@ class SchedulerStatus:
 
     @classmethod
     def collect(
-        cls, queue: GroupQueue, tasks: InFlightTasks, *, waiting: bool, groups_per_step: int, exhausted: bool, last_error: str | None = None
+        cls,
+        queue: GroupQueue,
+        tasks: InFlightTasks,
+        *,
+        waiting: bool,
+        groups_per_step: int,
+        exhausted: bool,
+        last_error: str | None = None,
     ) -> Self:
         unresolved = [group for group in queue if group.state == "open"]
         ready = len(queue) - len(unresolved)
@@ -45,14 +52,14 @@ class SchedulerStatus:
             waiting=waiting,
             in_flight=len(tasks),
             cancelling=tasks.cancelling,
-            given_up=tasks.abandoned,
+            abandoned=tasks.abandoned,
             queued=sum(seat.state == "queued" for group in unresolved for seat in group.slots),
             open_groups=len(unresolved),
             ready_groups=ready,
             missing_groups=max((min(groups_per_step, len(queue)) if exhausted else groups_per_step) - ready, 0),
-            first=unresolved[0].id if unresolved else None,
-            oldest=f"{seat.group.id}/{seat.member}/{seat.attempt}" if seat else None,
-            oldest_age=age,
+            first_pending_group=unresolved[0].id if unresolved else None,
+            oldest_rollout=f"{seat.group.id}/{seat.member}/{seat.attempt}" if seat else None,
+            oldest_seconds=age,
             last_error=last_error,
         )
 

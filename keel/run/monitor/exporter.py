@@ -19,7 +19,7 @@ from starlette.routing import Route
 from keel.errors import KeelError
 from keel.inference.server.access import AccessControl, RateLimit
 from keel.inference.server.middleware import AccessMiddleware
-from keel.inference.server.prometheus import CONTENT_TYPE, MetricFamily, single_value_family, render_metrics
+from keel.inference.server.prometheus import CONTENT_TYPE, MetricFamily, render_metrics, single_value_family
 from keel.inference.server.uvicorn_server import make_server
 from keel.run.evaluate import EvaluationResult
 from keel.run.monitor.callbacks import NullCallback
@@ -66,10 +66,12 @@ class Exporter(NullCallback):
                 single_value_family("keel_run_info", "gauge", "The run in this process.", 1, run=self._run),
                 single_value_family("keel_run_steps", "gauge", "The step that the run ends with.", self._steps),
                 single_value_family("keel_run_step", "gauge", "The last step that was trained.", self._step),
-                single_value_family("keel_run_step_time_seconds", "gauge", "When it was, in Unix time; 0: not yet.", self._step_time),
+                single_value_family(
+                    "keel_run_step_time_seconds", "gauge", "When it was, in Unix time; 0: not yet.", self._step_time
+                ),
                 MetricFamily("keel_run_stage", "gauge", "1 for what is being done just now.", stages),
                 MetricFamily(
-                    "keel_run_number",
+                    "keel_run_metric",
                     "gauge",
                     "Numbers of the last step, by their names in the ledger.",
                     [({"name": name}, value) for name, value in self._metrics.items()],
@@ -92,7 +94,8 @@ class ExporterServer:
             return Response(exporter.render(), media_type=CONTENT_TYPE)
 
         app = Starlette(
-            routes=[Route("/metrics", metrics)], middleware=[Middleware(AccessMiddleware, access=AccessControl(api_key, RATE_LIMIT))]
+            routes=[Route("/metrics", metrics)],
+            middleware=[Middleware(AccessMiddleware, access=AccessControl(api_key, RATE_LIMIT))],
         )
         self._listener = listener
         self._server = make_server(app, shutdown_timeout=1, lifespan="off", log_level="critical")

@@ -102,7 +102,12 @@ class Trackio:
         # when the process ends; and how to open its page would be noise in the middle of --json
         with contextlib.redirect_stdout(io.StringIO()):
             self._run = contextvars.copy_context().run(
-                trackio.init, _project(run_info), name=run_info.unique_name, config=settings, resume="allow", embed=False
+                trackio.init,
+                _project(run_info),
+                name=run_info.unique_name,
+                config=settings,
+                resume="allow",
+                embed=False,
             )
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from keel.common.atomic_files import read_json, atomic_file
+from keel.common.atomic_files import atomic_file, read_json
 from keel.config import MetricsSettings, RunSettings
 from keel.errors import ConfigError, KeelError
 from keel.run.evaluate import EvaluationResult
@@ -175,7 +175,9 @@ class Sinks(NullCallback):
     What sinks are told is what the ledger holds, which is written before observers are called.
     """
 
-    def __init__(self, sinks: Mapping[str, Sink], delivery_log: DeliveryLog, ledger: Ledger, notice: Callable[[str], None]) -> None:
+    def __init__(
+        self, sinks: Mapping[str, Sink], delivery_log: DeliveryLog, ledger: Ledger, notice: Callable[[str], None]
+    ) -> None:
         self._sinks = dict(sinks)
         self._delivery_log, self._ledger, self._notice = delivery_log, ledger, notice
 
@@ -192,7 +194,9 @@ class Sinks(NullCallback):
         """Tell each sink all that the ledger has and the sink was not told."""
         if self._sinks:
             evaluations = [PendingMetrics(*row) for row in self._ledger.evaluations()]
-            self._deliver_all([*(PendingMetrics(row.step, "", row.metrics) for row in self._ledger.steps()), *evaluations])
+            self._deliver_all(
+                [*(PendingMetrics(row.step, "", row.metrics) for row in self._ledger.steps()), *evaluations]
+            )
 
     def ended(self, summary: str) -> None:
         del summary

@@ -10,4 +10,4 @@ from keel.tools.compare.evaluate import Comparison
 from keel.tools.compare.readers import Recording, parse_steps
 from keel.tools.compare.report import ComparisonReport
 
-__all__ = ["Candidate", "Comparison", "Recording", "ComparisonReport", "parse_candidates", "parse_steps"]
+__all__ = ["Candidate", "Comparison", "ComparisonReport", "Recording", "parse_candidates", "parse_steps"]

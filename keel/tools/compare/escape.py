@@ -16,7 +16,9 @@ _SHORT_ESCAPES = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", '"': '\\"
 def escape_token(raw: bytes) -> str:
     """A token's bytes for people. Different short tokens have different texts."""
     text = raw.decode("utf-8", "surrogateescape")
-    shown = "".join(_escape_character(character, first=place == 0) for place, character in enumerate(text[:MAX_CHARACTERS]))
+    shown = "".join(
+        _escape_character(character, first=place == 0) for place, character in enumerate(text[:MAX_CHARACTERS])
+    )
     rest = f" ({len(text):,} characters)" if len(text) > MAX_CHARACTERS else ""
     return f'"{shown}{"..." if rest else ""}"{rest}'
 

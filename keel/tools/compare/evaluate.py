@@ -18,8 +18,8 @@ from torch import Tensor
 from keel.errors import BatchError, KeelError, SignalRefused
 from keel.signal import Metric, ObjectiveResult, TokenBatch
 from keel.signal.active_tokens import ratio
-from keel.signal.gates import FIRST_GATE, OTHER_ROLE, TRAINED, INVALID_LOGPROB
-from keel.tools.compare.accumulators import Array, ObjectivePairs, ObjectiveCounts, cosine_of
+from keel.signal.gates import FIRST_GATE, INVALID_LOGPROB, OTHER_ROLE, TRAINED
+from keel.tools.compare.accumulators import Array, ObjectiveCounts, ObjectivePairs, cosine_of
 from keel.tools.compare.candidates import Candidate
 from keel.tools.compare.schema import COLUMNS, RecordedStep
 

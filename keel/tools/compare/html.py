@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from keel.tools.compare.evaluate import StepPoint
 from keel.tools.compare.report import SPLIT_KINDS, ComparisonReport, ObjectiveSummary
-from keel.tools.compare.svg import bar_chart, legend, line_chart, format_number
+from keel.tools.compare.svg import bar_chart, format_number, legend, line_chart
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --dim: #888; }
@@ -137,7 +137,9 @@ def _charts(report: ComparisonReport) -> str:
         groups = [share.label for share in report.objectives[0].splits.get(kind, [])]
         if groups:
             series = {
-                row.objective: [share.dropped / share.tokens if share.tokens else math.nan for share in row.splits[kind]]
+                row.objective: [
+                    share.dropped / share.tokens if share.tokens else math.nan for share in row.splits[kind]
+                ]
                 for row in report.objectives
             }
             drawn.append(bar_chart(f"share dropped, by {kind}", groups, series))

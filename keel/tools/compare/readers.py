@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from keel.common.safe_read import check_parquet_size
 from keel.errors import KeelError
-from keel.tools.compare.schema import COLUMNS, RecordedStep, check_columns, is_list, build_step, select_trained_rows
+from keel.tools.compare.schema import COLUMNS, RecordedStep, build_step, check_columns, is_list, select_trained_rows
 
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 _BATCH_ROWS = 256

@@ -160,7 +160,9 @@ def _objective_summary(name: str, comparison: Comparison, texts: int) -> Objecti
         terms={term: value / steps for term, value in tally.terms.items()},
         gradient_norm=tally.gradient_norm / steps,
         gates=[GateCount(reason, count, tally.gate_sequences[reason]) for reason, count in tally.gates.most_common()],
-        splits={kind: count_by_label(comparison, tally, kind) for kind in SPLIT_KINDS if kind in comparison.token_counts},
+        splits={
+            kind: count_by_label(comparison, tally, kind) for kind in SPLIT_KINDS if kind in comparison.token_counts
+        },
         texts=_most_dropped_texts(comparison, tally, texts),
     )
 

@@ -45,7 +45,9 @@ COLUMNS = {
         TokenColumn("trainable", "tokens", pa.bool_(), True, "whether the policy wrote the token and it may train"),
         TokenColumn("step", "sequence", _INT, False, "the step it is part of; not given: all rows are one step"),
         TokenColumn("version", "sequence", _INT, False, "version being trained; not given: the newest in the step"),
-        TokenColumn("versions", "either", _INT, False, "version that sampled each token, or all; staleness counts from it"),
+        TokenColumn(
+            "versions", "either", _INT, False, "version that sampled each token, or all; staleness counts from it"
+        ),
         TokenColumn("group", "sequence", pa.string(), False, "the group of sequences of the same task"),
         TokenColumn("pieces", "tokens", pa.binary(), False, "the text of each token; not given: token_ids are shown"),
         TokenColumn("token_ids", "tokens", _INT, False, "the tokens; with --model they are computed again"),
@@ -159,7 +161,9 @@ class _ColumnReader:
     def _lengths(self, name: str) -> Array:
         lengths = pc.list_value_length(self._column(name))
         if lengths.null_count:
-            self._raise_error(name, int(pc.index(lengths.is_null(), True).as_py()), "is missing, and other rows have it")
+            self._raise_error(
+                name, int(pc.index(lengths.is_null(), True).as_py()), "is missing, and other rows have it"
+            )
         found: Array = lengths.to_numpy().astype(np.int64)
         return found
 

@@ -35,7 +35,9 @@ def legend(names: Sequence[str]) -> str:
     return f'<p class="legend">{"".join(items)}</p>'
 
 
-def line_chart(label: str, series: Mapping[str, Sequence[Point]], bands: Mapping[str, Sequence[BandPoint]] | None = None) -> str:
+def line_chart(
+    label: str, series: Mapping[str, Sequence[Point]], bands: Mapping[str, Sequence[BandPoint]] | None = None
+) -> str:
     """Curves over steps. A value that is not finite leaves a gap. Under a curve of the same name lies its band."""
     bands = bands or {}
     thinned = {name: _downsample(points) for name, points in series.items()}

@@ -58,7 +58,9 @@ class WeightGradients:
             flat.append(self._backward(plan, gradient.to(self.model.device)))
             for other, theirs in zip(comparison.names, flat, strict=False):
                 product = math.fsum(_dot(mine, their) for mine, their in zip(flat[-1], theirs, strict=True))
-                self.inner_products[name, other] = self.inner_products[other, name] = self.inner_products.get((name, other), 0.0) + product
+                self.inner_products[name, other] = self.inner_products[other, name] = (
+                    self.inner_products.get((name, other), 0.0) + product
+                )
         self.steps.append(step.number)
 
     def _backward(self, plan: Sequence[MicroBatch], gradient: Tensor) -> list[Tensor]:

@@ -29,12 +29,16 @@ def prepared_run_folder(plan: LaunchPlan, *, resume: bool, overrides: Sequence[s
         plan.launch_folder.mkdir(exist_ok=True)
         lock = (plan.launch_folder / "lock").open("a")
     except OSError as error:
-        raise StorageError(f"{plan.launch_folder} could not be made: {error.strerror}; make room, or choose --run") from error
+        raise StorageError(
+            f"{plan.launch_folder} could not be made: {error.strerror}; make room, or choose --run"
+        ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise KeelError(f"{plan.run_folder} is being launched by another; wait for that launch, or stop it") from None
+            raise KeelError(
+                f"{plan.run_folder} is being launched by another; wait for that launch, or stop it"
+            ) from None
         try:
             _write_key(plan)
             (plan.launch_folder / MARK_FILE).write_text(secrets.token_hex(16))

@@ -145,7 +145,9 @@ def make_plan(file: Path, overrides: Sequence[str], run_folder: Path) -> LaunchP
     changes = _launch_overrides(tree, run_folder / LAUNCH_FOLDER)
     loaded = load_settings(file, [*overrides, *changes])
     settings = loaded.settings
-    plan = LaunchPlan(run_folder, loaded, "keel" if settings.pool is None else settings.pool.server, _server_model(settings), changes)
+    plan = LaunchPlan(
+        run_folder, loaded, "keel" if settings.pool is None else settings.pool.server, _server_model(settings), changes
+    )
     if plan.backend == "vllm" and plan.launch.engine.int8 and plan.launch.engines:
         raise ConfigError("launch.engine.int8 = true cannot act: vLLM samples by itself; leave it out")
     if plan.backend == "vllm" and plan.launch.engine.kernels != "auto" and plan.launch.engines:

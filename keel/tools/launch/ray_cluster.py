@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from keel.errors import ConfigError
 from keel.tools.launch import ray_cleanup
-from keel.tools.launch.node_agent import MARK_FILE, Command, NodeAgent, Probe, NodeInfo
+from keel.tools.launch.node_agent import MARK_FILE, Command, NodeAgent, NodeInfo, Probe
 from keel.tools.launch.plan import Component, LaunchPlan
 from keel.tools.launch.supervisor import NodeLost
 
@@ -140,7 +140,7 @@ class RayCluster:
     def probe_all(self, names: Iterable[str]) -> dict[str, Probe]:
         """All at once: the slowest holder is waited for, not the sum of all."""
         names = list(names)
-        asked = {name: self._agents[name].look.remote() for name in names if name in self._agents}
+        asked = {name: self._agents[name].probe.remote() for name in names if name in self._agents}
         looks = {name: Probe(lost_reason="its node is gone") for name in names if name not in self._agents}
         if asked:
             self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=REQUEST_TIMEOUT)
@@ -153,7 +153,7 @@ class RayCluster:
         return looks
 
     def terminate(self, names: Iterable[str]) -> None:
-        self._call_agents(names, "end")
+        self._call_agents(names, "terminate")
 
     def kill(self, names: Iterable[str]) -> None:
         self._call_agents(names, "kill")
@@ -165,7 +165,9 @@ class RayCluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = self._components[name].bundle
-        placed = PlacementGroupSchedulingStrategy(self._placement_group, placement_group_bundle_index=self._bundle_indices[name])
+        placed = PlacementGroupSchedulingStrategy(
+            self._placement_group, placement_group_bundle_index=self._bundle_indices[name]
+        )
         options = {
             "num_cpus": bundle.get("CPU", 0),
             "num_gpus": bundle.get("GPU", 0),
@@ -179,7 +181,7 @@ class RayCluster:
     def _check_agent(self, name: str) -> None:
         """Wait for the holder, and refuse a node that could not do its part."""
         try:
-            where: NodeInfo = self._ray.get(self._agents[name].where.remote(), timeout=self._plan.launch.wait)
+            where: NodeInfo = self._ray.get(self._agents[name].node_info.remote(), timeout=self._plan.launch.wait)
         except self._ray.exceptions.RayError as error:
             self._forget_agent(name)
             raise NodeLost(f"has no place: {_first_line(error)}") from None
@@ -301,7 +303,9 @@ def _sum_resources(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _format_resources(resources: Mapping[str, float], requested: Mapping[str, float] | None = None) -> str:
     """Resources in words, such as 2 CPUs and 1 GPUs; of what is asked for if given, also where there is none."""
     names = [name for name in RESOURCE_UNITS if (resources if requested is None else requested).get(name)]
-    shown = [f"{resources.get(name, 0.0) / (1e9 if name == 'memory' else 1.0):.4g} {RESOURCE_UNITS[name]}" for name in names]
+    shown = [
+        f"{resources.get(name, 0.0) / (1e9 if name == 'memory' else 1.0):.4g} {RESOURCE_UNITS[name]}" for name in names
+    ]
     return " and ".join(shown) or "nothing"
 
 

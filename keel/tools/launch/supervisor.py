@@ -146,7 +146,9 @@ class Supervisor:
         return self._killing or trainer == "ended" or (self.stopping and trainer in ("placed", "down"))
 
     def _poll(self) -> None:
-        lives = {life.component.name: life for life in (*self.ranks, *self.engines) if life.status in ("starting", "up")}
+        lives = {
+            life.component.name: life for life in (*self.ranks, *self.engines) if life.status in ("starting", "up")
+        }
         looks = self._cluster.probe_all(lives)
         asleep, self._last_poll = self._clock() - self._last_poll, self._clock()
         for life in self.engines:
@@ -180,7 +182,9 @@ class Supervisor:
         elif probe.healthy:
             state.last_healthy = now
             if state.status == "starting":
-                self._watcher.on_event(f"{state.component.name} serves at {state.url} after {now - state.status_since:.0f} s")
+                self._watcher.on_event(
+                    f"{state.component.name} serves at {state.url} after {now - state.status_since:.0f} s"
+                )
                 state.set_status("up", now)
             self._reset_restarts_if_due(state)
         else:
@@ -235,12 +239,22 @@ class Supervisor:
             for life in self.ranks:
                 life.set_status("ended", self._clock())
             return
-        bad = [life for life in self.ranks if probes[life.component.name].lost_reason or probes[life.component.name].exit_code]
+        bad = [
+            life
+            for life in self.ranks
+            if probes[life.component.name].lost_reason or probes[life.component.name].exit_code
+        ]
         if not bad:
             self._reset_restarts_if_due(self.ranks[0])
             return
         # where one was killed and others gave up because of it, the one that was killed is the one to name
-        life = max(bad, key=lambda one: bool(probes[one.component.name].lost_reason) or (probes[one.component.name].exit_code or 0) > SIGNAL_EXIT_BASE)
+        life = max(
+            bad,
+            key=lambda one: (
+                bool(probes[one.component.name].lost_reason)
+                or (probes[one.component.name].exit_code or 0) > SIGNAL_EXIT_BASE
+            ),
+        )
         look = probes[life.component.name]
         self._on_trainer_death(life, look.lost_reason or _describe_exit(look.exit_code))
 
@@ -255,7 +269,11 @@ class Supervisor:
             return
         self._on_death(self.ranks[0], reason, state)
         for one in self.ranks[1:]:
-            one.restarts, one.restart_at, one.last_error = self.ranks[0].restarts, self.ranks[0].restart_at, self.ranks[0].last_error
+            one.restarts, one.restart_at, one.last_error = (
+                self.ranks[0].restarts,
+                self.ranks[0].restart_at,
+                self.ranks[0].last_error,
+            )
 
     # -- policy -------------------------------------------------------------------------------------------------------
 

@@ -78,7 +78,9 @@ class Aggregate(ABC):
         with self._lock:
             steps = [step for step in self.run.recorded_steps() if self.first <= step <= (self.last or step)]
             # multiples of the golden ratio fill the range evenly, however far one gets
-            waiting = sorted(set(steps) - self._steps_read - set(self._unreadable), key=lambda step: step * 0.6180339887498949 % 1)
+            waiting = sorted(
+                set(steps) - self._steps_read - set(self._unreadable), key=lambda step: step * 0.6180339887498949 % 1
+            )
             while waiting:
                 self._read_files(_next_chunk(self.run, waiting))
                 if time.monotonic() >= end:
@@ -179,7 +181,8 @@ FROM {{files}} WHERE fate = 'trained' AND list_count(logprobs) > 0
 def _histograms_sql(statistics: Sequence[Statistic], rows: str) -> str:
     """All histograms of one scan: which statistic, which bin, and how many."""
     bins = [
-        f"floor(asinh(({one.expression}) / {one.scale!r}) * {BINS_PER_UNIT})::INT AS bin{n}" for n, one in enumerate(statistics)
+        f"floor(asinh(({one.expression}) / {one.scale!r}) * {BINS_PER_UNIT})::INT AS bin{n}"
+        for n, one in enumerate(statistics)
     ]
     names = [f"bin{n}" for n in range(len(statistics))]
     sets = ", ".join(f"(staleness, side, outcome, {name})" for name in names)
@@ -282,7 +285,9 @@ class ExtremeTokens(Aggregate):
         value, way = TOKEN_ORDERS[order]
         self._sign = -1 if way == "DESC" else 1
         chosen = f"{VALID_TOKEN_SQL} AND {OUTCOME_FILTERS[outcome]} AND {ADVANTAGE_FILTERS[side]} AND (? = '' OR contains(piece, ?))"
-        self._count_query = f"SELECT count(*) AS matching FROM ({token_rows_sql('advantage,', _TEXT_COLUMNS)}) WHERE {chosen}"
+        self._count_query = (
+            f"SELECT count(*) AS matching FROM ({token_rows_sql('advantage,', _TEXT_COLUMNS)}) WHERE {chosen}"
+        )
         self._query = f"""
         SELECT filename, "group", member, attempt, sample, position, left(piece, 80) AS piece, advantage, staleness,
             kept, l, b, gradient, entropy, {value} AS value

@@ -65,7 +65,9 @@ class Database:
         """
         try:
             source = [_escape_glob(path) for path in files]
-            return self._execute(query.replace(FILES_PLACEHOLDER, "read_parquet(?, filename = true)"), [source, *parameters])
+            return self._execute(
+                query.replace(FILES_PLACEHOLDER, "read_parquet(?, filename = true)"), [source, *parameters]
+            )
         except duckdb.InvalidInputException as error:
             if "UTF8" not in str(error):
                 raise KeelError(f"{_describe_files(files)} cannot be read: {error}") from error
@@ -111,7 +113,9 @@ def _repair_utf8(path: Path) -> pa.Table:
     for place, column in enumerate(table.schema):
         if column.type == pa.string():
             values = table.column(place).cast(pa.binary()).to_pylist()
-            table = table.set_column(place, column.name, pa.array([_decode_utf8(value) for value in values], pa.string()))
+            table = table.set_column(
+                place, column.name, pa.array([_decode_utf8(value) for value in values], pa.string())
+            )
         elif column.type == pa.list_(pa.string()):
             lists = table.column(place).cast(pa.list_(pa.binary())).to_pylist()
             texts = [None if values is None else [_decode_utf8(value) for value in values] for values in lists]

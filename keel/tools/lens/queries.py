@@ -13,10 +13,18 @@ from typing import Any
 from keel.errors import KeelError
 from keel.objectives.describe import describe
 from keel.tools.lens import rollouts
-from keel.tools.lens.aggregates import ADVANTAGE_FILTERS, TOKEN_ORDERS, OUTCOME_FILTERS, ExtremeTokens, TrustRegionHistograms, Aggregate, DroppedTexts
+from keel.tools.lens.aggregates import (
+    ADVANTAGE_FILTERS,
+    OUTCOME_FILTERS,
+    TOKEN_ORDERS,
+    Aggregate,
+    DroppedTexts,
+    ExtremeTokens,
+    TrustRegionHistograms,
+)
 from keel.tools.lens.database import Database
-from keel.tools.lens.query_params import ChoiceParam, ParamValues, TextParam, IntParam, Param, parse_params
-from keel.tools.lens.run_reader import RunReader, RunCatalog, UnknownRun
+from keel.tools.lens.query_params import ChoiceParam, IntParam, Param, ParamValues, TextParam, parse_params
+from keel.tools.lens.run_reader import RunCatalog, RunReader, UnknownRun
 from keel.tools.lens.trust_region_bands import statistics_of
 
 MAX_AGGREGATES = 24

@@ -17,7 +17,7 @@ from typing import Any
 
 from keel.errors import KeelError
 from keel.tools.lens import rollouts
-from keel.tools.lens.aggregates import ADVANTAGE_FILTERS, TOKEN_ORDERS, OUTCOME_FILTERS
+from keel.tools.lens.aggregates import ADVANTAGE_FILTERS, OUTCOME_FILTERS, TOKEN_ORDERS
 from keel.tools.lens.queries import Lens
 from keel.tools.lens.server import ASSETS
 
@@ -126,10 +126,16 @@ def _extreme_tokens(embedded: EmbeddedResults, run: str) -> Iterator[dict[str, A
         yield from (found or {"tokens": []})["tokens"][:5]
 
 
-def _sample_rollouts(embedded: EmbeddedResults, run: str, extreme_tokens: list[dict[str, Any]]) -> tuple[list[int], int, int]:
+def _sample_rollouts(
+    embedded: EmbeddedResults, run: str, extreme_tokens: list[dict[str, Any]]
+) -> tuple[list[int], int, int]:
     """A sample: of evenly spread steps, first the rollouts with extreme tokens, then group by group."""
     recorded = embedded.lens.runs.get(run).recorded_steps()
-    spread = {recorded[round(n * (len(recorded) - 1) / max(SAMPLED_STEPS - 1, 1))] for n in range(SAMPLED_STEPS)} if recorded else set()
+    spread = (
+        {recorded[round(n * (len(recorded) - 1) / max(SAMPLED_STEPS - 1, 1))] for n in range(SAMPLED_STEPS)}
+        if recorded
+        else set()
+    )
     steps: list[int] = []
     samples = total = 0
     wanted = [(hit["step"], hit["group"]) for hit in extreme_tokens]

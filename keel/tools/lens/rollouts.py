@@ -100,11 +100,18 @@ def _read_samples(
     database: Database, file: Path, condition: str, sample_id: tuple[object, ...], offset: int, limit: int
 ) -> list[dict[str, Any]]:
     query = SAMPLE_QUERY.replace("{which}", condition)
-    for key, value in {"first": offset + 1, "last": offset + min(limit, PAGE_TOKENS), "letters": MAX_TOKEN_CHARACTERS}.items():
+    for key, value in {
+        "first": offset + 1,
+        "last": offset + min(limit, PAGE_TOKENS),
+        "letters": MAX_TOKEN_CHARACTERS,
+    }.items():
         query = query.replace(f"${key}", str(int(value)))
     return [replace_non_finite(row) | {"offset": offset} for row in database.query_rows(query, [file], sample_id)]
 
 
 def _page_of_rows(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
     total = rows[0]["total"] if rows else 0
-    return {name: [replace_non_finite({key: row[key] for key in row if key != "total"}) for row in rows], "total": total}
+    return {
+        name: [replace_non_finite({key: row[key] for key in row if key != "total"}) for row in rows],
+        "total": total,
+    }

@@ -104,7 +104,8 @@ class RunReader:
                 "SELECT step, environment, numbers FROM evaluations ORDER BY step, environment"
             ).fetchall()
             return [
-                {"step": step, "environment": name, "numbers": _plain_values(parse_json(text))} for step, name, text in rows
+                {"step": step, "environment": name, "numbers": _plain_values(parse_json(text))}
+                for step, name, text in rows
             ]
 
     def outcomes(self) -> dict[str, Any]:
@@ -145,7 +146,8 @@ class RunReader:
                 "each": each,
                 "step": [self._steps[min(end + each, len(self._steps)) - 1] for end in ends],
                 "values": {
-                    name: [_finite_mean(self._series.get(name, blank)[end : end + each]) for end in ends] for name in names
+                    name: [_finite_mean(self._series.get(name, blank)[end : end + each]) for end in ends]
+                    for name in names
                 },
             }
 
@@ -185,7 +187,9 @@ class RunReader:
         try:
             here = path.stat()
             try:
-                db = _restrict_connection(sqlite3.connect(f"{uri}?mode=ro", uri=True, timeout=5, check_same_thread=False))
+                db = _restrict_connection(
+                    sqlite3.connect(f"{uri}?mode=ro", uri=True, timeout=5, check_same_thread=False)
+                )
             except sqlite3.OperationalError:
                 # a folder that may not be written to: a log file cannot be opened there, and nobody is writing one
                 db = _restrict_connection(sqlite3.connect(f"{uri}?immutable=1", uri=True, check_same_thread=False))
@@ -249,8 +253,12 @@ class RunCatalog:
         if (self.root / "run.db").is_file():
             found = {self.root.name: self.root}
         else:
-            found = {path.relative_to(self.root).as_posix(): path for path in _find_run_folders(self.root, SEARCH_DEPTH)}
-        self._runs_by_name = {name: self._runs_by_name.get(name) or RunReader(name, path) for name, path in found.items()}
+            found = {
+                path.relative_to(self.root).as_posix(): path for path in _find_run_folders(self.root, SEARCH_DEPTH)
+            }
+        self._runs_by_name = {
+            name: self._runs_by_name.get(name) or RunReader(name, path) for name, path in found.items()
+        }
         return sorted(self._runs_by_name.values(), key=lambda run: (-_creation_time(run.path), run.name))
 
     def get(self, name: str) -> RunReader:

@@ -25,7 +25,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keel.errors import KeelError
-from keel.inference.server.access import AccessControl, RateLimit, AccessDenial
+from keel.inference.server.access import AccessControl, AccessDenial, RateLimit
 from keel.inference.server.openapi import RouteSpec, openapi_document
 from keel.tools.lens.queries import QUERIES, Lens
 from keel.tools.lens.query_params import openapi_parameters

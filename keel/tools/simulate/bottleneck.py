@@ -48,9 +48,11 @@ def describe_bottleneck(prediction: Prediction, settings: RunSettings, assumed: 
     schedule, places = settings.scheduler, assumed.engines * resolve_max_batch(settings, assumed)
     if schedule.max_off_policy_steps == 0:
         return f"the synchronous schedule: {waits}, and the engines are idle {_percent(1 - prediction.engine_busy)}"
-    if prediction.wasted_share - prediction.wasted.get("no_signal", 0.0) > 0.25:
+    if prediction.wasted_share - prediction.wasted.get("zero_variance", 0.0) > 0.25:
         worst = max(prediction.wasted, key=lambda reason: prediction.wasted[reason])
-        return f"waste: {waits}, and {_percent(prediction.wasted_share)} of the tokens are sampled for nothing ({worst})"
+        return (
+            f"waste: {waits}, and {_percent(prediction.wasted_share)} of the tokens are sampled for nothing ({worst})"
+        )
     if prediction.in_flight > 0.9 * schedule.max_in_flight and prediction.in_flight < 0.9 * places:
         return (
             f"scheduler.max_in_flight = {schedule.max_in_flight}: {waits}, and the engines have room for {places:,}"

@@ -167,11 +167,11 @@ def _failure_rates(run_folder: Path) -> dict[str, Any]:
     groups = dict(
         _query(
             run_folder,
-            "SELECT coalesce(reason, fate), count(DISTINCT \"group\") FROM rollouts WHERE reason = 'no_signal' OR"
+            "SELECT coalesce(reason, fate), count(DISTINCT \"group\") FROM rollouts WHERE reason = 'zero_variance' OR"
             " fate = 'trained' GROUP BY 1",
         )
     )
-    ended = sum(count for reason, count in counts.items() if reason not in ("closed", "restart", "group_dropped"))
+    ended = sum(count for reason, count in counts.items() if reason not in ("run_ended", "interrupted", "group_dropped"))
     failed = sum(counts.get(kind, 0) for kind in FAILURE_REASONS)
     return {
         "rollout_failures": min(failed / max(ended, 1), 0.999),
@@ -185,7 +185,9 @@ def _measured_run(run_folder: Path, settings: RunSettings, steps: Sequence[dict[
         for before, later in pairwise(steps[1:])
         if not _had_eval_or_checkpoint(settings, int(before["step"]))
     ]
-    counts = {reason: count for reason, count in _query(run_folder, OUTCOMES_QUERY) if reason not in ("closed", "restart")}
+    counts = {
+        reason: count for reason, count in _query(run_folder, OUTCOMES_QUERY) if reason not in ("run_ended", "interrupted")
+    }
     tokens = sum(one.get("tokens", 0.0) for one in steps[1:])
     return MeasuredRun(
         steps=len(steps),

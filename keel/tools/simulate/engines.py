@@ -41,16 +41,24 @@ class DecodeSpeed(NamedTuple):
 
     def rates(self) -> list[float]:
         """Tokens a second of each request, by how many there are."""
-        return [0.0, *(1 / (self.base_seconds + self.seconds_per_request * count) for count in range(1, self.max_batch + 1))]
+        return [
+            0.0,
+            *(1 / (self.base_seconds + self.seconds_per_request * count) for count in range(1, self.max_batch + 1)),
+        ]
 
 
 class SimulatedRollout:
     """A rollout, as far as the scheduler and the account look at it."""
 
-    __slots__ = ("truncated", "error", "error_kind", "oldest_version", "tokens_by_version", "tokens")
+    __slots__ = ("error", "error_kind", "oldest_version", "tokens", "tokens_by_version", "truncated")
 
     def __init__(
-        self, tokens_by_version: list[tuple[int, int]], *, truncated: bool = False, error_kind: str | None = None, error: str = ""
+        self,
+        tokens_by_version: list[tuple[int, int]],
+        *,
+        truncated: bool = False,
+        error_kind: str | None = None,
+        error: str = "",
     ) -> None:
         self.tokens_by_version = tokens_by_version
         """Versions, and how many tokens were sampled from each."""
@@ -216,7 +224,11 @@ class SimulatedEngine:
             if self._listener.prefill_seconds and request.group not in self._cached_groups:
                 self._cached_groups.add(request.group)
                 self._stalled_until = max(self._stalled_until, self._loop.time()) + self._listener.prefill_seconds
-            request.running, request.start_progress, request.start_version_index = True, self.progress, len(self._version_marks) - 1
+            request.running, request.start_progress, request.start_version_index = (
+                True,
+                self.progress,
+                len(self._version_marks) - 1,
+            )
             self.num_decoding += 1
             self._admission_count += 1
             heapq.heappush(self._running, (self.progress + request.tokens, self._admission_count, request))

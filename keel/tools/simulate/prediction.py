@@ -13,7 +13,7 @@ from keel.config import RunSettings
 from keel.config.simulate import SimulateSettings
 from keel.tools.simulate.engines import DecodeSpeed
 from keel.tools.simulate.simulated_pool import resolve_max_batch
-from keel.tools.simulate.simulated_run import SimulatedStep, ProgressCallback, resolve_ranks, simulate
+from keel.tools.simulate.simulated_run import ProgressCallback, SimulatedStep, resolve_ranks, simulate
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,14 @@ class Prediction:
         return {
             **asdict(self),
             "staleness_shares": shares,
-            "refused_share": self.dropped_share,
+            "dropped_share": self.dropped_share,
             "wasted_share": self.wasted_share,
         }
 
 
-def predict(settings: RunSettings, assumed: SimulateSettings, on_progress: ProgressCallback | None = None) -> Prediction:
+def predict(
+    settings: RunSettings, assumed: SimulateSettings, on_progress: ProgressCallback | None = None
+) -> Prediction:
     """Simulate, and say what came of it."""
     return summarise(settings, assumed, simulate(settings, assumed, on_progress))
 

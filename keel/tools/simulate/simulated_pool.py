@@ -15,7 +15,7 @@ from keel.config import EnvironmentSettings, RunSettings
 from keel.config.simulate import SimulateSettings
 from keel.rollout.scheduler.groups import RolloutRequest
 from keel.tools.simulate.draws import NUM_QUANTILES, SeededDraws, length_quantiles
-from keel.tools.simulate.engines import SimulatedRollout, SimulatedEngine, SimulatedRequest, DecodeSpeed
+from keel.tools.simulate.engines import DecodeSpeed, SimulatedEngine, SimulatedRequest, SimulatedRollout
 
 MAX_TRACKED_GROUPS = 65_536
 """Groups whose engine is remembered."""
@@ -63,7 +63,9 @@ class SimulatedPool:
         self.speed = DecodeSpeed.from_settings(assumed, self.max_batch)
         self._full_rates = self.rates = self.speed.rates()
         self._slowed_rates = [rate / assumed.contention for rate in self._full_rates]
-        self.prefill_seconds = assumed.prompt / assumed.prefill_tokens_per_second if assumed.prefill_tokens_per_second else 0.0
+        self.prefill_seconds = (
+            assumed.prompt / assumed.prefill_tokens_per_second if assumed.prefill_tokens_per_second else 0.0
+        )
         self._draws = SeededDraws(settings.seed)
         self._length_tables: dict[str, list[int]] = {}
         self._max_sampled_tokens: dict[str, int] = {}
@@ -92,7 +94,9 @@ class SimulatedPool:
         """One rollout; what becomes of it depends on its name."""
         self._on_dispatch()
         assumed, name = self._assumed, rollout_request.environment
-        length, failure, where = self._draws.uniforms(rollout_request.group, rollout_request.member, rollout_request.attempt)
+        length, failure, where = self._draws.uniforms(
+            rollout_request.group, rollout_request.member, rollout_request.attempt
+        )
         drawn, cap = self._length_tables[name][int(length * NUM_QUANTILES)], self._max_sampled_tokens[name]
         request = SimulatedRequest(self._loop, self, rollout_request.group, min(drawn, cap))
         request.truncated = drawn >= cap
@@ -188,7 +192,9 @@ class SimulatedPool:
         found.sampled_tokens = sum(engine.sampled_tokens for engine in self.engines)
         found.busy_seconds = sum(engine.busy_seconds for engine in self.engines)
         down = found.down_seconds + sum(now - engine.down_since for engine in self.engines if not engine.up)
-        return EngineTotals(found.sampled_tokens, found.busy_seconds, found.rollout_seconds, down, found.lost_tokens, found.crashes)
+        return EngineTotals(
+            found.sampled_tokens, found.busy_seconds, found.rollout_seconds, down, found.lost_tokens, found.crashes
+        )
 
     def close(self) -> None:
         for timer in self._crash_timers.values():
@@ -217,7 +223,9 @@ class SimulatedPool:
             if request.attempts < self._max_attempts:
                 self._assign(request)
             else:
-                self._complete(request, SimulatedRollout([], error_kind="engine", error="simulated: the engine crashed"))
+                self._complete(
+                    request, SimulatedRollout([], error_kind="engine", error="simulated: the engine crashed")
+                )
 
     def _restart(self, engine: SimulatedEngine, intervals: Iterator[float]) -> None:
         self._totals.down_seconds += self._loop.time() - engine.down_since

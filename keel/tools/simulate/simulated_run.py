@@ -15,16 +15,16 @@ from typing import Any
 from keel.config import EnvironmentSettings, RunSettings
 from keel.config.simulate import SimulateSettings
 from keel.errors import KeelError
-from keel.rollout.scheduler.accounts import RolloutBatch, NothingToTrain
+from keel.rollout.scheduler.accounts import NothingToTrain, RolloutBatch
 from keel.rollout.scheduler.groups import Group
 from keel.rollout.scheduler.scheduler import Scheduler
 from keel.rollout.scheduler.task_sources import TaskSource
 from keel.tools.simulate.draws import SeededDraws
 from keel.tools.simulate.publishing import SimulatedPublisher
-from keel.tools.simulate.simulated_pool import SimulatedPool, EngineTotals
+from keel.tools.simulate.simulated_pool import EngineTotals, SimulatedPool
 from keel.tools.simulate.virtual_clock import run_virtually
 
-ZERO_VARIANCE = "no_signal"
+ZERO_VARIANCE = "zero_variance"
 MAX_DEFAULT_STEPS = 50
 """That are simulated of a longer run: enough to see what it settles at."""
 MAX_DISPATCH_FACTOR = 1000
@@ -82,7 +82,9 @@ def trainer_seconds(assumed: SimulateSettings, ranks: int, tokens: int) -> float
     return assumed.step_seconds + tokens / speed
 
 
-def simulate(settings: RunSettings, assumed: SimulateSettings, on_progress: ProgressCallback | None = None) -> list[SimulatedStep]:
+def simulate(
+    settings: RunSettings, assumed: SimulateSettings, on_progress: ProgressCallback | None = None
+) -> list[SimulatedStep]:
     """Every step of the run, or of as many as are asked for. The same settings give the same steps, always."""
     collecting = gc.isenabled()
     gc.disable()  # nothing here is in a cycle, and looking for one takes a fifth of the time of a large simulation
@@ -123,7 +125,9 @@ class SimulatedRun:
         await scheduler.close()
         return steps
 
-    async def _run_step(self, number: int, scheduler: Scheduler, pool: SimulatedPool, publisher: SimulatedPublisher) -> SimulatedStep:
+    async def _run_step(
+        self, number: int, scheduler: Scheduler, pool: SimulatedPool, publisher: SimulatedPublisher
+    ) -> SimulatedStep:
         step, clock = SimulatedStep(), asyncio.get_running_loop().time
         began = clock()
         batch = await self._next_batch(number, scheduler)
@@ -132,7 +136,9 @@ class SimulatedRun:
         if step.trained_rollouts:
             step.publishing_seconds = await _timed(publisher.snapshot_done())
             pool.set_trainer_computing(True)
-            step.training_seconds = await _timed(asyncio.sleep(trainer_seconds(self._assumed, self._ranks, step.computed_tokens)))
+            step.training_seconds = await _timed(
+                asyncio.sleep(trainer_seconds(self._assumed, self._ranks, step.computed_tokens))
+            )
             pool.set_trainer_computing(False)
             self._version += 1
             if self._version % self._settings.engine.publish_every == 0:
@@ -144,7 +150,9 @@ class SimulatedRun:
         return step
 
     async def _next_batch(self, number: int, scheduler: Scheduler) -> RolloutBatch:
-        self._dispatch_budget = MAX_DISPATCH_FACTOR * self._settings.scheduler.groups * self._settings.scheduler.group_size
+        self._dispatch_budget = (
+            MAX_DISPATCH_FACTOR * self._settings.scheduler.groups * self._settings.scheduler.group_size
+        )
         taking = asyncio.ensure_future(scheduler.next_batch(self._version))
         either: set[asyncio.Future[Any]] = {taking, self._budget_exhausted}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -200,8 +208,8 @@ class SimulatedRun:
             step.trained_rollouts += 1
             step.trained_tokens += one.tokens
             step.computed_tokens += one.tokens
-            step.truncated += one.cut
-            for version, tokens in one.parts:
+            step.truncated += one.truncated
+            for version, tokens in one.tokens_by_version:
                 ages[now - version] += tokens
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-ResultT = TypeVar("Result")
+ResultT = TypeVar("ResultT")
 
 
 class Deadlock(RuntimeError):

@@ -7,6 +7,6 @@ start, the same tasks under the same group names and the same seeds of sampling.
 
 from keel.tools.sweep.plan import SweepPlan, Trial, Variant
 from keel.tools.sweep.results import SweepResults
-from keel.tools.sweep.runner import TrialOutcome, SweepRunner, SweepCallback
+from keel.tools.sweep.runner import SweepCallback, SweepRunner, TrialOutcome
 
-__all__ = ["TrialOutcome", "SweepPlan", "SweepResults", "SweepRunner", "Trial", "Variant", "SweepCallback"]
+__all__ = ["SweepCallback", "SweepPlan", "SweepResults", "SweepRunner", "Trial", "TrialOutcome", "Variant"]

@@ -7,9 +7,9 @@ import html
 import math
 from collections.abc import Sequence
 
-from keel.tools.compare.html import html_document, format_percent, html_table
-from keel.tools.compare.svg import legend, line_chart, format_number
-from keel.tools.sweep.results import CURVES, SweepResults, SeedStatistics, TrialResult, VariantResult
+from keel.tools.compare.html import format_percent, html_document, html_table
+from keel.tools.compare.svg import format_number, legend, line_chart
+from keel.tools.sweep.results import CURVES, SeedStatistics, SweepResults, TrialResult, VariantResult
 
 MEASURE_HEADERS = ("training", "evaluation", "95 %", "mismatch", "low", "high", "tokens", "seconds")
 
@@ -31,7 +31,9 @@ def render_results(results: SweepResults) -> str:
         " seeds do not narrow. Mismatch: mean KL between sampler and policy. Low, high: share of the trainable tokens"
         " that a gate dropped. Tokens: that trained.</p>",
         "<h2>Runs</h2>",
-        html_table(("run", "seed", "status", "steps", *MEASURE_HEADERS), (_trial_row(trial) for trial in results.trials)),
+        html_table(
+            ("run", "seed", "status", "steps", *MEASURE_HEADERS), (_trial_row(trial) for trial in results.trials)
+        ),
         *(f"<p><b>{html.escape(one.name)}</b>: {html.escape(one.error)}</p>" for one in results.trials if one.error),
     ]
     return html_document(f"keel: {results.recipe}", parts)

@@ -74,7 +74,9 @@ class SweepPlan:
         return self.folder / trial.name
 
     @classmethod
-    def create(cls, folder: Path, recipe: Path, overrides: Sequence[str], variants: Sequence[Variant], seeds: int) -> Self:
+    def create(
+        cls, folder: Path, recipe: Path, overrides: Sequence[str], variants: Sequence[Variant], seeds: int
+    ) -> Self:
         """Check every trial, then write the plan. `words`: overrides that hold for all of them."""
         if (folder / "trials.json").exists():
             raise ConfigError(f"{folder} holds trials; go on with them by --resume {folder}, or choose another --run")

@@ -197,7 +197,7 @@ def _read_trial(plan: SweepPlan, trial: Trial, outcome: TrialOutcome | None) -> 
 
 def _compute_measures(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     rewards = [one["reward"] for one in steps if math.isfinite(one.get("reward", math.nan))]
-    lost = ("is_masked", "signal/unusable_tokens")
+    lost = ("is_masked", "signal/invalid_logprob_tokens")
     # a step that trained nothing has no mean of anything
     trained = [one for one in steps if one.get("tokens", 0.0) > 0 and math.isfinite(one.get("is_masked", math.nan))]
     return {

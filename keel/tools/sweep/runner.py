@@ -114,7 +114,10 @@ class SweepRunner:
     def _run_in_process(self, trial: Trial) -> TrialOutcome:
         try:
             return run_trial(
-                self.plan, trial, lambda *told: self._notify(trial, *told), lambda run: self._register_stop(trial, run.stop)
+                self.plan,
+                trial,
+                lambda *told: self._notify(trial, *told),
+                lambda run: self._register_stop(trial, run.stop),
             )
         finally:
             self._stop_functions.pop(trial.name, None)
@@ -125,7 +128,9 @@ class SweepRunner:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe(duplex=False)
         threads = max(1, torch.get_num_threads() // self._parallel)
-        child = context.Process(target=_child_main, name=trial.name, args=(there, self.plan.folder, trial.name, threads))
+        child = context.Process(
+            target=_child_main, name=trial.name, args=(there, self.plan.folder, trial.name, threads)
+        )
         child.start()
         there.close()
         self._children.add(child)
@@ -160,7 +165,9 @@ def is_finished(path: Path) -> bool:
         ledger.close()
 
 
-def run_trial(plan: SweepPlan, trial: Trial, notify: Callable[..., None], register_run: Callable[[TrainingRun], None]) -> TrialOutcome:
+def run_trial(
+    plan: SweepPlan, trial: Trial, notify: Callable[..., None], register_run: Callable[[TrainingRun], None]
+) -> TrialOutcome:
     """Run one trial, or go on with it. `tell` gets the name of an event and what belongs to it."""
     path = plan.path(trial)
     try:

@@ -31,7 +31,9 @@ def variants_from_settings(texts: Sequence[str]) -> list[Variant]:
     for _, values in axes:
         size *= len(values)
     if size > MAX_VARIANTS:
-        raise ConfigError(f"--set gives {size:,} variants, and a sweep has at most {MAX_VARIANTS:,}; leave some values out")
+        raise ConfigError(
+            f"--set gives {size:,} variants, and a sweep has at most {MAX_VARIANTS:,}; leave some values out"
+        )
     variants = []
     for chosen in itertools.product(*(values for _, values in axes)):
         name = ", ".join(f"{short}={value}" for short, value in zip(shown, chosen, strict=True))

@@ -21,14 +21,20 @@ from keel.training.distributed.world import World
 
 
 def apply_fsdp(
-    network: transformers.PreTrainedModel, body: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, reduce_dtype: torch.dtype
+    network: transformers.PreTrainedModel,
+    body: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
 ) -> None:
     """Give each rank its part of every weight, in place. `dtype` is what layers compute in, `reduce` what is summed."""
     kept = {weight.dtype for weight in network.parameters() if weight.requires_grad}
     compute = dtype if kept != {dtype} else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
     head = network.get_output_embeddings()  # type: ignore[no-untyped-call]
-    tied = next((module for module in body.modules() if head is not None and _owns_parameter(module, head.weight)), None)
+    tied = next(
+        (module for module in body.modules() if head is not None and _owns_parameter(module, head.weight)), None
+    )
     for part in [*_decoder_layers(network, body), body]:
         # the root too is cut again after its forward: what is not sharded could be neither saved nor switched
         module = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
@@ -55,7 +61,8 @@ class GatheredHead:
         self._sharded_parameters = dict(head.named_parameters(recurse=False))
         self._reduce_dtype = reduce_dtype
         self.weights = {
-            name: full_tensor(weight, dtype).requires_grad_(weight.requires_grad) for name, weight in self._sharded_parameters.items()
+            name: full_tensor(weight, dtype).requires_grad_(weight.requires_grad)
+            for name, weight in self._sharded_parameters.items()
         }
 
     def reduce_gradient(self) -> None:

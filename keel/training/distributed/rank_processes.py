@@ -66,7 +66,9 @@ class RankProcesses:
             else:
                 self.world = World(self._rank_info, connect_store(self._rank_info), self._timeout)
         except RuntimeError as error:
-            raise RankError(self._find_exited_rank(3.0) or f"the {self.size} ranks did not come together: {error}") from error
+            raise RankError(
+                self._find_exited_rank(3.0) or f"the {self.size} ranks did not come together: {error}"
+            ) from error
         return self.world
 
     def check_alive(self) -> None:
@@ -145,7 +147,13 @@ def _loopback_only() -> Iterator[None]:
 def connect_store(rank_info: RankInfo) -> Store:
     """The store where all ranks meet, which the launcher or rank 0 keeps."""
     host = rank_info.rank == 0 and not rank_info.has_agent_store
-    return TCPStore(rank_info.address, rank_info.port, is_master=host, wait_for_workers=False, timeout=timedelta(seconds=START_TIMEOUT))
+    return TCPStore(
+        rank_info.address,
+        rank_info.port,
+        is_master=host,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=START_TIMEOUT),
+    )
 
 
 def _describe_exit(exit_code: int) -> str:

@@ -68,7 +68,11 @@ class World:
     """The ranks, seen from one of them."""
 
     def __init__(
-        self, rank_info: RankInfo, store: Store, timeout: float, find_exited_rank: Callable[[float], str] = lambda _seconds: ""
+        self,
+        rank_info: RankInfo,
+        store: Store,
+        timeout: float,
+        find_exited_rank: Callable[[float], str] = lambda _seconds: "",
     ) -> None:
         """Returns when all ranks are here. `missing` says in words which rank is gone, within so many seconds."""
         self.rank, self.size, self.local_rank = rank_info.rank, rank_info.size, rank_info.local_rank

@@ -27,7 +27,13 @@ from keel.errors import ModelError
 from keel.training.distributed.rank_command import encode_command
 from keel.training.model import weights_io
 from keel.training.model.model import Model
-from keel.training.model.optimizer_state import read_optimizer, restore_optimizer, restore_rng_state, write_optimizer, write_rng_state
+from keel.training.model.optimizer_state import (
+    read_optimizer,
+    restore_optimizer,
+    restore_rng_state,
+    write_optimizer,
+    write_rng_state,
+)
 from keel.training.model.sharded_checkpoint import SHARDS_FOLDER, read_shards, write_shards
 
 TRAINING_FOLDER = "training"
@@ -93,7 +99,9 @@ class Checkpoints:
                 weights_io.write_weights(folder, model, step=step)
                 write_optimizer(folder / TRAINING_FOLDER / OPTIMIZER_FILE, model.parameters(), optimizer)
             else:
-                with model.world.run_on_all_ranks("save", lambda: encode_command(folder=str(folder.resolve()), step=step)):
+                with model.world.run_on_all_ranks(
+                    "save", lambda: encode_command(folder=str(folder.resolve()), step=step)
+                ):
                     write_rank_checkpoint(folder, model, optimizer, step)
             write_rng_state(folder / TRAINING_FOLDER / "random.safetensors")
             (folder / TRAINING_FOLDER / "state.json").write_text(text)
@@ -187,7 +195,9 @@ def restore_checkpoint(folder: Path, model: Model, optimizer: torch.optim.Optimi
         weights_io.set_weights(values, model)
     else:
         weights_io.check_compatible(folder, model)
-        values, moments, rates = read_shards(folder / TRAINING_FOLDER, parameters, optimizer, single_process=model.world is None)
+        values, moments, rates = read_shards(
+            folder / TRAINING_FOLDER, parameters, optimizer, single_process=model.world is None
+        )
         with torch.no_grad():
             for name, tensor in values.items():
                 parameters[name].copy_(tensor)

@@ -168,7 +168,9 @@ def _load_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _verify(written_folder: Path, network: transformers.PreTrainedModel, expected: list[Tensor], dtype: torch.dtype) -> float:
+def _verify(
+    written_folder: Path, network: transformers.PreTrainedModel, expected: list[Tensor], dtype: torch.dtype
+) -> float:
     """Compare what is on the disk with what was meant, and return how far it is from the checkpoint's model."""
     found = _probe_logprobs(_read_rounded(written_folder, dtype))
     meant = _probe_logprobs(_cast_weights(network, _compute_dtype(dtype)))

@@ -28,7 +28,7 @@ from keel.errors import ConfigError, ModelError
 from keel.training.distributed.fsdp import apply_fsdp
 from keel.training.distributed.world import World
 from keel.training.model import tiny_models
-from keel.training.model.device import rank_device, find_device, find_dtype, weight_and_reduce_dtypes
+from keel.training.model.device import find_device, find_dtype, rank_device, weight_and_reduce_dtypes
 from keel.training.model.model_source import ModelSource, resolve_model, suppress_hf_output
 
 TRAINED_ADAPTER = "default"
@@ -235,7 +235,9 @@ def _make_deterministic(network: transformers.PreTrainedModel) -> None:
                 setattr(part, name, 0.0)
 
 
-def _add_lora(network: transformers.PreTrainedModel, settings: LoraSettings, source: ModelSource, seed: int) -> PeftModel:
+def _add_lora(
+    network: transformers.PreTrainedModel, settings: LoraSettings, source: ModelSource, seed: int
+) -> PeftModel:
     head = network.get_output_embeddings()  # type: ignore[no-untyped-call]
     linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
     for target in settings.targets if isinstance(settings.targets, list) else ():

@@ -52,7 +52,14 @@ _GGUF_LAYERS = {
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # what says nothing about the function that the model computes
-_IGNORED_CONFIG_KEYS = ("_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+_IGNORED_CONFIG_KEYS = (
+    "_name_or_path",
+    "_model_name_or_path",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,9 @@ def read_optimizer(
     expected = {name for name, parameter in parameters.items() if id(parameter) in held}
     if rates.keys() != expected:
         strangers = sorted(rates.keys() ^ expected)
-        raise ModelError(f"{path} is of other parameters than the optimizer's: they differ by {_shorten_list(strangers)}")
+        raise ModelError(
+            f"{path} is of other parameters than the optimizer's: they differ by {_shorten_list(strangers)}"
+        )
     moments: Moments = {name: {} for name in rates}
     for key, tensor in tensors.items():
         entry, _, name = key.partition(".")

@@ -24,7 +24,7 @@ from keel.config.trainer import LoraSettings, ModelSettings, ReferenceSettings
 from keel.errors import ModelError
 from keel.training.model.checkpoint import Checkpoints
 from keel.training.model.model import Model, load_model
-from keel.training.model.weights_io import ADAPTER_FILE, ADAPTER_CONFIG_FILE, IDENTITY_FILE, check_identity, dtype_name
+from keel.training.model.weights_io import ADAPTER_CONFIG_FILE, ADAPTER_FILE, IDENTITY_FILE, check_identity, dtype_name
 
 # what says nothing about the function that the adapter computes
 _IGNORED_CONFIG_KEYS = ("base_model_name_or_path", "inference_mode", "peft_version", "revision")

@@ -50,7 +50,11 @@ def write_shards(
 
 
 def read_shards(
-    training_folder: Path, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, *, single_process: bool
+    training_folder: Path,
+    parameters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    single_process: bool,
 ) -> tuple[dict[str, Tensor], Moments, dict[str, float]]:
     """Weights, moments and rates by parameter, cut as the parameters here are; nothing is set yet.
 
@@ -58,7 +62,9 @@ def read_shards(
     """
     said = read_json(training_folder / RATES_FILE)
     if said.get("optimizer") != type(optimizer).__name__:
-        raise ModelError(f"{training_folder} is the state of {said.get('optimizer')}, not of {type(optimizer).__name__}")
+        raise ModelError(
+            f"{training_folder} is the state of {said.get('optimizer')}, not of {type(optimizer).__name__}"
+        )
     folder = training_folder / SHARDS_FOLDER
     try:
         found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata

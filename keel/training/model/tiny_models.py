@@ -51,7 +51,9 @@ _CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "tiny-llama-untied": lambda: transformers.LlamaConfig(**_TRANSFORMER_CONFIG, tie_word_embeddings=False),
     "tiny-qwen2": lambda: transformers.Qwen2Config(**_TRANSFORMER_CONFIG, tie_word_embeddings=True),
     "tiny-qwen3": lambda: transformers.Qwen3Config(**_TRANSFORMER_CONFIG, tie_word_embeddings=True),
-    "tiny-mistral": lambda: transformers.MistralConfig(**_TRANSFORMER_CONFIG, sliding_window=8, tie_word_embeddings=False),
+    "tiny-mistral": lambda: transformers.MistralConfig(
+        **_TRANSFORMER_CONFIG, sliding_window=8, tie_word_embeddings=False
+    ),
     "tiny-gemma2": lambda: transformers.Gemma2Config(
         **_TRANSFORMER_CONFIG,
         **_SLIDING_CONFIG,
@@ -60,7 +62,9 @@ _CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         final_logit_softcapping=5.0,
         attn_logit_softcapping=4.0,
     ),
-    "tiny-gemma3": lambda: transformers.Gemma3TextConfig(**_TRANSFORMER_CONFIG, **_SLIDING_CONFIG, query_pre_attn_scalar=16),
+    "tiny-gemma3": lambda: transformers.Gemma3TextConfig(
+        **_TRANSFORMER_CONFIG, **_SLIDING_CONFIG, query_pre_attn_scalar=16
+    ),
     "tiny-gpt-oss": lambda: transformers.GptOssConfig(
         **_TRANSFORMER_CONFIG | {"intermediate_size": 64},
         **_SLIDING_CONFIG,

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from keel.common.atomic_files import read_json, write_json
 from keel.errors import ModelError
-from keel.training.distributed.fsdp import shard_like, full_tensor
+from keel.training.distributed.fsdp import full_tensor, shard_like
 from keel.training.distributed.rank_command import encode_command
 from keel.training.model.model import TRAINED_ADAPTER, Model
 from keel.training.model.model_source import ModelSource, builtin_names, suppress_hf_output
@@ -90,7 +90,11 @@ def gather_weights(model: Model, *, adapter: bool) -> dict[str, torch.Tensor]:
 
     Other ranks than 0 call it when rank 0 does, and get nothing.
     """
-    ranks = nullcontext() if model.world is None else model.world.run_on_all_ranks("gather", lambda: encode_command(adapter=adapter))
+    ranks = (
+        nullcontext()
+        if model.world is None
+        else model.world.run_on_all_ranks("gather", lambda: encode_command(adapter=adapter))
+    )
     # master weights are more precise than what anyone else computes with
     dtype = None if adapter or model.world is None else model.dtype
     found: dict[int, torch.Tensor] = {}
@@ -187,7 +191,9 @@ def check_identity(folder: Path, model: Model) -> None:
         "dtype": "set model.dtype as it was when the checkpoint was written",
     }.items():
         if theirs.get(key) != ours[key]:
-            raise ModelError(f"{folder} is {_describe_identity(theirs)}, the model is {_describe_identity(ours)}: {advice}")
+            raise ModelError(
+                f"{folder} is {_describe_identity(theirs)}, the model is {_describe_identity(ours)}: {advice}"
+            )
 
 
 def base_path(source: ModelSource) -> str:

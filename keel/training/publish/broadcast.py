@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from keel.inference.pool.http_engine import HttpEngine
-from keel.inference.protocol import Engine, EngineError, BroadcastSlot
+from keel.inference.protocol import BroadcastSlot, Engine, EngineError
 from keel.inference.tensor_broadcast import BroadcastSender
 from keel.training.model.model import Model
 from keel.training.model.weights_io import full_state_dict
@@ -52,7 +52,9 @@ class BroadcastTransport:
 
     def snapshot(self, version: int) -> None:
         # tied weights travel once, under their first name
-        once = {tensor.data_ptr() or name: (name, tensor) for name, tensor in reversed(full_state_dict(self._model).items())}
+        once = {
+            tensor.data_ptr() or name: (name, tensor) for name, tensor in reversed(full_state_dict(self._model).items())
+        }
         self._held_weights[version] = dict(reversed(once.values()))
 
     async def send(self, engine: Engine, version: int, *, drain: bool) -> None:

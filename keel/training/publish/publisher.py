@@ -15,13 +15,13 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from keel.common.atomic_files import remove_folder, atomic_folder, write_manifest
+from keel.common.atomic_files import atomic_folder, remove_folder, write_manifest
 from keel.errors import ModelError
 from keel.inference.protocol import Engine
 from keel.training.model.model import Model
 from keel.training.model.weights_io import full_state_dict, gather_weights, write_gathered
 
-ResultT = TypeVar("Done")
+ResultT = TypeVar("ResultT")
 
 
 class WeightTransport(Protocol):
@@ -107,7 +107,9 @@ class Publisher:
     Without `overlap` a publication is over when `publish` returns: nothing is sampled with older weights afterwards.
     """
 
-    def __init__(self, engine: Engine, transport: WeightTransport, *, drain: bool = False, overlap: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, transport: WeightTransport, *, drain: bool = False, overlap: bool = False
+    ) -> None:
         self.engine = engine
         self.seconds = 0.0
         """How long the last one took until it was live."""
@@ -121,7 +123,9 @@ class Publisher:
         """Begin with the trainer's weights as this version, after the publication before it is over."""
         await self.wait_live()
         self._snapshot_task = asyncio.ensure_future(asyncio.to_thread(self._transport.snapshot, version))
-        self._send_task = asyncio.create_task(self._send(self._snapshot_task, version), name=f"publishing version {version}")
+        self._send_task = asyncio.create_task(
+            self._send(self._snapshot_task, version), name=f"publishing version {version}"
+        )
         if not self._overlap:
             await self.wait_live()
 

@@ -24,7 +24,7 @@ from keel.training.distributed.fsdp import GatheredHead, use_gathered_head
 from keel.training.distributed.world import World
 from keel.training.model.model import Model
 from keel.training.step.lm_head import LMHead, Scores, concat_scores
-from keel.training.step.prefix_tree import IntArray, build_tree, assign_to_ranks, plan_micro_batches
+from keel.training.step.prefix_tree import IntArray, assign_to_ranks, build_tree, plan_micro_batches
 from keel.training.step.sample import Sample, TrainableTokens
 from keel.training.step.tree_attention import TREE_ATTENTION, TreeLayout
 
@@ -134,7 +134,9 @@ class Forward:
         places = [tokens.slice_of(number) for number in sample_indices]
         rows = [path[tokens.position[place] - 1] for path, place in zip(tree.paths, places, strict=True)]
         chosen = np.concatenate([np.arange(place.start, place.stop) for place in places])
-        layout = None if self.packing == "alone" else TreeLayout(tree, device, self.model.dtype, use_native=self.use_native)
+        layout = (
+            None if self.packing == "alone" else TreeLayout(tree, device, self.model.dtype, use_native=self.use_native)
+        )
         heat = torch.promote_types(self.model.dtype, torch.float32)
         return MicroBatch(
             inputs=torch.from_numpy(tree.tokens)[None].to(device),
@@ -165,7 +167,10 @@ class Forward:
         if self.world is None or self._gathered_head is not None:
             yield
             return
-        sharded, self._gathered_head = self._head, GatheredHead(self.model.head, self.model.dtype, self.model.reduce_dtype)
+        sharded, self._gathered_head = (
+            self._head,
+            GatheredHead(self.model.head, self.model.dtype, self.model.reduce_dtype),
+        )
         weights = self._gathered_head.weights
         self._head = dataclasses.replace(sharded, weight=weights["weight"], bias=weights.get("bias"))
         try:
@@ -197,7 +202,12 @@ class Forward:
 
     @torch.no_grad()
     def score(
-        self, tokens: TrainableTokens, *, entropy: bool = False, top_k: int = 0, plan: Sequence[MicroBatch] | None = None
+        self,
+        tokens: TrainableTokens,
+        *,
+        entropy: bool = False,
+        top_k: int = 0,
+        plan: Sequence[MicroBatch] | None = None,
     ) -> Scores:
         """Log-probs of all trainable tokens, without a graph; the same path for policy, references and teachers."""
         parts, order = [], []

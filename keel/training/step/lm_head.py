@@ -86,7 +86,9 @@ class LMHead:
         """Log-probs, and what else is asked for; one matrix product."""
         room = self._logits_buffer(hidden)
         parts = [
-            self._score_chunk(hidden[rows], targets[rows], _temperature_at(temperature, rows), entropy, top_k, room).scores
+            self._score_chunk(
+                hidden[rows], targets[rows], _temperature_at(temperature, rows), entropy, top_k, room
+            ).scores
             for rows in self._row_chunks(len(hidden))
         ]
         return concat_scores(parts)
@@ -112,7 +114,9 @@ class LMHead:
             self._score_and_grad_chunk(hidden, targets, temperature, logprob_grad, entropy, rows, gradients, room)
             for rows in self._row_chunks(len(hidden))
         ]
-        return concat_scores(parts), HeadGradients(d_hidden, _cast_like(d_weight, self.weight), _cast_like(d_bias, bias))
+        return concat_scores(parts), HeadGradients(
+            d_hidden, _cast_like(d_weight, self.weight), _cast_like(d_bias, bias)
+        )
 
     def _score_and_grad_chunk(
         self,
@@ -137,7 +141,10 @@ class LMHead:
         if len(some) < len(worth):
             odds, states, places = odds[some], states[some], places[some]
         worth = (worth * self.scale / _temperature_at(temperature, rows))[some].to(wide)
-        at_target, at_all = (worth * chunk.target_softcap_grad[some])[:, None], (worth / chunk.normalizer[some])[:, None]
+        at_target, at_all = (
+            (worth * chunk.target_softcap_grad[some])[:, None],
+            (worth / chunk.normalizer[some])[:, None],
+        )
         odds = odds.to(weight.dtype)
         d_states = weight[places].to(wide).mul_(at_target).sub_(torch.mm(odds, weight).to(wide).mul_(at_all))
         gradients.hidden[rows.start + some] = d_states.to(hidden.dtype)

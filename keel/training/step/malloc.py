@@ -36,7 +36,8 @@ def retain_freed_memory(enabled: bool = True) -> bool:
     libc = ctypes.CDLL(None)
     # every one is set even when one is refused, so no `all` over a generator
     taken = [
-        libc.mallopt(ctypes.c_int(name), ctypes.c_int(value)) == 1 for name, value in (_RETAIN_OPTIONS if enabled else _GLIBC_DEFAULTS).items()
+        libc.mallopt(ctypes.c_int(name), ctypes.c_int(value)) == 1
+        for name, value in (_RETAIN_OPTIONS if enabled else _GLIBC_DEFAULTS).items()
     ]
     if not enabled:
         libc.malloc_trim(ctypes.c_size_t(0))

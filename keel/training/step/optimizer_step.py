@@ -60,7 +60,9 @@ class OptimizerStep:
         self.columns, self.samples = columns, list(samples)
         tokens = columns.tokens
         places = [np.arange(tokens.slice_of(number).start, tokens.slice_of(number).stop) for number in self.samples]
-        self.token_index = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *places])).to(columns.logprobs.device)
+        self.token_index = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *places])).to(
+            columns.logprobs.device
+        )
         """Which of the step's tokens belong to this update."""
         zeros = torch.zeros_like(columns.logprobs)
         proximal = columns.proximal_logprobs
@@ -69,7 +71,9 @@ class OptimizerStep:
             "proximal_logprobs": proximal,
             "teacher_logprobs": columns.teacher_logprobs,
         }
-        self.template_batch = tokens.to_batch(zeros, version, **{name: value for name, value in known.items() if value is not None})
+        self.template_batch = tokens.to_batch(
+            zeros, version, **{name: value for name, value in known.items() if value is not None}
+        )
         self.policy_is_proximal = proximal is None and objective.composition.reads("proximal")
 
     def run(self, steps_taken: int) -> OptimizerStepResult:
@@ -224,13 +228,16 @@ class OptimizerStep:
         # a NaN spreads to all that is computed in one row with it, so each suspect is asked alone
         numbers = [number for number in suspects if not self._score_alone(number).isfinite().all()] or suspects
         raise StepRefused(
-            f"the policy's log-probs are not finite for {self._describe_samples(numbers)}; this update was not taken", numbers
+            f"the policy's log-probs are not finite for {self._describe_samples(numbers)}; this update was not taken",
+            numbers,
         )
 
     def _score_alone(self, sample_index: int) -> Tensor:
         """The log-probs of one sample, computed with no other."""
         tokens = self.columns.tokens
-        return self.forward.score(tokens, plan=self.forward.plan(tokens, [sample_index])).logprobs[tokens.slice_of(sample_index)]
+        return self.forward.score(tokens, plan=self.forward.plan(tokens, [sample_index])).logprobs[
+            tokens.slice_of(sample_index)
+        ]
 
     def _finite_grad_norm(self) -> float:
         norm = self._grad_norm()

@@ -90,7 +90,9 @@ def cost(new: int | IntArray, shared: int | IntArray) -> Any:
     return new + ATTENTION_COST * new * (shared + (new + 1) / 2)
 
 
-def plan_micro_batches(sequences: Sequence[IntArray], max_tokens: int, *, share: bool = True, ranks: int = 1) -> list[list[int]]:
+def plan_micro_batches(
+    sequences: Sequence[IntArray], max_tokens: int, *, share: bool = True, ranks: int = 1
+) -> list[list[int]]:
     """Sequences dealt into as few trees as fit `max_tokens` each; then, of least squares of their costs.
 
     So they are of equal cost as far as that does not tear apart what shares much: it would be computed in both. A
@@ -108,7 +110,9 @@ def plan_micro_batches(sequences: Sequence[IntArray], max_tokens: int, *, share:
     wanted = min(-(-(len(bounds) - 1) // ranks) * ranks, len(order))
     bounds = _split_runs(length, common, max_tokens, _min_max_cost(length, common, max_tokens, wanted))
     whole = [[piece] for piece in itertools.pairwise(bounds)]
-    dealt = min((whole, _balance_runs(length, common, max_tokens, wanted)), key=lambda one: _max_cost(length, common, one))
+    dealt = min(
+        (whole, _balance_runs(length, common, max_tokens, wanted)), key=lambda one: _max_cost(length, common, one)
+    )
     return [[index for first, last in pieces for index in order[first:last]] for pieces in dealt]
 
 

@@ -81,10 +81,10 @@ class StepReport:
         """Everything that fits a log line."""
         own: dict[str, Any] = {
             name: getattr(self, name)
-            for name in ("steps", "loss", "grad_norm", "lr", "samples", "computed_tokens", "plain_tokens", "seconds")
+            for name in ("steps", "loss", "grad_norm", "lr", "samples", "computed_tokens", "unshared_tokens", "seconds")
         }
         own |= {f"loss/{name}": value for name, value in self.terms.items()}
-        own |= {f"drift/{name}": metric.mean for name, metric in self.reference_kl.items()}
+        own |= {f"kl_ref/{name}": metric.mean for name, metric in self.reference_kl.items()}
         return {name: float(value) for name, value in own.items()} | self.metrics.means()
 
 
@@ -104,7 +104,9 @@ class StepColumns:
     """Under the trainer's own teacher; None when samples bring theirs, or none is needed."""
 
     @classmethod
-    def empty(cls, tokens: TrainableTokens, dtype: torch.dtype, device: torch.device, *, entropy: bool) -> "StepColumns":
+    def empty(
+        cls, tokens: TrainableTokens, dtype: torch.dtype, device: torch.device, *, entropy: bool
+    ) -> "StepColumns":
         blank = torch.full((len(tokens),), torch.nan, dtype=dtype, device=device)
         reasons = torch.zeros(len(tokens), dtype=torch.uint8, device=device)
         return cls(tokens, blank, torch.zeros_like(blank), reasons, blank.clone() if entropy else None)

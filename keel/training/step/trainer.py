@@ -96,7 +96,7 @@ class Trainer:
         return StepReport(
             steps=self.steps,
             stepped=any(one.stepped for one in done),
-            skip_reason="; ".join(dict.fromkeys(one.why_not for one in done if one.why_not)),
+            skip_reason="; ".join(dict.fromkeys(one.skip_reason for one in done if one.skip_reason)),
             loss=sum(one.loss for one in done) / len(done),
             terms={name: sum(one.terms[name] for one in done) / len(done) for name in done[0].terms},
             grad_norm=max(one.grad_norm for one in done),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
-from keel.inference.kernels.tree_attention import TreePlan, TreeAttention, tree_kernel_supports
+from keel.inference.kernels.tree_attention import TreeAttention, TreePlan, tree_kernel_supports
 from keel.training.step.prefix_tree import IntArray, PrefixTree
 from keel.training.step.tile_attention import Tile, TileAttention, build_tiles
 
@@ -78,7 +78,9 @@ class TreeLayout:
             self._blocks[window, heads] = [self._build_block(*piece, window, heads) for piece in self._block_ranges]
         return self._blocks[window, heads]
 
-    def _build_block(self, start: int, stop: int, ancestors: IntArray, window: int | None, heads: int) -> AttentionBlock:
+    def _build_block(
+        self, start: int, stop: int, ancestors: IntArray, window: int | None, heads: int
+    ) -> AttentionBlock:
         keys = np.concatenate([ancestors, np.arange(start, stop)])
         seen = self.tree.visible(start, stop, keys, window)
         used = np.flatnonzero(seen.any(0))
@@ -120,7 +122,12 @@ def split_into_blocks(tree: PrefixTree) -> list[tuple[int, int, IntArray]]:
         lowest = int(np.searchsorted(bounds, bounds[place] - MAX_BLOCK_QUERIES))
         before = np.arange(min(lowest, place - 1), place)
         width = bounds[place] - bounds[before]
-        total = best[before] + width * (depth[before] + width) + GATHER_OVERHEAD_PAIRS * depth[before] + BLOCK_OVERHEAD_PAIRS
+        total = (
+            best[before]
+            + width * (depth[before] + width)
+            + GATHER_OVERHEAD_PAIRS * depth[before]
+            + BLOCK_OVERHEAD_PAIRS
+        )
         winner = int(np.argmin(total))
         best[place], come_from[place] = total[winner], before[winner]
     blocks, place = [], len(bounds) - 1
@@ -188,7 +195,9 @@ class _BlockAttention(torch.autograd.Function):
         out = query.new_empty(size, heads, value.shape[-1])
         for block in blocks:
             here = slice(block.start, block.stop)
-            shares, _ = _attention_weights(_fold_heads(query, key, here), key[:, block.keys], block.mask, sinks, scale, softcap)
+            shares, _ = _attention_weights(
+                _fold_heads(query, key, here), key[:, block.keys], block.mask, sinks, scale, softcap
+            )
             mixed = torch.bmm(shares[..., : block.mask.shape[1]], value[:, block.keys])
             out[here] = mixed.view(heads, -1, value.shape[-1]).transpose(0, 1)
         ctx.save_for_backward(query, key, value, sinks)

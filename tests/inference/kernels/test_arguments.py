@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from keel.inference.kernels import build, decode_attention, packed_matmul
-from keel.inference.kernels.decode_attention import KeySpans, attend_rows, apply_rope
-from keel.inference.kernels.packed_matmul import RMSNormParams, PackedMatrix
+from keel.inference.kernels.decode_attention import KeySpans, apply_rope, attend_rows
+from keel.inference.kernels.packed_matmul import PackedMatrix, RMSNormParams
 from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels

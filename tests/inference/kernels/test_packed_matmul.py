@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from keel.inference.kernels.decode_attention import KeySpans, attend_rows, apply_rope
-from keel.inference.kernels.packed_matmul import RMSNormParams, PackedMatrix
+from keel.inference.kernels.decode_attention import KeySpans, apply_rope, attend_rows
+from keel.inference.kernels.packed_matmul import PackedMatrix, RMSNormParams
 from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels
@@ -114,7 +114,8 @@ def test_states_of_any_strides_are_normed_and_gated() -> None:
     panels, weight = PackedMatrix(normal(30, 8)), normal(30, seed=1)
     left, wide = normal(5, 30, seed=2), normal(5, 60, seed=3)
     assert torch.equal(
-        panels.matmul(turned(left, True), norm=RMSNormParams(weight, 1e-5)), panels.matmul(left, norm=RMSNormParams(weight, 1e-5))
+        panels.matmul(turned(left, True), norm=RMSNormParams(weight, 1e-5)),
+        panels.matmul(left, norm=RMSNormParams(weight, 1e-5)),
     )
     assert torch.equal(panels.matmul(turned(wide, True), gated=True), panels.matmul(wide, gated=True))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keel.inference.kernels import tree_attention as module
-from keel.inference.kernels.tree_attention import TreePlan, TreeAttention, tree_kernel_supports
+from keel.inference.kernels.tree_attention import TreeAttention, TreePlan, tree_kernel_supports
 from keel.training.step.prefix_tree import IntArray, PrefixTree, build_tree
 from keel.training.step.tile_attention import TileAttention, build_tiles
 from tests.support.kernels import needs_kernels

@@ -15,7 +15,7 @@ from keel.inference.local import llama_forward as own_pass
 from keel.inference.local.continuous_batch import ContinuousBatch
 from keel.inference.local.decoders import BatchedDecoder, select_decoder
 from keel.inference.local.local_engine import LocalEngine
-from keel.inference.local.prefix_cache import PrefixNode, PrefixCache, allocate_blocks
+from keel.inference.local.prefix_cache import PrefixCache, PrefixNode, allocate_blocks
 from keel.inference.protocol import Generation
 from keel.training.model.model import Model
 from tests.inference.local.test_local_engine import PROMPTS, ask, off_trainer, request

@@ -13,7 +13,7 @@ from keel.config import EngineSettings, Sampling, TrainerSettings
 from keel.inference.local import decoders
 from keel.inference.local.continuous_batch import MAX_PREFILL_TOKENS, ContinuousBatch, GenerationRequest
 from keel.inference.local.decode_attention import INITIAL_CAPACITY
-from keel.inference.local.decoders import SequentialDecoder, BatchedDecoder, select_decoder
+from keel.inference.local.decoders import BatchedDecoder, SequentialDecoder, select_decoder
 from keel.inference.local.local_engine import LocalEngine
 from keel.inference.local.sampling import StopStringDetector
 from keel.inference.protocol import EngineError, Generation

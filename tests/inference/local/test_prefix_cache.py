@@ -12,7 +12,7 @@ from keel.inference.local import decoders
 from keel.inference.local.continuous_batch import ContinuousBatch
 from keel.inference.local.decoders import select_decoder
 from keel.inference.local.local_engine import LocalEngine
-from keel.inference.local.prefix_cache import RetainedPrefixes, PrefixNode, allocate_blocks
+from keel.inference.local.prefix_cache import PrefixNode, RetainedPrefixes, allocate_blocks
 from keel.inference.protocol import EngineError, Generation
 from keel.inference.server.openai_responses import TokenChunk
 from tests.inference.local.test_local_engine import PROMPTS, ask, counting, off_trainer, request

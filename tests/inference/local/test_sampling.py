@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.config import Sampling
-from keel.inference.local.prefix_cache import MIN_SHARED_TOKENS, PrefixNode, PrefixCache
+from keel.inference.local.prefix_cache import MIN_SHARED_TOKENS, PrefixCache, PrefixNode
 from keel.inference.local.sampling import StopStringDetector, sample_tokens, truncate
 from tests.support.policy_strategies import tiny
 

@@ -20,9 +20,9 @@ from keel.inference.pool.discovery import (
     HttpList,
     StaticList,
     WatchedFile,
-    validate_urls,
-    one_line,
     make_source,
+    one_line,
+    validate_urls,
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from keel.inference.pool import pool as pool_module
-from keel.inference.pool.target_weights import WeightLoad, TargetWeights
+from keel.inference.pool.target_weights import TargetWeights, WeightLoad
 from keel.inference.protocol import EngineError
 from tests.support.pool_world import World, now, play
 

@@ -151,7 +151,10 @@ def test_deltas_joined_are_the_whole_text_however_the_tokens_arrive(
     ids = list(text.encode())
     whole = IncrementalDetokenizer(TOKENIZER, tuple(stop)).push(ids, is_last=True)
     assert whole == text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
-    grown, places = IncrementalDetokenizer(TOKENIZER, tuple(stop)), sorted({min(cut, len(ids)) for cut in cuts} | {0, len(ids)})
+    grown, places = (
+        IncrementalDetokenizer(TOKENIZER, tuple(stop)),
+        sorted({min(cut, len(ids)) for cut in cuts} | {0, len(ids)}),
+    )
     deltas = [grown.push(ids[low:high], is_last=False) for low, high in itertools.pairwise(places)]
     deltas.append(grown.push([], is_last=True))
     assert "".join(deltas) == whole

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from keel.cli import main
 from keel.inference.protocol import EngineError
 from keel.inference.server.app import build_app
-from keel.inference.server.prometheus import MetricFamily, single_value_family, render_metrics
+from keel.inference.server.prometheus import MetricFamily, render_metrics, single_value_family
 from keel.run.evaluate import EvaluationResult
 from keel.run.monitor.exporter import Exporter, ExporterServer
 from tests.support.engine_fakes import TOKENIZER, FakeEngine, FakeStreamingEngine, until
@@ -52,7 +52,9 @@ def test_the_page_of_known_numbers() -> None:
     page = render_metrics(
         [
             single_value_family("keel_ready", "gauge", "Ready.", True),
-            MetricFamily("keel_x_total", "counter", "X,\nby kind.", [({"kind": 'a "b"\\c\n'}, 2.5), ({"kind": "d"}, 1e300)]),
+            MetricFamily(
+                "keel_x_total", "counter", "X,\nby kind.", [({"kind": 'a "b"\\c\n'}, 2.5), ({"kind": "d"}, 1e300)]
+            ),
         ]
     )
     assert page == (
@@ -70,7 +72,9 @@ def test_numbers_that_are_not_finite_have_their_words() -> None:
 
 @given(st.text().filter(lambda label: "\r" not in label), st.floats(allow_nan=False))
 def test_any_label_and_any_number_come_back(label: str, value: float) -> None:
-    assert parse(render_metrics([single_value_family("x", "gauge", "X.", value, label=label)])) == {("x", (("label", label),)): value}
+    assert parse(render_metrics([single_value_family("x", "gauge", "X.", value, label=label)])) == {
+        ("x", (("label", label),)): value
+    }
 
 
 def test_text_that_has_no_bytes_is_still_a_page() -> None:
@@ -107,10 +111,10 @@ def test_a_server_counts_tokens_answers_and_requests(stream: bool) -> None:
     assert page["keel_info", (("model", 'tiny "1"'),)] == 1
     assert page["keel_ready", ()] == 1
     assert page["keel_version", ()] == 3
-    assert page["keel_answers_running", ()] == page["keel_answers_under_way", ()] == 0
+    assert page["keel_completions_running", ()] == page["keel_completions_in_flight", ()] == 0
     assert page["keel_tokens_sampled_total", ()] == 16
-    assert page["keel_answers_total", (("finish", "stop"),)] == 4
-    assert page["keel_answers_failed_total", ()] == 0
+    assert page["keel_completions_total", (("finish", "stop"),)] == 4
+    assert page["keel_completions_failed_total", ()] == 0
     assert page["keel_requests_total", (("path", "/v1/completions"), ("status", "200"))] == 2
     assert page["keel_requests_total", (("path", "/v1/completions"), ("status", "400"))] == 1
     # clients cannot make new series by asking for other paths
@@ -123,7 +127,7 @@ def test_answers_that_break_off_are_counted_with_the_tokens_they_had() -> None:
     asked = ("/v1/completions", {"prompt": [97, 98, 99], "stream": True})
     page = parse(talk(engine, asked, ("/metrics", None))[-1].text)
     assert page["keel_tokens_sampled_total", ()] == 3
-    assert page["keel_answers_failed_total", ()] == 1
+    assert page["keel_completions_failed_total", ()] == 1
 
 
 def test_an_engine_that_fails_is_counted() -> None:
@@ -131,7 +135,7 @@ def test_an_engine_that_fails_is_counted() -> None:
     engine.fail = lambda: EngineError("broken")
     answers = talk(engine, ASK, ("/metrics", None))
     page = parse(answers[-1].text)
-    assert page["keel_answers_failed_total", ()] >= 1
+    assert page["keel_completions_failed_total", ()] >= 1
     assert page["keel_requests_total", (("path", "/v1/completions"), ("status", str(answers[0].status_code)))] == 1
 
 
@@ -152,7 +156,7 @@ def test_an_exporter_shows_what_it_was_told_last() -> None:
     page = parse(exporter.render())
     assert page["keel_run_info", (("run", "mine"),)] == 1
     assert (page["keel_run_step", ()], page["keel_run_steps", ()]) == (3, 9)
-    assert page["keel_run_number", (("name", "reward"),)] == 0.5
+    assert page["keel_run_metric", (("name", "reward"),)] == 0.5
     assert page["keel_run_stage", (("stage", "sampling"),)] == 1
     assert sum(value for (name, _), value in page.items() if name == "keel_run_stage") == 1
     assert page["keel_run_evaluation", (("environment", "larger_number"), ("name", "pass@1"))] == 0.5
@@ -208,6 +212,6 @@ def test_the_numbers_of_a_run_are_served_while_it_runs(tmp_path: Path, monkeypat
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
     assert main(["train", str(recipe), "--run", str(tmp_path / "run"), "--metrics-port", str(number)]) == 0
-    assert seen[0]["keel_run_number", (("name", "reward"),)] == 0.75
+    assert seen[0]["keel_run_metric", (("name", "reward"),)] == 0.75
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{number}/metrics", timeout=10)

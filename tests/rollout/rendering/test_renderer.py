@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from keel.config import EpisodeLimits, RendererSettings
 from keel.errors import ConfigError
 from keel.inference.protocol import Generation
-from keel.rollout.rendering.renderer import Renderer, RenderedTurn
+from keel.rollout.rendering.renderer import RenderedTurn, Renderer
 from keel.rollout.trajectory import EpisodeTrajectory
 from keel.training.model import tiny_models
 from keel.training.model.model_source import resolve_model

@@ -10,7 +10,7 @@ import pytest
 
 from keel.config import SchedulerSettings
 from keel.errors import ConfigError, KeelError
-from keel.rollout.scheduler.accounts import RolloutBatch, SchedulerClosed, TasksExhausted, NothingToTrain
+from keel.rollout.scheduler.accounts import NothingToTrain, RolloutBatch, SchedulerClosed, TasksExhausted
 from keel.rollout.scheduler.groups import RolloutRequest
 from keel.rollout.scheduler.scheduler import Scheduler
 from keel.rollout.scheduler.task_sources import TaskSource
@@ -432,10 +432,10 @@ def test_closing_emits_everything_and_tells_whoever_waits() -> None:
         await asyncio.sleep(60)
         last = await made.close()
         assert sorted((r.task_id, r.member, r.reason) for r in last) == [
-            ("task0", 0, "closed"),
-            ("task0", 1, "closed"),
+            ("task0", 0, "run_ended"),
+            ("task0", 1, "run_ended"),
             ("task1", 0, "empty"),
-            ("task1", 1, "closed"),
+            ("task1", 1, "run_ended"),
         ]
         assert script.cancelled == [("task1", 1, 0)]
         with pytest.raises(SchedulerClosed):
@@ -474,7 +474,7 @@ def test_tasks_that_cannot_be_made_stop_the_run_and_not_silently() -> None:
         for _ in range(2):
             with pytest.raises(OSError, match="no such file"):
                 await made.next_batch(0)
-        assert [r.reason for r in await made.close()] == ["closed", "closed"]
+        assert [r.reason for r in await made.close()] == ["run_ended", "closed"]
 
     run_virtually(main())
 
@@ -528,11 +528,11 @@ def test_after_a_restart_what_was_in_flight_is_refused_and_dispatched_as_the_nex
     script = Script()
     (batch,) = batches(restored(snapshot, script))
     assert refused(batch) == [
-        ("task0", 0, 0, "restart"),
-        ("task0", 1, 0, "restart"),
+        ("task0", 0, 0, "interrupted"),
+        ("task0", 1, 0, "interrupted"),
         ("task1", 0, 0, "empty"),
-        ("task1", 0, 1, "restart"),
-        ("task1", 1, 0, "restart"),
+        ("task1", 0, 1, "interrupted"),
+        ("task1", 1, 0, "interrupted"),
     ]
     assert sorted(script.dispatched) == [("task0", 0, 1), ("task0", 1, 1), ("task1", 0, 2), ("task1", 1, 1)]
     assert ids(batch) == ["task0", "task1"]

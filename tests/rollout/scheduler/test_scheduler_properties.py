@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.config import SchedulerSettings
-from keel.rollout.scheduler.accounts import TasksExhausted, NothingToTrain
+from keel.rollout.scheduler.accounts import NothingToTrain, TasksExhausted
 from keel.rollout.scheduler.group_queue import GroupQueue
-from keel.rollout.scheduler.groups import RolloutRequest, PendingGroup
+from keel.rollout.scheduler.groups import PendingGroup, RolloutRequest
 from keel.rollout.scheduler.scheduler import Scheduler
-from keel.rollout.scheduler.task_sources import TaskSource, TaskSampler
+from keel.rollout.scheduler.task_sources import TaskSampler, TaskSource
 from keel.tools.simulate.virtual_clock import run_virtually
 from tests.support.scheduler_world import Engine, Faults, Ledger, Name, Told, held, jobs, sources
 

@@ -91,7 +91,9 @@ CUSTOM = f'custom = "{__name__}:Recorder"'
 def commit(folder: RunFolder, sinks: Sinks | None, *steps: int) -> None:
     """Steps as the loop does them: the ledger first, then the observers."""
     for step in steps:
-        folder.ledger.write_step(step, version=step, stepped=True, metrics=finite_metrics(NUMBERS), outcomes=[], state={})
+        folder.ledger.write_step(
+            step, version=step, stepped=True, metrics=finite_metrics(NUMBERS), outcomes=[], state={}
+        )
         if sinks is not None:
             sinks.step(step, NUMBERS)
 

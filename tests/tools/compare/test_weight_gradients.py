@@ -13,7 +13,7 @@ from keel.cli import main
 from keel.config import ModelSettings
 from keel.errors import KeelError
 from keel.tools.compare import Comparison, Recording, parse_candidates
-from keel.tools.compare.weight_gradients import WeightGradients, to_samples, evenly_spaced_steps
+from keel.tools.compare.weight_gradients import WeightGradients, evenly_spaced_steps, to_samples
 from keel.training import Model, Trainer, load_model
 from tests.support.compare_world import row, write_json
 

@@ -22,7 +22,7 @@ from keel.errors import ConfigError
 from keel.tools.launch.node_agent import Command, Probe
 from keel.tools.launch.plan import Component, LaunchPlan, check_overrides, make_plan
 from keel.tools.launch.ray_cluster import check_resources
-from keel.tools.launch.supervisor import ComponentState, NodeLost, ComponentFailed, Supervisor
+from keel.tools.launch.supervisor import ComponentFailed, ComponentState, NodeLost, Supervisor
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "cluster"

@@ -102,7 +102,7 @@ def test_the_overview_draws_every_chart_of_the_chosen_runs(window: Browser, addr
     assert window.run("return document.querySelectorAll('figure canvas').length") == 9
     assert [text.split() for text in texts(window, ".fates tr")] == [
         ["trained", "47", "73", "%"],
-        ["no_signal", "16", "25", "%"],
+        ["zero_variance", "16", "25", "%"],
         ["failed", "1", "1.6", "%"],
     ]
     legend = texts(window, "figure:nth-child(2) .entry")

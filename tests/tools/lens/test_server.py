@@ -120,7 +120,7 @@ def test_a_long_series_is_averaged_to_a_bounded_number_of_points(lens: Lens, mon
 
 
 def test_every_rollout_is_counted_under_its_fate(lens: Lens) -> None:
-    assert ask(lens, "fates", run="a") == {"rollouts": 64, "fates": {"trained": 47, "no_signal": 16, "failed": 1}}
+    assert ask(lens, "fates", run="a") == {"rollouts": 64, "fates": {"trained": 47, "zero_variance": 16, "failed": 1}}
     assert ask(lens, "fates", run="a")["rollouts"] == 64
 
 
@@ -266,7 +266,7 @@ def test_dropped_tokens_with_a_positive_advantage_can_be_asked_for(world: Path, 
 def test_a_sample_is_read_in_pages_that_join_to_the_whole(world: Path, lens: Lens) -> None:
     groups = ask(lens, "groups", run="a", step=2)["groups"]
     assert [group["group"] for group in groups] == ["sums/200", "sums/201", "sums/202", "sums/203"]
-    assert (groups[0]["trained"], groups[0]["reason"]) == (0, "no_signal")
+    assert (groups[0]["trained"], groups[0]["reason"]) == (0, "zero_variance")
     (one, *_) = ask(lens, "members", run="a", step=2, group="sums/201")["samples"]
     name = {key: one[key] for key in ("group", "member", "attempt", "sample")}
     row = next(

@@ -18,7 +18,14 @@ from keel.rollout.scheduler.groups import RolloutRequest
 from keel.tools.simulate.bottleneck import describe_bottleneck, propose_changes
 from keel.tools.simulate.draws import SeededDraws, length_quantiles
 from keel.tools.simulate.engines import DecodeSpeed
-from keel.tools.simulate.fit import RolloutTimings, admission_times, mean_concurrency, fit_decode_costs, fit_line, overlap_share
+from keel.tools.simulate.fit import (
+    RolloutTimings,
+    admission_times,
+    fit_decode_costs,
+    fit_line,
+    mean_concurrency,
+    overlap_share,
+)
 from keel.tools.simulate.prediction import predict
 from keel.tools.simulate.simulated_pool import SimulatedPool
 from keel.tools.simulate.simulated_run import simulate, trainer_seconds
@@ -198,7 +205,7 @@ def test_failures_crashes_and_groups_without_signal_are_as_frequent_as_assumed()
     trained = 1 - found.dropped_share
     failed = found.dropped["exception"]
     assert failed / (failed + trained / (1 - 0.25)) == pytest.approx(0.2, abs=0.02)
-    assert found.dropped["no_signal"] / (trained + found.dropped["no_signal"]) == pytest.approx(0.25, abs=0.05)
+    assert found.dropped["zero_variance"] / (trained + found.dropped["zero_variance"]) == pytest.approx(0.25, abs=0.05)
     assert found.engine_down == pytest.approx(90 / (360 + 90), abs=0.05)
     assert found.wasted["crash"] > 0
 
@@ -216,7 +223,7 @@ def test_a_crash_is_an_error_only_where_nobody_asks_again() -> None:
             "engines": st.integers(1, 5),
             "rollout_failures": st.sampled_from([0.0, 0.3]),
             "engine_crash_hours": st.sampled_from([None, 0.02]),
-            "no_signal": st.sampled_from([0.0, 0.4]),
+            "zero_variance": st.sampled_from([0.0, 0.4]),
             "environment_seconds": st.sampled_from([0.0, 3.0]),
             "prefill_tokens_per_second": st.sampled_from([None, 100.0]),
             "load_seconds": st.sampled_from([0.0, 5.0]),
@@ -269,8 +276,12 @@ def test_costs_are_found_again_from_when_rollouts_began_and_ended() -> None:
 
     found = fit_decode_costs(run_virtually(made()), 1)
     truth = DecodeSpeed.from_settings(assume(), 16)
-    assert found.base_seconds + found.seconds_per_request == pytest.approx(truth.base_seconds + truth.seconds_per_request, rel=0.15)
-    assert found.base_seconds + 16 * found.seconds_per_request == pytest.approx(truth.base_seconds + 16 * truth.seconds_per_request, rel=0.15)
+    assert found.base_seconds + found.seconds_per_request == pytest.approx(
+        truth.base_seconds + truth.seconds_per_request, rel=0.15
+    )
+    assert found.base_seconds + 16 * found.seconds_per_request == pytest.approx(
+        truth.base_seconds + 16 * truth.seconds_per_request, rel=0.15
+    )
     assert found.trainer_slowdown == pytest.approx(1.0)
 
 

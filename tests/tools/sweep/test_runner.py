@@ -18,7 +18,7 @@ from keel.cli import main
 from keel.errors import ConfigError, KeelError
 from keel.tools.compare.svg import HEIGHT, line_chart
 from keel.tools.lens.run_reader import RunCatalog
-from keel.tools.sweep import TrialOutcome, SweepPlan, SweepRunner, Trial, Variant
+from keel.tools.sweep import SweepPlan, SweepRunner, Trial, TrialOutcome, Variant
 from keel.tools.sweep.html import render_results
 from keel.tools.sweep.results import MEASURES, SweepResults, read_results
 from keel.tools.sweep.variants import variants_from_objectives, variants_from_settings
@@ -253,7 +253,9 @@ def test_the_parquet_file_has_every_number_of_every_run(world: World) -> None:
         assert rewards == trial.curve("reward")
         evaluated = {row["step"] for row in mine if row["environment"] == "larger_number"}
         assert evaluated == {0, 3}
-        assert len(mine) == sum(len(row.metrics) for row in trial.step_rows) + sum(len(one[2]) for one in trial.evaluation_rows)
+        assert len(mine) == sum(len(row.metrics) for row in trial.step_rows) + sum(
+            len(one[2]) for one in trial.evaluation_rows
+        )
 
 
 def test_the_page_has_a_line_and_a_band_for_each_variant_and_needs_nothing(world: World) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import keel
 from keel.objectives.catalog import PRESETS
-from keel.training.distributed.rank_command import encode_command, decode_command
-from keel.training.step.prefix_tree import IntArray, build_tree, cost, assign_to_ranks, plan_micro_batches
+from keel.training.distributed.rank_command import decode_command, encode_command
+from keel.training.step.prefix_tree import IntArray, assign_to_ranks, build_tree, cost, plan_micro_batches
 from tests.support.policy_strategies import branching_samples, sequences
 
 BUDGET = 24

@@ -169,7 +169,7 @@ def test_a_rank_that_hangs_is_given_up_after_the_timeout(tmp_path: Path) -> None
 def test_with_lora_references_and_asynchronous_sampling(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     watcher = train(folder, trainer__ranks=2, steps=3, model__lora__rank=4, objective__kl_penalty_coef=0.05)
-    assert list(watcher.steps) == [1, 2, 3] and "drift/base" in watcher.steps[3]
+    assert list(watcher.steps) == [1, 2, 3] and "kl_ref/base" in watcher.steps[3]
     assert (folder / "checkpoints" / "step_3" / "adapter_model.safetensors").is_file()
 
 

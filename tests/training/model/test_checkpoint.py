@@ -175,7 +175,9 @@ def test_a_fresh_process_goes_on_bit_for_bit(lora: LoraSettings | None, processe
     checkpoints(tmp_path / "b").save(6, straight, optimizer, {})
     processes.run(RESUME, tmp_path, "full" if lora is None else "lora")
     # the manifests hold the hashes of weights, moments and the three random generators
-    assert atomic_files.read_manifest(tmp_path / "b" / "step_6") == atomic_files.read_manifest(tmp_path / "c" / "step_6")
+    assert atomic_files.read_manifest(tmp_path / "b" / "step_6") == atomic_files.read_manifest(
+        tmp_path / "c" / "step_6"
+    )
 
 
 def step_of(trainer: Trainer) -> None:

@@ -47,7 +47,9 @@ def logprobs(model: Model) -> torch.Tensor:
 
 
 def references(sources: dict[str, str], model: Model, checkpoints: Checkpoints | None = None) -> References:
-    return load_references({name: ReferenceSettings(source=source) for name, source in sources.items()}, model, checkpoints)
+    return load_references(
+        {name: ReferenceSettings(source=source) for name, source in sources.items()}, model, checkpoints
+    )
 
 
 def run_of(model: Model, folder: Path, steps: int = 3) -> tuple[Checkpoints, list[torch.Tensor]]:

@@ -20,7 +20,7 @@ from keel.inference.pool.pool import Pool
 from keel.inference.protocol import Engine, EngineError
 from keel.inference.server.app import build_app
 from keel.training import Trainer
-from keel.training.publish.publisher import InMemoryTransport, FolderTransport, Publisher
+from keel.training.publish.publisher import FolderTransport, InMemoryTransport, Publisher
 from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
 from tests.support.policy_strategies import LORA, tiny
 from tests.support.run_world import train
@@ -154,7 +154,11 @@ def test_who_stops_waiting_does_not_end_the_publication() -> None:
     async def scene(publisher: Publisher, way: Told, engine: FakeEngine) -> None:
         way.may_take.set()
         await publisher.publish(1)
-        for waiting in [await soon(publisher.wait_live()), await soon(publisher.snapshot_done()), await soon(publisher.publish(2))]:
+        for waiting in [
+            await soon(publisher.wait_live()),
+            await soon(publisher.snapshot_done()),
+            await soon(publisher.publish(2)),
+        ]:
             waiting.cancel()
         await asyncio.sleep(0.01)
         way.may_give.set()
@@ -295,7 +299,9 @@ def test_rollouts_finish_while_weights_are_loaded_whoever_is_slow(slow: int, tmp
             model = tiny(seed=1)
             engine = Slow(model.network, model.tokenizer)
             engine.may_load = may_load if number < slow else _always()
-            urls.append(stack.enter_context(serving(build_app(engine, TOKENIZER, model="tiny", allowed_folders=ANYWHERE))))
+            urls.append(
+                stack.enter_context(serving(build_app(engine, TOKENIZER, model="tiny", allowed_folders=ANYWHERE)))
+            )
         asyncio.run(scene(urls))
 
 

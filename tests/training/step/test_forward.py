@@ -269,7 +269,9 @@ def test_what_comes_after_the_last_trainable_token_is_not_computed(llama: Model)
     (batch,) = Forward(llama, packing="shared").plan(TrainableTokens([sample]))
     assert len(batch) == 10
     wanted = own_logprobs(llama, sample)
-    torch.testing.assert_close(Forward(llama, packing="shared").score(TrainableTokens([sample])).logprobs, wanted.detach())
+    torch.testing.assert_close(
+        Forward(llama, packing="shared").score(TrainableTokens([sample])).logprobs, wanted.detach()
+    )
 
 
 def test_entropy_is_that_of_the_whole_distribution(llama: Model) -> None:

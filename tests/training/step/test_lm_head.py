@@ -160,7 +160,9 @@ Gradients = Callable[[Case], list[Tensor | None]]
 
 
 def fused(case: Case) -> list[Tensor | None]:
-    given = case.head.score_and_grad(case.hidden.detach(), case.targets, case.temperature, lambda _, rows: case.worth[rows])[1]
+    given = case.head.score_and_grad(
+        case.hidden.detach(), case.targets, case.temperature, lambda _, rows: case.worth[rows]
+    )[1]
     return list(vars(given).values())
 
 
@@ -196,7 +198,9 @@ def test_gradients_agree_with_finite_differences() -> None:
 
 def test_a_gradient_that_depends_on_the_logprob_is_that_of_the_loss() -> None:
     case = Case({"softcap": 2.0})
-    _, gradients = case.head.score_and_grad(case.hidden.detach(), case.targets, case.temperature, lambda found, _: found.exp())
+    _, gradients = case.head.score_and_grad(
+        case.hidden.detach(), case.targets, case.temperature, lambda found, _: found.exp()
+    )
     expected = torch.autograd.grad(case.naive().exp().sum(), case.leaves)
     close(gradients.hidden, expected[0])
     close(gradients.weight, expected[1])

@@ -87,7 +87,9 @@ def test_a_batch_has_the_fields_that_were_recorded_at_the_tokens_that_train() ->
 
 
 def test_a_sample_without_a_group_is_one_of_its_own() -> None:
-    batch = TrainableTokens([sample(group=3), sample(), sample(group=3), sample(), sample(group=-2)]).to_batch(torch.zeros(10))
+    batch = TrainableTokens([sample(group=3), sample(), sample(group=3), sample(), sample(group=-2)]).to_batch(
+        torch.zeros(10)
+    )
     assert batch.group is not None
     groups = batch.group[::2].tolist()
     assert groups[0] == groups[2] == 3 and groups[4] == -2 and len(set(groups)) == 4

@@ -50,7 +50,7 @@ export function overview(page, main) {
 
   async function update(fresh) {
     const runs = page.runs.filter((run) => run.status !== "unreadable" && chosen(page).includes(run.run));
-    const extra = page.state.number ?? "refused";
+    const extra = page.state.number ?? "dropped";
     const focus = page.runs.find((run) => run.run === focused(page));
     const found = await Promise.all(runs.map((run) => read(run, extra)));
     if (!fresh()) return;

@@ -90,7 +90,7 @@ export function tokens(page, main) {
     const rows = [];
     for (const group of found.groups) {
       const open = group.group === chosen;
-      const fate = group.trained ? "" : ` ${group.reason ?? "refused"}`;
+      const fate = group.trained ? "" : ` ${group.reason ?? "dropped"}`;
       rows.push(make("button", {
         class: "pick group", "aria-expanded": String(open), title: plain(group.task_id ?? ""),
         onclick: () => page.go({ step, ...nothing(), group: group.group }),
@@ -164,7 +164,7 @@ export function tokens(page, main) {
 
 function fateOf(sample) {
   const which = `${sample.attempt > 0 ? `, attempt ${sample.attempt}` : ""}${sample.sample > 0 ? `, sample ${sample.sample}` : ""}`;
-  return sample.fate === "trained" ? `A ${number(sample.advantage, 2)}${which}` : visible(`${sample.reason ?? "refused"}${which}`, true);
+  return sample.fate === "trained" ? `A ${number(sample.advantage, 2)}${which}` : visible(`${sample.reason ?? "dropped"}${which}`, true);
 }
 
 function drops(count) {
