@@ -24,7 +24,7 @@ from keel.errors import KeelError, StorageError
 from keel.rollout.rollout import Rollout
 from keel.rollout.trajectory import TrainingSample
 
-FORMAT = 1
+FORMAT = 2
 """Of the tables; a change that an older version could not read raises it."""
 
 TABLES_SQL = """
@@ -35,7 +35,7 @@ CREATE TABLE steps (
 ) STRICT;
 CREATE TABLE rollouts (
     "group" TEXT NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, environment TEXT NOT NULL,
-    task_id TEXT NOT NULL, step INTEGER NOT NULL, fate TEXT NOT NULL CHECK (fate IN ('trained', 'dropped')),
+    task_id TEXT NOT NULL, step INTEGER NOT NULL, outcome TEXT NOT NULL CHECK (outcome IN ('trained', 'dropped')),
     reason TEXT, error TEXT, reward REAL, tokens INTEGER NOT NULL,
     PRIMARY KEY ("group", member, attempt)
 ) STRICT, WITHOUT ROWID;
@@ -50,7 +50,7 @@ CREATE TABLE evaluations (
 ) STRICT;
 """
 
-CHECKSUMS_SQL = "CREATE TABLE IF NOT EXISTS seals (step INTEGER PRIMARY KEY, content TEXT NOT NULL, record TEXT) STRICT"
+CHECKSUMS_SQL = "CREATE TABLE IF NOT EXISTS checksums (step INTEGER PRIMARY KEY, content TEXT NOT NULL, record_hash TEXT) STRICT"
 """Hashes of what a step wrote here, and of its parquet file. A ledger of an older version gets it when it goes on."""
 
 RunStatus = Literal["running", "stopped", "finished", "failed"]
@@ -129,13 +129,13 @@ class Ledger:
             raise self._storage_error("; ".join(" ".join(str(line).split()) for line in wrong))
         with self._transaction():
             self._db.execute(CHECKSUMS_SQL)
-        sealed = self._query("SELECT step, content FROM seals ORDER BY step")
+        sealed = self._query("SELECT step, content FROM checksums ORDER BY step")
         for step, content in sealed:
             if self._step_checksum(step) != content:
                 raise self._storage_error(f"what step {step} wrote in it was changed since")
         last = max((step for step, _ in sealed), default=0)
         if self.last_step > last > 0:
-            raise self._storage_error(f"step {self.last_step} is in it without its seal")
+            raise self._storage_error(f"step {self.last_step} is in it without its checksum")
         self.state()
 
     # -- small facts --------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class Ledger:
 
     def record_hash(self, step: int) -> str | None:
         """The hash of the parquet file of a step; none where it was not written down."""
-        found = self._query("SELECT record FROM seals WHERE step = ?", (step,))
+        found = self._query("SELECT record_hash FROM checksums WHERE step = ?", (step,))
         return found[0][0] if found else None
 
     def steps(self, after: int = 0) -> list[StepRow]:
@@ -214,7 +214,7 @@ class Ledger:
 
     def outcome_counts(self) -> dict[str, int]:
         """How many rollouts came to what: "trained", or the reason why not."""
-        return dict(self._query("SELECT coalesce(reason, fate), count(*) FROM rollouts GROUP BY 1 ORDER BY 2 DESC"))
+        return dict(self._query("SELECT coalesce(reason, outcome), count(*) FROM rollouts GROUP BY 1 ORDER BY 2 DESC"))
 
     # -- rollouts that wait -------------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class Ledger:
     def _insert_outcomes(self, step: int, outcomes: list[RolloutOutcome]) -> None:
         try:
             self._db.executemany(
-                'INSERT INTO rollouts ("group", member, attempt, environment, task_id, fate, reason, error, reward,'
+                'INSERT INTO rollouts ("group", member, attempt, environment, task_id, outcome, reason, error, reward,'
                 " tokens, step) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 [(*fate, step) for fate in outcomes],
             )
@@ -279,7 +279,7 @@ class Ledger:
 
     def _write_checksum(self, step: int, record_hash: str | None) -> None:
         self._db.execute(
-            "INSERT OR REPLACE INTO seals VALUES (?, ?, ?)", (step, self._step_checksum(step), record_hash)
+            "INSERT OR REPLACE INTO checksums VALUES (?, ?, ?)", (step, self._step_checksum(step), record_hash)
         )
 
     def _step_checksum(self, step: int) -> str:

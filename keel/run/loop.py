@@ -177,7 +177,7 @@ class TrainingRun:
             return await self._await_with_status(
                 lambda: f"sampling: {scheduler.status()}",
                 engine.run_alongside(scheduler.next_batch(self.version)),
-                progress_mark=lambda: ("landed", scheduler.completed),
+                progress_mark=lambda: ("completed", scheduler.completed),
             )
         except NothingToTrain as halt:
             rows = scoring.dropped_rows(halt.batch.dropped)
@@ -231,7 +231,7 @@ class TrainingRun:
             | dict(timings)
             | {"seconds": time.monotonic() - start_time}
         )
-        numbers["tokens_per_second"] = numbers.get("tokens", 0.0) / numbers["seconds"]
+        numbers["tokens_per_second"] = numbers.get("trainable_tokens", 0.0) / numbers["seconds"]
         numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}  # JSON has no word for NaN
         version = self.version + stepped
         self.ledger.write_step(

@@ -32,26 +32,26 @@ SCHEMA = pa.schema(
         ("member", pa.int32()),
         ("attempt", pa.int32()),
         ("sample", pa.int32()),  # its number among those of the rollout; -1: the rollout has none
-        ("fate", pa.string()),  # trained or refused
-        ("reason", pa.string()),  # why it was refused
+        ("outcome", pa.string()),  # trained or dropped
+        ("reason", pa.string()),  # why it was dropped
         ("error", pa.string()),
         ("reward", pa.float64()),
         ("advantage", pa.float64()),
         ("turns", pa.int32()),
         ("seconds", pa.float64()),  # of the rollout, from its dispatch to its end
-        ("ended", pa.float64()),  # when, in Unix time; with the seconds, what was under way at any moment
-        ("split", pa.string()),  # why the sample begins: start, or what kept it from going on in an earlier one
+        ("ended_at", pa.float64()),  # Unix time; with `seconds` it gives what was in flight at any moment
+        ("split_reason", pa.string()),  # why a new sample begins: start, or what prevented appending to an earlier one
         ("temperature", pa.float64()),
         ("token_ids", pa.list_(pa.int32())),
-        ("pieces", pa.list_(pa.string())),  # the text of each token
+        ("token_text", pa.list_(pa.string())),  # the text of each token
         ("trainable", pa.list_(pa.bool_())),
         ("versions", pa.list_(pa.int32())),  # that sampled the token; -1 where not trainable
         ("sampler_logprobs", _FLOAT_LIST),
         ("logprobs", _FLOAT_LIST),  # under the policy before the update; null where not trainable or not trained on
         ("reference_logprobs", _FLOAT_LIST),
         ("entropy", _FLOAT_LIST),
-        ("gradient", _FLOAT_LIST),  # d loss / d logprob
-        ("kept", pa.list_(pa.string())),  # trained, or which gate refused the token; null where not trainable
+        ("dloss_dlogprob", _FLOAT_LIST),  # d loss / d logprob
+        ("drop_reason", pa.list_(pa.string())),  # the gate that dropped the token; null for every other token
     ]
 )
 """The columns of `rollouts/step_NNNNNN.parquet`."""
@@ -135,12 +135,12 @@ def attach_token_report(rows: Sequence[SampleRecord], report: StepReport) -> Non
         assert row.data is not None
         here = slice(int(bounds[number]), int(bounds[number + 1]))
         places = tokens.position[here].tolist()
-        for name in ("logprobs", "reference_logprobs", "entropy", "gradient"):
+        for name in ("logprobs", "reference_logprobs", "entropy", "dloss_dlogprob"):
             column = getattr(tokens, name)
             if column is not None:
                 row.token_columns = {**row.token_columns, name: _scatter(column[here].tolist(), places, len(row.data))}
-        kept = [names[code] for code in tokens.reasons[here].tolist()]
-        row.token_columns = {**row.token_columns, "kept": _scatter(kept, places, len(row.data))}
+        reasons = [names[code] if code else None for code in tokens.reasons[here].tolist()]
+        row.token_columns = {**row.token_columns, "drop_reason": _scatter(reasons, places, len(row.data))}
 
 
 def _scatter(values: list[Any], positions: list[int], size: int) -> list[Any]:
@@ -153,7 +153,7 @@ def _scatter(values: list[Any], positions: list[int], size: int) -> list[Any]:
 def write_step(
     folder: Path, step: int, version: int, rows: Iterable[SampleRecord], token_texts: Mapping[int, str]
 ) -> Path:
-    """Write the rows of a step. `pieces` has the text of every token id that occurs."""
+    """Write the rows of a step. `token_texts` has the text of every token id that occurs."""
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     for row in rows:
         data = row.data
@@ -161,15 +161,15 @@ def write_step(
             "step": step,
             "version": version,
             **{name: getattr(row, name) for name in ("group", "environment", "task_id", "member", "attempt", "sample")},
-            **{name: getattr(row, name) for name in ("fate", "reason", "error", "reward")},
-            **{name: getattr(row, name) for name in ("advantage", "turns", "seconds", "ended")},
+            **{name: getattr(row, name) for name in ("outcome", "reason", "error", "reward")},
+            **{name: getattr(row, name) for name in ("advantage", "turns", "seconds", "ended_at")},
         }
         if data is not None:
             values |= {
-                "split": data.split_reason,
+                "split_reason": data.split_reason,
                 "temperature": data.temperature,
                 "token_ids": data.token_ids,
-                "pieces": [token_texts[token] for token in data.token_ids],
+                "token_text": [token_texts[token] for token in data.token_ids],
                 "trainable": data.trainable,
                 "versions": data.versions,
                 "sampler_logprobs": data.logprobs,
@@ -186,7 +186,7 @@ def write_step(
 
 def read_step(path: Path, expected_hash: str | None = None) -> list[SampleRecord]:
     """The rows of a step, without the trainer's account. `expected`: the hash that the file was written down with."""
-    left_out = ("seconds", "ended", "pieces", "logprobs", "gradient", "entropy", "kept")
+    left_out = ("seconds", "ended_at", "token_text", "logprobs", "dloss_dlogprob", "entropy", "drop_reason")
     wanted = [name for name in SCHEMA.names if name not in left_out]
     try:
         if expected_hash is not None and hash_file(path) != expected_hash:
@@ -219,9 +219,9 @@ def _to_records(table: pa.Table) -> list[SampleRecord]:
                 logprobs=tuple(found["sampler_logprobs"]),
                 versions=tuple(found["versions"]),
                 temperature=found["temperature"],
-                split_reason=found["split"],
+                split_reason=found["split_reason"],
             )
-        names = ("group", "environment", "task_id", "member", "attempt", "sample", "fate", "reason", "error", "reward")
+        names = ("group", "environment", "task_id", "member", "attempt", "sample", "outcome", "reason", "error", "reward")
         rows.append(SampleRecord(**{name: found[name] for name in (*names, "advantage", "turns")}, data=data))
     return rows
 

@@ -46,7 +46,7 @@ def score_batch(
             elif dropped:
                 rows += _rollout_rows(place, member.rollout, reason=ZERO_VARIANCE, advantage=next(chances))
             else:
-                rows += _rollout_rows(place, member.rollout, advantage=next(chances), fate="trained")
+                rows += _rollout_rows(place, member.rollout, advantage=next(chances), outcome="trained")
     return rows + dropped_rows(batch.dropped)
 
 
@@ -89,10 +89,10 @@ def batch_metrics(batch: RolloutBatch, rows: Sequence[SampleRecord], version: in
         if trains
     ]
     if ages:
-        told |= {"tokens": len(ages), "staleness": sum(ages) / len(ages), "staleness_max": max(ages)}
+        told |= {"trainable_tokens": len(ages), "staleness": sum(ages) / len(ages), "staleness_max": max(ages)}
     reasons = Counter(fate.reason for fate in outcomes(rows) if fate.reason)
     told |= {"dropped": sum(reasons.values())} | {f"dropped/{reason}": count for reason, count in reasons.items()}
-    told["zero_variance"] = len({row.group for row in rows if row.reason == ZERO_VARIANCE})
+    told["zero_variance_groups"] = len({row.group for row in rows if row.reason == ZERO_VARIANCE})
     return {name: float(value) for name, value in told.items()}
 
 
@@ -142,7 +142,7 @@ def _rollout_rows(
     if rollout is None:
         return [SampleRecord(*rollout_key, **fields)]
     fields = {"error": rollout.error, **fields, "reward": rollout.reward, "turns": rollout.turns}
-    fields |= {"seconds": rollout.seconds, "ended": rollout.ended_at}
+    fields |= {"seconds": rollout.seconds, "ended_at": rollout.ended_at}
     samples = [SampleRecord(*rollout_key, number, sample, **fields) for number, sample in enumerate(rollout.samples)]
     return samples or [SampleRecord(*rollout_key, **fields)]
 

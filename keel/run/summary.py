@@ -24,7 +24,7 @@ def summarize_run(folder: RunFolder) -> str:
     fates = ledger.outcome_counts()
     trained = fates.pop("trained", 0)
     refused = ", ".join(f"{reason} {count}" for reason, count in fates.items())
-    lines.append(f"rollouts   {trained} trained; refused: {refused or 'none'}")
+    lines.append(f"rollouts   {trained} trained; dropped: {refused or 'none'}")
     lines.append(f"folder     {path}: run.db, rollouts/, metrics.parquet, checkpoints/, config.toml")
     return "\n".join(lines)
 
@@ -52,14 +52,14 @@ def _format_interval(metrics: Mapping[str, Any]) -> str:
 
 def _token_lines(steps: list[dict[str, float]]) -> list[str]:
     """How many tokens the gates dropped, and in which direction."""
-    tokens = sum(one.get("tokens", 0.0) for one in steps)
+    tokens = sum(one.get("trainable_tokens", 0.0) for one in steps)
     if not tokens:
         return []
     low, high = (
-        sum(one.get("tokens", 0.0) * one.get(name, 0.0) for one in steps) / tokens
+        sum(one.get("trainable_tokens", 0.0) * one.get(name, 0.0) for one in steps) / tokens
         for name in ("is_masked_low", "is_masked_high")
     )
-    ages = sum(one.get("tokens", 0.0) * one.get("staleness", 0.0) for one in steps) / tokens
+    ages = sum(one.get("trainable_tokens", 0.0) * one.get("staleness", 0.0) for one in steps) / tokens
     return [
         f"tokens     {tokens:.0f} trainable; gates dropped {100 * low:.2f} % low, {100 * high:.2f} % high;"
         f" {ages:.2f} versions old in the mean"

@@ -15,7 +15,7 @@ from keel.errors import ModelError
 from keel.training.model.checkpoint import Checkpoints
 
 BITS = ("model.safetensors", "training/optimizer.safetensors")
-COLUMNS = ["step", "group", "member", "attempt", "sample", "fate"]
+COLUMNS = ["step", "group", "member", "attempt", "sample", "OUT"]
 
 
 def after_a_kill(run: Path) -> list[str]:
@@ -50,7 +50,7 @@ def _of_the_ledger(db: sqlite3.Connection, steps: int, group_size: int) -> list[
         wrong.append(f"the ledger has steps {written} instead of 1 to {steps}")
     if waiting := db.execute("SELECT count(*) FROM finished").fetchone()[0]:
         wrong.append(f"{waiting} rollouts still wait for a fate")
-    names = db.execute('SELECT "group", member, attempt, fate, reason FROM rollouts').fetchall()
+    names = db.execute('SELECT "group", member, attempt, outcome, reason FROM rollouts').fetchall()
     known = {name[:3] for name in names}
     wrong += [
         f"{group}/{member}/{earlier} was dispatched and has no fate"
@@ -58,14 +58,14 @@ def _of_the_ledger(db: sqlite3.Connection, steps: int, group_size: int) -> list[
         for earlier in range(attempt)
         if (group, member, earlier) not in known
     ]
-    trained = Counter((group, member) for group, member, _, fate, _ in names if fate == "trained")
+    trained = Counter((group, member) for group, member, _, outcome, _ in names if outcome == "trained")
     wrong += [f"{group}/{member} trained {count} times" for (group, member), count in trained.items() if count > 1]
     wrong += [f"{name[:3]} was refused without a reason" for name in names if name[3] == "dropped" and not name[4]]
     members: dict[str, set[int]] = {}
     for group, member, *_ in names:
         members.setdefault(group, set()).add(member)
     # a group that was begun when the run ended may have seats that were never dispatched
-    cut = {group for group, _, _, fate, reason in names if fate == "trained" or reason == "zero_variance"}
+    cut = {group for group, _, _, outcome, reason in names if outcome == "trained" or reason == "zero_variance"}
     wrong += [
         f"group {group} trained with members {sorted(members[group])}"
         for group in cut
@@ -83,11 +83,11 @@ def _of_the_records(db: sqlite3.Connection, run: Path, steps: int) -> list[str]:
     told: Counter[tuple[str, int, int, int]] = Counter()
     for step in range(1, steps + 1):
         rows = pq.read_table(run / "rollouts" / f"step_{step:06d}.parquet", columns=COLUMNS).to_pylist()
-        trained = [row for row in rows if row["fate"] == "trained"]
+        trained = [row for row in rows if row["OUT"] == "trained"]
         told.update({(row["group"], row["member"], row["attempt"], row["step"]): 1 for row in trained})
         samples = Counter((row["group"], row["member"], row["attempt"], row["sample"]) for row in trained)
         wrong += [f"{name} is {count} times in record {step}" for name, count in samples.items() if count > 1]
-    ledger = set(db.execute("SELECT \"group\", member, attempt, step FROM rollouts WHERE fate = 'trained'").fetchall())
+    ledger = set(db.execute("SELECT \"group\", member, attempt, step FROM rollouts WHERE outcome = 'trained'").fetchall())
     if set(told) != ledger:
         wrong.append(f"ledger and records disagree about {sorted(set(told) ^ ledger)[:5]}")
     return wrong

@@ -22,7 +22,7 @@ from tests.support.run_world import RECIPE, Watcher, loaded, resume, train
 
 def fates(folder: Path) -> list[tuple[Any, ...]]:
     with sqlite3.connect(folder / "run.db") as db:
-        return db.execute('SELECT "group", member, attempt, fate, reason, step, tokens FROM rollouts').fetchall()
+        return db.execute('SELECT "group", member, attempt, outcome, reason, step, tokens FROM rollouts').fetchall()
 
 
 def table(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def test_every_rollout_has_one_fate_and_the_files_agree_with_the_ledger(run: tup
     found = fates(folder)
     assert len({row[:3] for row in found}) == len(found)
     in_files = {
-        (row["group"], row["member"], row["attempt"]): (row["fate"], row["reason"], row["step"])
+        (row["group"], row["member"], row["attempt"]): (row["OUT"], row["reason"], row["step"])
         for step in range(1, 7)
         for row in table(folder, step)
     }
@@ -65,12 +65,12 @@ def test_a_steps_file_says_of_every_token_what_became_of_it(run: tuple[Path, Wat
     for step in range(1, 7):
         for row in table(folder, step):
             size = len(row["token_ids"])
-            lists = ("pieces", "trainable", "versions", "sampler_logprobs")
+            lists = ("token_text", "trainable", "versions", "sampler_logprobs")
             assert all(len(row[name]) == size for name in lists)
             assert all(
                 (version >= 0) == trains for version, trains in zip(row["versions"], row["trainable"], strict=True)
             )
-            if row["fate"] == "trained":
+            if row["OUT"] == "trained":
                 known = [value is not None for value in row["logprobs"]]
                 assert known == row["trainable"] == [value is not None for value in row["kept"]]
                 assert max(row["versions"]) <= row["version"]
@@ -85,7 +85,7 @@ def test_the_sampler_and_the_trainer_agree_on_fresh_tokens(run: tuple[Path, Watc
         for step in range(1, 7)
         for row in table(folder, step)
         # an answer that new weights reached half-way goes on with the keys of the old ones
-        if row["fate"] == "trained" and set(row["versions"]) <= {-1, row["version"]}
+        if row["OUT"] == "trained" and set(row["versions"]) <= {-1, row["version"]}
         for mine, theirs, version in zip(row["logprobs"], row["sampler_logprobs"], row["versions"], strict=True)
         if version == row["version"]
     ]
@@ -163,7 +163,7 @@ def test_lora_reaches_the_engine_and_a_step_reference_acts(tmp_path: Path) -> No
         references__first__source="step:0",
         trainer__optimizer__lr=0.01,
     )
-    rows = [row for step in range(1, 5) for row in table(tmp_path / "run", step) if row["fate"] == "trained"]
+    rows = [row for step in range(1, 5) for row in table(tmp_path / "run", step) if row["OUT"] == "trained"]
     assert all(row["version"] == max(row["versions"]) for row in rows), "all were sampled from the newest adapter"
     fresh = [
         abs(mine - theirs)
@@ -283,7 +283,7 @@ def test_the_learning_run_learns_and_shuffled_advantages_do_not(
 def test_the_same_loop_with_an_engine_in_a_process_of_its_own(tmp_path: Path, kind: str) -> None:
     watcher = train(tmp_path / "run", steps=3, engine__kind=kind, evaluation__when="ends")
     assert list(watcher.steps) == [1, 2, 3]
-    rows = [row for step in (1, 2, 3) for row in table(tmp_path / "run", step) if row["fate"] == "trained"]
+    rows = [row for step in (1, 2, 3) for row in table(tmp_path / "run", step) if row["OUT"] == "trained"]
     assert {version for row in rows for version in row["versions"]} - {-1, 0}, "weights were published"
     left = list((tmp_path / "run" / "weights").glob("version_*"))
     assert 1 <= len(left) <= 2
@@ -336,7 +336,7 @@ def test_settings_that_cannot_act_together_are_refused(tmp_path: Path, text: str
 
 def test_a_second_fate_cannot_be_written(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "run.db", create=True)
-    fate = RolloutOutcome("a#1", 0, 0, "a", "t", "trained", None, None, 1.0, 3)
+    outcome = RolloutOutcome("a#1", 0, 0, "a", "t", "trained", None, None, 1.0, 3)
     ledger.write_step(1, version=1, stepped=True, metrics={}, outcomes=[fate], state={})
     with pytest.raises(KeelError, match="second fate"):
         ledger.write_step(2, version=2, stepped=True, metrics={}, outcomes=[fate], state={"x": 1})

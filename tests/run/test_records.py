@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Path:
     [
         ("UPDATE rollouts SET reward = 0.0 WHERE member = 0", "what step 1 wrote in it was changed"),
         ("DELETE FROM rollouts WHERE member = 1", "what step 2 wrote in it was changed"),
-        ("UPDATE rollouts SET fate = 'trained' WHERE member = 2", "what step 2 wrote in it was changed"),
+        ("UPDATE rollouts SET outcome = 'trained' WHERE member = 2", "what step 2 wrote in it was changed"),
         ("UPDATE steps SET stepped = 0 WHERE step = 2", "what step 2 wrote in it was changed"),
         ("DELETE FROM seals WHERE step = 2", "step 2 is in it without its seal"),
         ("UPDATE meta SET value = replace(value, '3', '4') WHERE key = 'state'", "the state .* was changed"),

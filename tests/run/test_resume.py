@@ -40,7 +40,7 @@ def assert_accounted_for(folder: Path, steps: int = 6) -> None:
         for group, member, attempt in names:
             assert all((group, member, earlier) in set(names) for earlier in range(attempt))
         trained = db.execute(
-            "SELECT step, count(*) FROM rollouts WHERE fate = 'trained' OR reason = 'zero_variance' GROUP BY step"
+            "SELECT step, count(*) FROM rollouts WHERE outcome = 'trained' OR reason = 'zero_variance' GROUP BY step"
         ).fetchall()
         assert trained == [(step, 16) for step in range(1, steps + 1)]
 
@@ -120,7 +120,7 @@ def test_rollouts_that_had_ended_when_the_process_was_killed_are_used(tmp_path: 
     with sqlite3.connect(folder / "run.db") as db:
         used = set(
             db.execute(
-                "SELECT \"group\", member, attempt FROM rollouts WHERE fate = 'trained' OR reason = 'zero_variance'"
+                "SELECT \"group\", member, attempt FROM rollouts WHERE outcome = 'trained' OR reason = 'zero_variance'"
             ).fetchall()
         )
     assert len(kept & used) >= len(kept) / 2

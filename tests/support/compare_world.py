@@ -34,7 +34,7 @@ def row(ratios: Sequence[float], advantage: float, *, prompt: int = 0, step: int
         "version": 3,
         "versions": [-1] * prompt + [3] * len(ratios),
         "group": "g",
-        "pieces": [f"p{place}" for place in range(size)],
+        "token_text": [f"p{place}" for place in range(size)],
         "token_ids": list(range(size)),
     }
     return values | more
@@ -54,8 +54,8 @@ def random_rows(steps: int, seed: int = 0) -> list[Row]:
                 ratios, float(chance.normal()), prompt=prompt, step=step, version=step, group=f"{step}-{member}"
             )
             found["versions"] = [-1] * prompt + (step - ages).tolist()
-            found["pieces"] = [f"w{number}" for number in chance.integers(0, 5, prompt + size)]
-            found["token_ids"] = [int(piece[1:]) for piece in found["pieces"]]
+            found["token_text"] = [f"w{number}" for number in chance.integers(0, 5, prompt + size)]
+            found["token_ids"] = [int(piece[1:]) for piece in found["token_text"]]
             rows.append(found)
     return rows
 
@@ -80,7 +80,7 @@ def write_run(folder: Path, rows: Iterable[Row]) -> Path:
     for step, members in by_step.items():
         written = [_record(number, one) for number, one in enumerate(members)]
         written.append(records.SampleRecord("lost", "env", "t", 0, 0, outcome="dropped", reason="stale"))
-        pieces = {token: text for one in members for token, text in zip(one["token_ids"], one["pieces"], strict=True)}
+        pieces = {token: text for one in members for token, text in zip(one["token_ids"], one["token_text"], strict=True)}
         records.write_step(folder / "rollouts", step, members[0]["version"], written, pieces)
     return folder
 

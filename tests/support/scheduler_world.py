@@ -97,7 +97,7 @@ class Engine:
     def fate(self, name: Name) -> "Fate":
         """What becomes of a rollout, whenever it runs."""
         chance, faults = random.Random(f"{self.seed}{name}"), self.faults
-        fate = Fate(
+        outcome = Fate(
             lag=chance.randrange(1, 4) if chance.random() < faults.lags else 0,
             slow=chance.random() < faults.slow,
             hangs=chance.random() < faults.hangs,

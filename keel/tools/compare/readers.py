@@ -219,7 +219,7 @@ def _json_rows_to_table(rows: list[dict[str, Any]], path: Path) -> pa.Table:
             continue
         listed = any(isinstance(value, list) for value in values)
         kind = pa.list_(column.type) if listed or column.shape == "tokens" else column.type
-        if name == "pieces":
+        if name == "token_text":
             values = [_encode_texts(value) for value in values]
         elif name == "group":
             values = [None if value is None else str(value) for value in values]

@@ -49,14 +49,14 @@ COLUMNS = {
             "versions", "either", _INT, False, "version that sampled each token, or all; staleness counts from it"
         ),
         TokenColumn("group", "sequence", pa.string(), False, "the group of sequences of the same task"),
-        TokenColumn("pieces", "tokens", pa.binary(), False, "the text of each token; not given: token_ids are shown"),
+        TokenColumn("token_text", "tokens", pa.binary(), False, "the text of each token; not given: token_ids are shown"),
         TokenColumn("token_ids", "tokens", _INT, False, "the tokens; with --model they are computed again"),
         TokenColumn("reference_logprobs", "tokens", _FLOAT, False, "under a frozen reference"),
         TokenColumn("teacher_logprobs", "tokens", _FLOAT, False, "under a teacher"),
         TokenColumn("proximal_logprobs", "tokens", _FLOAT, False, "under the policy at the start of the step"),
         TokenColumn("role", "either", _INT, False, "who wrote the token, for objectives that choose by role"),
         TokenColumn("temperature", "sequence", _FLOAT, False, "at which it was sampled, for --model; not given: 1"),
-        TokenColumn("fate", "sequence", pa.string(), False, 'rows with another word than "trained" are left out'),
+        TokenColumn("outcome", "sequence", pa.string(), False, 'rows with another word than "trained" are left out'),
     )
 }
 
@@ -136,8 +136,8 @@ def select_trained_rows(table: pa.Table) -> tuple[pa.Table, Counter[str]]:
     """The rows that were trained on and have log-probs, and how many others there are."""
     left_out: Counter[str] = Counter()
     size = len(table)
-    if "fate" in table.column_names:
-        table = table.filter(pc.equal(table["fate"], "trained"))
+    if "outcome" in table.column_names:
+        table = table.filter(pc.equal(table["outcome"], "trained"))
         left_out["not trained on"] = size - len(table)
     scored = table.filter(pc.is_valid(table["logprobs"]))
     left_out["without logprobs"] = len(table) - len(scored)
@@ -193,9 +193,9 @@ class _ColumnReader:
 
     def text_labels(self, trainable: Array) -> TokenLabels | None:
         """The texts of the trainable tokens, or their ids where there are no texts."""
-        if self.has("pieces"):
-            self._check_lengths("pieces")
-            words = self._column("pieces").flatten().fill_null(b"").filter(pa.array(trainable)).dictionary_encode()
+        if self.has("token_text"):
+            self._check_lengths("token_text")
+            words = self._column("token_text").flatten().fill_null(b"").filter(pa.array(trainable)).dictionary_encode()
             labels = [escape_token(raw) for raw in words.dictionary.to_pylist()]
             return TokenLabels(words.indices.to_numpy().astype(np.int64), labels)
         if self.has("token_ids"):

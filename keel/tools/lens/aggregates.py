@@ -29,8 +29,8 @@ MAX_ROWS = 50
 """Lines of a list."""
 
 OUTCOME_SQL = (
-    "CASE WHEN kept = 'trained' THEN 'trained' WHEN kept LIKE '% high' THEN 'high' WHEN kept LIKE '% low' THEN 'low'"
-    " ELSE 'other' END"
+    "CASE WHEN drop_reason IS NULL THEN 'trained' WHEN drop_reason LIKE '% high' THEN 'high'"
+    " WHEN drop_reason LIKE '% low' THEN 'low' ELSE 'other' END"
 )
 """A gate refuses on a side; what else keeps a token out (its role) has none."""
 TOKEN_OUTCOMES = ("trained", "low", "high", "other")
@@ -38,20 +38,20 @@ ADVANTAGE_SIGN_SQL = "CASE WHEN advantage > 0 THEN 'positive' WHEN advantage < 0
 ADVANTAGE_SIGNS = ("positive", "negative", "zero")
 
 _POSITION_COLUMNS = """filename, "group", member, attempt, sample, advantage, generate_subscripts(token_ids, 1) - 1 AS position,
-    unnest(gradient) AS gradient, unnest(entropy) AS entropy,"""
-_TEXT_COLUMNS = "unnest(token_ids) AS token_id, unnest(pieces) AS piece,"
+    unnest(dloss_dlogprob) AS gradient, unnest(entropy) AS entropy,"""
+_TEXT_COLUMNS = "unnest(token_ids) AS token_id, unnest(token_text) AS text,"
 
 
 def token_rows_sql(*columns: str) -> str:
     """One row for each token of what trained. All lists that are named are read: duckdb leaves none of them out."""
     return f"""
     SELECT {" ".join(columns)} {ADVANTAGE_SIGN_SQL} AS side, version - unnest(versions) AS staleness, unnest(logprobs) AS l,
-        unnest(sampler_logprobs) AS b, unnest(kept) AS kept
-    FROM {{files}} WHERE fate = 'trained' AND logprobs IS NOT NULL
+        unnest(sampler_logprobs) AS b, unnest(drop_reason) AS drop_reason
+    FROM {{files}} WHERE outcome = 'trained' AND logprobs IS NOT NULL
     """
 
 
-VALID_TOKEN_SQL = "kept IS NOT NULL AND isfinite(l) AND isfinite(b)"
+VALID_TOKEN_SQL = "isfinite(l) AND isfinite(b)"
 
 
 class Aggregate(ABC):
@@ -173,8 +173,8 @@ _SAMPLE_ROWS_SQL = f"""
 SELECT {ADVANTAGE_SIGN_SQL} AS side, version - list_min(list_filter(versions, lambda v: v >= 0)) AS staleness, 1.0 AS l, 0.0 AS b,
     list_sum(list_transform(list_zip(logprobs, sampler_logprobs), lambda x: x[1] - x[2])) AS d,
     list_count(logprobs) AS n, logprobs, sampler_logprobs,
-    CASE WHEN list_contains(kept, 'trained') THEN 'trained' ELSE list_any_value(kept) END AS kept
-FROM {{files}} WHERE fate = 'trained' AND list_count(logprobs) > 0
+    CASE WHEN list_count(drop_reason) = list_count(logprobs) THEN list_any_value(drop_reason) END AS drop_reason
+FROM {{files}} WHERE outcome = 'trained' AND list_count(logprobs) > 0
 """
 
 
@@ -202,7 +202,7 @@ class DroppedTexts(Aggregate):
     """Which tokens are dropped most, by their text."""
 
     QUERY = f"""
-    SELECT token_id, any_value(left(piece, 80)) AS piece, side, {OUTCOME_SQL} AS outcome, count(*) AS count
+    SELECT token_id, any_value(left(text, 80)) AS text, side, {OUTCOME_SQL} AS outcome, count(*) AS count
     FROM ({token_rows_sql(_TEXT_COLUMNS)}) WHERE {VALID_TOKEN_SQL} GROUP BY token_id, side, outcome
     """
 
@@ -215,7 +215,7 @@ class DroppedTexts(Aggregate):
         for row in self.database.query_rows(self.QUERY, files):
             token = row["token_id"]
             if token in self._texts or len(self._texts) < MAX_TEXTS:
-                self._texts.setdefault(token, row["piece"] or "")
+                self._texts.setdefault(token, row["text"] or "")
                 self._counts[token, row["side"], row["outcome"]] += row["count"]
 
     def as_json(self) -> dict[str, Any]:
@@ -250,10 +250,10 @@ TOKEN_ORDERS = {
 """What "extreme" may mean, and the only orders that reach a query."""
 OUTCOME_FILTERS = {
     "any": "true",
-    "trained": "kept = 'trained'",
-    "dropped": "kept <> 'trained'",
-    "low": "kept LIKE '% low'",
-    "high": "kept LIKE '% high'",
+    "trained": "drop_reason IS NULL",
+    "dropped": "drop_reason IS NOT NULL",
+    "low": "drop_reason LIKE '% low'",
+    "high": "drop_reason LIKE '% high'",
 }
 ADVANTAGE_FILTERS = {"any": "true", "positive": "advantage > 0", "negative": "advantage < 0"}
 
@@ -284,13 +284,13 @@ class ExtremeTokens(Aggregate):
         self.text, self._tokens, self._matching = text, list[dict[str, Any]](), 0
         value, way = TOKEN_ORDERS[order]
         self._sign = -1 if way == "DESC" else 1
-        chosen = f"{VALID_TOKEN_SQL} AND {OUTCOME_FILTERS[outcome]} AND {ADVANTAGE_FILTERS[side]} AND (? = '' OR contains(piece, ?))"
+        chosen = f"{VALID_TOKEN_SQL} AND {OUTCOME_FILTERS[outcome]} AND {ADVANTAGE_FILTERS[side]} AND (? = '' OR contains(text, ?))"
         self._count_query = (
             f"SELECT count(*) AS matching FROM ({token_rows_sql('advantage,', _TEXT_COLUMNS)}) WHERE {chosen}"
         )
         self._query = f"""
-        SELECT filename, "group", member, attempt, sample, position, left(piece, 80) AS piece, advantage, staleness,
-            kept, l, b, gradient, entropy, {value} AS value
+        SELECT filename, "group", member, attempt, sample, position, left(text, 80) AS text, advantage, staleness,
+            drop_reason, l, b, gradient, entropy, {value} AS value
         FROM ({token_rows_sql(_POSITION_COLUMNS, _TEXT_COLUMNS)}) WHERE {chosen} AND {value} IS NOT NULL ORDER BY {value} {way} LIMIT {MAX_ROWS}
         """
 

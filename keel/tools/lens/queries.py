@@ -38,7 +38,7 @@ QUERIES: Mapping[str, Mapping[str, Param]] = {
     "runs": {},
     "run": {"run": TextParam()},
     "series": {"run": TextParam(), "names": TextParam("", max_length=8000)},
-    "fates": {"run": TextParam()},
+    "outcomes": {"run": TextParam()},
     "region": _RANGE_PARAMS,
     "texts": _RANGE_PARAMS,
     "extremes": {
@@ -76,7 +76,7 @@ class Lens:
             "runs": self._query_runs,
             "run": self._query_run,
             "series": self._query_series,
-            "fates": lambda words: self._get_run(words).outcomes(),
+            "outcomes": lambda words: self._get_run(words).outcomes(),
             "region": self._query_region,
             "texts": lambda words: self._query_aggregate(words, DroppedTexts),
             "extremes": self._query_extremes,

@@ -88,7 +88,7 @@ def _render_page(lens: Lens, limit: int) -> str:
     answers = EmbeddedResults(lens, limit - len(shell.encode()) - 2000)
     (run,) = (one["run"] for one in answers.lens.query("runs", {})["runs"])
     facts = lens.query("run", {"run": run})
-    for name, words in (("runs", {}), ("run", {"run": run}), ("fates", {"run": run})):
+    for name, words in (("runs", {}), ("run", {"run": run}), ("outcomes", {"run": run})):
         _require_fits(answers.query(name, **words), limit)
     _require_fits(answers.query("series", run=run, names=_series_names(facts["names"])), limit)
     _require_fits(answers.query("region", run=run), limit)

@@ -18,12 +18,12 @@ PAGE_TOKENS = 2000
 MAX_TOKEN_CHARACTERS = 400
 """Of one token's text, at most."""
 
-_NUM_DROPPED_SQL = "len(list_filter(kept, lambda x: x <> 'trained'))"
+_NUM_DROPPED_SQL = "list_count(drop_reason)"
 _MAX_LOG_RATIO_SQL = "list_max(list_transform(list_zip(logprobs, sampler_logprobs), lambda x: abs(x[1] - x[2])))"
 
 GROUPS_QUERY = f"""
 SELECT "group", any_value(environment) AS environment, any_value(left(task_id, 200)) AS task_id,
-    count(DISTINCT (member, attempt)) AS rollouts, count(*) FILTER (fate = 'trained') AS trained,
+    count(DISTINCT (member, attempt)) AS rollouts, count(*) FILTER (outcome = 'trained') AS trained,
     any_value(reason) AS reason, avg(reward) AS reward, min(reward) AS least, max(reward) AS most,
     coalesce(sum({_NUM_DROPPED_SQL}), 0)::BIGINT AS dropped, max({_MAX_LOG_RATIO_SQL}) AS furthest,
     coalesce(sum(len(list_filter(trainable, lambda x: x))), 0)::BIGINT AS tokens, count(*) OVER () AS total
@@ -41,29 +41,29 @@ GROUP_ORDERS = {
 """How a list of groups may be ordered. Nothing else reaches the query."""
 
 MEMBERS_QUERY = f"""
-SELECT "group", environment, task_id, member, attempt, sample, fate, reason, left(error, 300) AS error, reward,
-    advantage, turns, split, coalesce(len(token_ids), 0) AS length,
+SELECT "group", environment, task_id, member, attempt, sample, outcome, reason, left(error, 300) AS error, reward,
+    advantage, turns, split_reason, coalesce(len(token_ids), 0) AS length,
     coalesce(len(list_filter(trainable, lambda x: x)), 0) AS tokens,
-    coalesce(len(list_filter(kept, lambda x: x LIKE '% low')), 0) AS low,
-    coalesce(len(list_filter(kept, lambda x: x LIKE '% high')), 0) AS high,
+    coalesce(len(list_filter(drop_reason, lambda x: x LIKE '% low')), 0) AS low,
+    coalesce(len(list_filter(drop_reason, lambda x: x LIKE '% high')), 0) AS high,
     coalesce({_NUM_DROPPED_SQL}, 0) AS dropped, {_MAX_LOG_RATIO_SQL} AS furthest, count(*) OVER () AS total
 FROM {{files}} WHERE "group" = ? ORDER BY member, attempt, sample LIMIT ? OFFSET ?
 """
 
 SAMPLE_QUERY = """
-SELECT "group", member, attempt, sample, version, environment, task_id, fate, reason,
-    left(error, 2000) AS error, reward, advantage, turns, split, temperature, coalesce(len(token_ids), 0) AS length,
+SELECT "group", member, attempt, sample, version, environment, task_id, outcome, reason,
+    left(error, 2000) AS error, reward, advantage, turns, split_reason, temperature, coalesce(len(token_ids), 0) AS length,
     list_slice(token_ids, $first, $last) AS token_ids,
-    list_transform(list_slice(pieces, $first, $last), lambda p: left(p, $letters)) AS pieces,
-    list_transform(list_slice(pieces, $first, $last), lambda p: length(p)) AS letters,
+    list_transform(list_slice(token_text, $first, $last), lambda p: left(p, $letters)) AS token_text,
+    list_transform(list_slice(token_text, $first, $last), lambda p: length(p)) AS letters,
     list_slice(trainable, $first, $last) AS trainable,
     list_slice(versions, $first, $last) AS versions,
     list_slice(sampler_logprobs, $first, $last) AS sampler_logprobs,
     list_slice(logprobs, $first, $last) AS logprobs,
     list_slice(reference_logprobs, $first, $last) AS reference_logprobs,
     list_slice(entropy, $first, $last) AS entropy,
-    list_slice(gradient, $first, $last) AS gradient,
-    list_slice(kept, $first, $last) AS kept
+    list_slice(dloss_dlogprob, $first, $last) AS dloss_dlogprob,
+    list_slice(drop_reason, $first, $last) AS drop_reason
 FROM {files} WHERE "group" = ? {which} ORDER BY member, attempt, sample
 """
 

@@ -116,7 +116,7 @@ class RunReader:
             first = max(self._outcomes, default=-1)
             found: dict[int, Counter[str]] = {}
             rows = db.execute(
-                "SELECT step, coalesce(reason, fate), count(*) FROM rollouts WHERE step >= ? GROUP BY 1, 2", (first,)
+                "SELECT step, coalesce(reason, outcome), count(*) FROM rollouts WHERE step >= ? GROUP BY 1, 2", (first,)
             )
             for step, reason, count in rows:
                 found.setdefault(step, Counter())[reason] = count
@@ -124,7 +124,7 @@ class RunReader:
             total: Counter[str] = Counter()
             for counts in self._outcomes.values():
                 total.update(counts)
-        return {"rollouts": total.total(), "fates": dict(total.most_common())}
+        return {"rollouts": total.total(), "outcomes": dict(total.most_common())}
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 

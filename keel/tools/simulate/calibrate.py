@@ -27,8 +27,8 @@ from keel.tools.simulate.simulated_pool import resolve_max_batch
 from keel.tools.simulate.simulated_run import resolve_ranks
 
 FAILURE_REASONS = ("exception", "timeout", "empty", "engine", "over_length")
-OUTCOMES_QUERY = "SELECT coalesce(reason, fate), count(*) FROM rollouts GROUP BY 1"
-ROLLOUT_COLUMNS = ["group", "member", "attempt", "fate", "reason", "turns", "seconds", "ended", "trainable"]
+OUTCOMES_QUERY = "SELECT coalesce(reason, outcome), count(*) FROM rollouts GROUP BY 1"
+ROLLOUT_COLUMNS = ["group", "member", "attempt", "outcome", "reason", "turns", "seconds", "ended_at", "trainable"]
 MIN_STEPS = 3
 """Steps that a run must have for anything to be said of it; the first is not counted."""
 
@@ -112,12 +112,12 @@ def _rollout_timings(
     for row in (row for table in tables for row in table):
         name = (row["group"], row["member"], row["attempt"])
         sampled = sum(row["trainable"]) if row["trainable"] else 0
-        if row["seconds"] is None or row["ended"] is None:
+        if row["seconds"] is None or row["ended_at"] is None:
             continue
         if name in whole:
             whole[name][2] += sampled
         else:
-            whole[name] = [row["ended"] - row["seconds"], row["ended"], sampled]
+            whole[name] = [row["ended_at"] - row["seconds"], row["ended_at"], sampled]
         if row["trainable"]:
             prompts.append(len(row["trainable"]) - sampled)
         turns = max(turns, row["turns"] or 1)
@@ -142,7 +142,7 @@ def _trainer_speed(
     """Seconds of a step by the tokens in it. The first step warms up, and is left out."""
     tokens, seconds, rest = [], [], []
     for table, step in list(zip(tables, steps, strict=True))[1:]:
-        trained = [row for row in table if row["fate"] == "trained"]
+        trained = [row for row in table if row["outcome"] == "trained"]
         if not trained:
             continue
         prompts = {row["group"]: len(row["trainable"]) - sum(row["trainable"]) for row in trained}
@@ -167,8 +167,8 @@ def _failure_rates(run_folder: Path) -> dict[str, Any]:
     groups = dict(
         _query(
             run_folder,
-            "SELECT coalesce(reason, fate), count(DISTINCT \"group\") FROM rollouts WHERE reason = 'zero_variance' OR"
-            " fate = 'trained' GROUP BY 1",
+            "SELECT coalesce(reason, outcome), count(DISTINCT \"group\") FROM rollouts WHERE reason = 'zero_variance' OR"
+            " outcome = 'trained' GROUP BY 1",
         )
     )
     ended = sum(count for reason, count in counts.items() if reason not in ("run_ended", "interrupted", "group_dropped"))
@@ -188,11 +188,11 @@ def _measured_run(run_folder: Path, settings: RunSettings, steps: Sequence[dict[
     counts = {
         reason: count for reason, count in _query(run_folder, OUTCOMES_QUERY) if reason not in ("run_ended", "interrupted")
     }
-    tokens = sum(one.get("tokens", 0.0) for one in steps[1:])
+    tokens = sum(one.get("trainable_tokens", 0.0) for one in steps[1:])
     return MeasuredRun(
         steps=len(steps),
         step_seconds=float(np.mean(apart)) if apart else float("nan"),
-        staleness=sum(one.get("tokens", 0.0) * one.get("staleness", 0.0) for one in steps[1:]) / max(tokens, 1.0),
+        staleness=sum(one.get("trainable_tokens", 0.0) * one.get("staleness", 0.0) for one in steps[1:]) / max(tokens, 1.0),
         dropped_share=1 - counts.get("trained", 0) / max(sum(counts.values()), 1),
     )
 

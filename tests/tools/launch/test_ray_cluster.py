@@ -38,7 +38,7 @@ def assert_accounted_for(run: Path, steps: int) -> None:
         names = db.execute('SELECT "group", member, attempt FROM rollouts').fetchall()
         assert len(set(names)) == len(names)
         trained = db.execute(
-            "SELECT step, count(*) FROM rollouts WHERE fate = 'trained' OR reason = 'zero_variance' GROUP BY step"
+            "SELECT step, count(*) FROM rollouts WHERE outcome = 'trained' OR reason = 'zero_variance' GROUP BY step"
         ).fetchall()
         assert trained == [(step, 16) for step in range(1, steps + 1)]
 

@@ -41,7 +41,7 @@ def poison(run: Path) -> None:
     row = next(row for row in rows if row["group"] == "sums/201" and row["member"] == 0)
     start = row["trainable"].index(True)
     for place, text in enumerate(HOSTILE.values(), start=start):
-        row["pieces"][place] = text
+        row["token_text"][place] = text
         row["kept"][place] = "gate 0 (ratio) low"
     for row in rows:
         if row["group"] == "sums/201":

@@ -54,7 +54,7 @@ def tokens_of(run: Path) -> list[dict[str, Any]]:
         for row in pq.read_table(file).to_pylist():
             for place, kept in enumerate(row["kept"] or []):
                 if kept is not None:
-                    names = ("token_ids", "pieces", "logprobs", "sampler_logprobs", "versions")
+                    names = ("token_ids", "token_text", "logprobs", "sampler_logprobs", "versions")
                     values = {name: row[name][place] for name in names}
                     found.append({**row, **values, "kept": kept, "position": place})
     return found
@@ -120,8 +120,8 @@ def test_a_long_series_is_averaged_to_a_bounded_number_of_points(lens: Lens, mon
 
 
 def test_every_rollout_is_counted_under_its_fate(lens: Lens) -> None:
-    assert ask(lens, "fates", run="a") == {"rollouts": 64, "fates": {"trained": 47, "zero_variance": 16, "failed": 1}}
-    assert ask(lens, "fates", run="a")["rollouts"] == 64
+    assert ask(lens, "outcomes", run="a") == {"rollouts": 64, "outcomes": {"trained": 47, "zero_variance": 16, "failed": 1}}
+    assert ask(lens, "outcomes", run="a")["rollouts"] == 64
 
 
 def test_a_run_that_goes_on_is_seen_to(tmp_path: Path, world: Path) -> None:
@@ -136,14 +136,14 @@ def test_a_run_that_goes_on_is_seen_to(tmp_path: Path, world: Path) -> None:
     lens = Lens(run, read_seconds=60)
     first = ask(lens, "region", run="run")
     # files of steps that were never committed do not count
-    assert (first["read"], first["last"], ask(lens, "fates", run="run")["rollouts"]) == (2, 2, 32)
+    assert (first["read"], first["last"], ask(lens, "outcomes", run="run")["rollouts"]) == (2, 2, 32)
     with db:
         db.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?)", late)
         db.executemany("INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", fates)
     db.close()
     assert ask(lens, "series", run="run", names="reward")["step"] == [1, 2, 3, 4]
     assert ask(lens, "region", run="run")["read"] == 4
-    assert ask(lens, "fates", run="run")["rollouts"] == 64
+    assert ask(lens, "outcomes", run="run")["rollouts"] == 64
     lens.close()
 
 
@@ -227,8 +227,8 @@ def test_a_large_run_is_read_a_little_at_a_time(world: Path, monkeypatch: pytest
 def test_the_most_dropped_texts_are_counted_with_how_often_they_occur(world: Path, lens: Lens) -> None:
     told = ask(lens, "texts", run="a")
     tokens = tokens_of(world / "a")
-    dropped = Counter(token["pieces"] for token in tokens if token["kept"] != "trained")
-    everywhere = Counter(token["pieces"] for token in tokens)
+    dropped = Counter(token["token_text"] for token in tokens if token["kept"] != "trained")
+    everywhere = Counter(token["token_text"] for token in tokens)
     assert told["dropped"] == dropped.total() > 0
     for line in told["texts"]:
         assert (line["dropped"], line["all"]) == (dropped[line["text"]], everywhere[line["text"]])
@@ -273,7 +273,7 @@ def test_a_sample_is_read_in_pages_that_join_to_the_whole(world: Path, lens: Len
         r for r in pq.read_table(world / "a/rollouts/step_000002.parquet").to_pylist() if r["group"] == "sums/201"
     )
     pages = [ask(lens, "sample", run="a", step=2, **name, offset=at, limit=10) for at in range(0, one["length"], 10)]
-    for column in ("token_ids", "pieces", "trainable", "logprobs", "kept", "versions"):
+    for column in ("token_ids", "token_text", "trainable", "logprobs", "kept", "versions"):
         assert [value for page in pages for value in page[column]] == row[column]
 
 
@@ -299,19 +299,19 @@ def test_text_that_is_not_utf8_is_shown_with_replacement_characters(tmp_path: Pa
     shutil.copytree(world / "a", tmp_path / "run")
     path = tmp_path / "run/rollouts/step_000002.parquet"
     table = pq.read_table(path)
-    place = table.schema.get_field_index("pieces")
-    lists = table.column("pieces").combine_chunks()
+    place = table.schema.get_field_index("token_text")
+    lists = table.column("token_text").combine_chunks()
     broken = [b"\xff\xfe\xed\xa0\x80" if text == "." else text.encode() for text in lists.values.to_pylist()]
     ends = np.cumsum([0, *map(len, broken)], dtype=np.int32)
     values = pa.Array.from_buffers(
         pa.string(), len(broken), [None, pa.py_buffer(ends.tobytes()), pa.py_buffer(b"".join(broken))]
     )
     mixed = pa.ListArray.from_arrays(lists.offsets, values)
-    pq.write_table(table.set_column(place, "pieces", mixed), path)
+    pq.write_table(table.set_column(place, "token_text", mixed), path)
     lens = Lens(tmp_path / "run", read_seconds=60)
     told = ask(lens, "sample", run="run", step=2, group="sums/201", member=0, attempt=0, sample=0)
-    assert any("\ufffd" in piece for piece in told["pieces"])
-    assert not any("." in piece for piece in told["pieces"])
+    assert any("\ufffd" in piece for piece in told["token_text"])
+    assert not any("." in piece for piece in told["token_text"])
     assert ask(lens, "texts", run="run")["read"] == 4
     assert ask(lens, "extremes", run="run", text="\ufffd")["matching"] > 0
     lens.close()

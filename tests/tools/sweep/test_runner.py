@@ -198,7 +198,7 @@ def test_the_numbers_of_a_run_are_those_in_its_ledger_and_its_records(world: Wor
         reason
         for step in (1, 2, 3)
         for row in pq.read_table(world.folder / name / "rollouts" / f"step_00000{step}.parquet").to_pylist()
-        for reason in (row["kept"] or [] if row["fate"] == "trained" else [])
+        for reason in (row["kept"] or [] if row["OUT"] == "trained" else [])
         if reason is not None
     ]
     assert kept

@@ -55,7 +55,7 @@ export function plain(text) {
 /** A short text of a token in a list: spaces seen, on one line. */
 export function quoted(text) {
   const start = text.startsWith(" ") ? [make("span", { class: "mark" }, "␣")] : [];
-  return make("bdi", { class: "piece" }, start, visible(start.length ? text.slice(1) : text, true));
+  return make("bdi", { class: "token-text" }, start, visible(start.length ? text.slice(1) : text, true));
 }
 
 /** A number, short. */

@@ -43,7 +43,7 @@ export function overview(page, main) {
     if (kept.get(run.run)?.stamp === stamp) return kept.get(run.run);
     const names = [...NAMES, ...(extra ? [extra] : [])].join(",");
     const [series, facts] = await Promise.all([ask("series", { run: run.run, names }), ask("run", { run: run.run })]);
-    const found = { stamp, series, facts, fates: null };
+    const found = { stamp, series, facts, outcomes: null };
     kept.set(run.run, found);
     return found;
   }
@@ -61,8 +61,8 @@ export function overview(page, main) {
     }
     sidebar(focus, found[runs.indexOf(focus)]);
     if (focus.status === "unreadable") return;
-    const fates = await ask("fates", { run: focus.run });
-    if (fresh()) rollouts(fates);
+    const outcomes = await ask("outcomes", { run: focus.run });
+    if (fresh()) rollouts(outcomes);
   }
 
   function draw(runs, found, extra) {
@@ -115,7 +115,7 @@ export function overview(page, main) {
       make("h2", {}, page.runs.length > 1 ? `Runs (${page.runs.length})` : "Run"),
       make("ul", { class: "runs" }),
       make("div", { class: "facts" }),
-      make("div", { class: "fates" }),
+      make("div", { class: "outcomes" }),
     ];
     if (parts) side.append(...parts);
     const list = side.querySelector("ul");
@@ -166,14 +166,14 @@ export function overview(page, main) {
     return make("table", {}, make("thead", {}, head), make("tbody", {}, rows));
   }
 
-  function rollouts({ rollouts: total, fates }) {
-    const rows = Object.entries(fates).map(([reason, count]) => {
+  function rollouts({ rollouts: total, outcomes }) {
+    const rows = Object.entries(outcomes).map(([reason, count]) => {
       const bar = make("i", { class: reason === "trained" ? "bar good" : "bar" });
-      bar.style.width = `${(100 * count) / Math.max(...Object.values(fates))}%`;
+      bar.style.width = `${(100 * count) / Math.max(...Object.values(outcomes))}%`;
       return make("tr", {}, make("td", {}, visible(reason)), make("td", { class: "wide" }, bar),
         make("td", { class: "n" }, number(count)), make("td", { class: "n quiet" }, share(count, total)));
     });
-    side.querySelector(".fates").replaceChildren(
+    side.querySelector(".outcomes").replaceChildren(
       make("h2", {}, `Rollouts (${number(total)})`), make("table", {}, make("tbody", {}, rows)));
   }
 

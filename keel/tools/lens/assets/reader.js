@@ -10,9 +10,9 @@ const PAGE = 2000;
 
 /** How far out a token is by each colour, from -1 to 1; null where it has no such number. */
 const MEASURES = {
-  reason: (token) => (token.kept === null ? null : token.dropped ? (token.high ? 1 : -1) : 0),
+  reason: (token) => (token.status === null ? null : token.dropped ? (token.high ? 1 : -1) : 0),
   ratio: (token) => (token.d === null ? null : token.d / Math.log(5)),
-  advantage: (token, sample) => (token.kept === null ? null : sample.advantage),
+  advantage: (token, sample) => (token.status === null ? null : sample.advantage),
   difference: (token) => (token.d === null ? null : (token.p - token.q) / 0.5),
   gradient: (token, sample) => (token.gradient === null ? null : token.gradient / sample.steepest),
   entropy: (token) => (token.entropy === null ? null : token.entropy / 2),
@@ -71,17 +71,17 @@ export function reader(page) {
   function prepare() {
     const at = (name, n) => sample[name]?.[n] ?? null;
     listed = (sample.token_ids ?? []).map((id, n) => {
-      const kept = at("kept", n);
       const [l, b] = [at("logprobs", n), at("sampler_logprobs", n)];
       const own = sample.trainable[n];
+      const status = l === null ? null : at("drop_reason", n) ?? "trained";
       const usable = own && l !== null && b !== null;
       return {
-        id, own, kept, l, b: own ? b : null,
-        piece: sample.pieces[n] ?? "", letters: sample.letters[n] ?? 0,
+        id, own, status, l, b: own ? b : null,
+        text: sample.token_text[n] ?? "", letters: sample.letters[n] ?? 0,
         d: usable ? l - b : null, p: l === null ? null : Math.exp(l), q: own && b !== null ? Math.exp(b) : null,
-        dropped: kept !== null && kept !== "trained", high: kept?.endsWith(" high") ?? false, low: kept?.endsWith(" low") ?? false,
+        dropped: status !== null && status !== "trained", high: status?.endsWith(" high") ?? false, low: status?.endsWith(" low") ?? false,
         staleness: own ? sample.version - sample.versions[n] : null,
-        entropy: at("entropy", n), gradient: at("gradient", n), reference: at("reference_logprobs", n),
+        entropy: at("entropy", n), gradient: at("dloss_dlogprob", n), reference: at("reference_logprobs", n),
       };
     });
     sample.steepest = Math.max(1e-12, ...listed.map((token) => Math.abs(token.gradient ?? 0)));
@@ -92,10 +92,10 @@ export function reader(page) {
     const dropped = listed.filter((token) => token.dropped).length;
     const facts = [
       ["rollout", `${sample.group}/${sample.member}${sample.attempt ? `, attempt ${sample.attempt}` : ""}${sample.sample > 0 ? `, sample ${sample.sample}` : ""}`],
-      ["task", sample.task_id], ["fate", sample.fate + (sample.reason ? `: ${sample.reason}` : "")],
+      ["task", sample.task_id], ["outcome", sample.outcome + (sample.reason ? `: ${sample.reason}` : "")],
       ["reward", number(sample.reward)], ["advantage", number(sample.advantage)],
       ["tokens", `${number(own)} of ${number(sample.length)} by the policy, ${number(dropped)} dropped`],
-      ["begins", sample.split === "start" ? null : sample.split], ["error", sample.error],
+      ["begins", sample.split_reason === "start" ? null : sample.split_reason], ["error", sample.error],
     ];
     about.replaceChildren(...facts.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) =>
       make("span", {}, make("span", { class: "quiet" }, `${name} `), make("b", {}, visible(String(value), true)))));
@@ -106,9 +106,9 @@ export function reader(page) {
     listed.forEach((token, n) => {
       if (!n || token.own !== listed[n - 1].own)
         blocks.push(make("div", { class: token.own ? "block own" : "block" }, make("span", {}, token.own ? "policy" : "context"), make("div", {})));
-      const cut = token.letters > [...token.piece].length
+      const cut = token.letters > [...token.text].length
         ? make("span", { class: "note" }, `… cut; the token has ${number(token.letters)} characters`) : null;
-      token.span = make("span", { class: "t", "data-n": n }, visible(token.piece), cut);
+      token.span = make("span", { class: "t", "data-n": n }, visible(token.text), cut);
       blocks.at(-1).lastChild.append(token.span);
     });
     const end = sample.offset + listed.length;
@@ -147,7 +147,7 @@ export function reader(page) {
 
   function matching(token, filter) {
     if (filter === "any") return true;
-    if (filter === "trained") return token.kept === "trained";
+    if (filter === "trained") return token.status === "trained";
     if (filter === "low" || filter === "high") return token.dropped && token[filter];
     if (!token.dropped) return false;
     return filter === "dropped" || (filter === "positive" ? sample.advantage > 0 : sample.advantage < 0);
@@ -165,12 +165,12 @@ export function reader(page) {
 
   function tell(token) {
     const cells = token ? [
-      ["token", [make("bdi", { class: "piece" }, visible(token.piece.slice(0, 60), true))]],
-      ["outcome", [token.kept ?? (token.own ? "not trained" : "context")]],
+      ["token", [make("bdi", { class: "token-text" }, visible(token.text.slice(0, 60), true))]],
+      ["outcome", [token.status ?? (token.own ? "not trained" : "context")]],
       ["ratio", [number(token.d === null ? null : Math.exp(token.d))]],
       ["p policy", [number(token.p)]], ["q sampler", [number(token.q)]], ["p - q", [number(token.d === null ? null : token.p - token.q)]],
       ["advantage", [number(token.own ? sample.advantage : null)]], ["gradient", [number(token.gradient)]],
-      ["entropy", [number(token.entropy)]], ["stale", [number(token.staleness)]],
+      ["entropy", [number(token.entropy)]], ["staleness", [number(token.staleness)]],
     ] : [["token", ["point at one"]]];
     strip.replaceChildren(...cells.map(([name, value]) => make("div", { title: name === "outcome" ? value[0] : undefined }, make("span", {}, name), value)));
     if (token) strip.title = `token ${sample.offset + listed.indexOf(token)}, id ${token.id}, log-probs: policy ${number(token.l, 6)}, sampler ${number(token.b, 6)}, reference ${number(token.reference, 6)}`;

@@ -90,11 +90,11 @@ export function tokens(page, main) {
     const rows = [];
     for (const group of found.groups) {
       const open = group.group === chosen;
-      const fate = group.trained ? "" : ` ${group.reason ?? "dropped"}`;
+      const status = group.trained ? "" : ` ${group.reason ?? "dropped"}`;
       rows.push(make("button", {
         class: "pick group", "aria-expanded": String(open), title: plain(group.task_id ?? ""),
         onclick: () => page.go({ step, ...nothing(), group: group.group }),
-      }, make("span", {}, visible(group.group, true), make("span", { class: "quiet" }, visible(fate, true))),
+      }, make("span", {}, visible(group.group, true), make("span", { class: "quiet" }, visible(status, true))),
       make("span", { class: "n" }, number(group.reward)), drops(group.dropped)));
       if (!open) continue;
       for (const one of samples) {
@@ -137,9 +137,9 @@ export function tokens(page, main) {
     view.unfinished = told.read + told.unreadable.length < told.steps;
     if (!changed("hits", run, step, told)) return;
     const rows = told.tokens.map((one) => make("button", {
-      class: "pick hit", title: `step ${one.step}, ${plain(one.group)}/${one.member}, token ${one.position}: ${plain(one.kept)}`,
+      class: "pick hit", title: `step ${one.step}, ${plain(one.group)}/${one.member}, token ${one.position}: ${plain(one.drop_reason ?? "trained")}`,
       onclick: () => page.go({ step: one.step, group: one.group, member: one.member, attempt: one.attempt, sample: one.sample, at: one.position }),
-    }, quoted(one.piece), make("span", { class: one.kept === "trained" ? "n" : "n drops" }, number(Math.exp(one.l - one.b))),
+    }, quoted(one.text), make("span", { class: one.drop_reason === null ? "n" : "n drops" }, number(Math.exp(one.l - one.b))),
     make("span", { class: "n" }, number(one.advantage, 2)), make("span", { class: "n quiet" }, `${one.step}`)));
     hits.replaceChildren(make("p", { class: "quiet" }, `${number(told.matching)} tokens match${view.unfinished ? `, in ${number(told.read)} of ${number(told.steps)} steps read so far` : ""}`),
       make("div", { class: "heads hit" }, ["token", "ratio", "A", "step"].map((word, n) => make("span", { class: n ? "n" : "" }, word))), make("div", { class: "hits" }, rows));
@@ -164,7 +164,7 @@ export function tokens(page, main) {
 
 function fateOf(sample) {
   const which = `${sample.attempt > 0 ? `, attempt ${sample.attempt}` : ""}${sample.sample > 0 ? `, sample ${sample.sample}` : ""}`;
-  return sample.fate === "trained" ? `A ${number(sample.advantage, 2)}${which}` : visible(`${sample.reason ?? "dropped"}${which}`, true);
+  return sample.outcome === "trained" ? `A ${number(sample.advantage, 2)}${which}` : visible(`${sample.reason ?? "dropped"}${which}`, true);
 }
 
 function drops(count) {
