@@ -78,7 +78,7 @@ def prepare(scratch: Path, steps: int) -> dict[str, Any]:
     settings = load_settings(RECIPE).settings
     (environment,) = settings.environments.values()
     made: Any = load_environment(environment)
-    tasks = list(made.tasks("train"))[: steps * settings.scheduler.groups]
+    tasks = list(made.tasks("train"))[: steps * settings.scheduler.groups_per_step]
     rows = [
         {
             "prompt": [
@@ -96,7 +96,7 @@ def prepare(scratch: Path, steps: int) -> dict[str, Any]:
         "tasks": str(scratch / "tasks.json"),
         "scratch": str(scratch),
         "steps": steps,
-        "groups": settings.scheduler.groups,
+        "groups": settings.scheduler.groups_per_step,
         "group_size": settings.scheduler.group_size,
         "max_tokens": settings.sampling.max_tokens,
         "temperature": settings.sampling.temperature,

@@ -130,7 +130,7 @@ async def run(args: argparse.Namespace, folder: Path) -> list[Row]:
         ]
         for name, model, way in ways:
             # straggling servers are waited for, because live is to mean every server here
-            settings = PoolSettings(urls=urls, interval=60.0)
+            settings = PoolSettings(urls=urls, poll_interval=60.0)
             connect = partial(way.connect, api_key=None) if isinstance(way, BroadcastTransport) else HttpEngine
             pool = Pool(settings, connect)
             rows.append(await measured(name, f"{args.members} keel serve", pool, way, model, args.rounds))

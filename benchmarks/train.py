@@ -95,7 +95,7 @@ class Ours:
     """The trainer's own forward and backward."""
 
     def __init__(self, model: Model, samples: list[Sample], budget: int) -> None:
-        self.settings = TrainerSettings(max_tokens=budget, entropy=False)
+        self.settings = TrainerSettings(max_tokens_per_micro_batch=budget, compute_entropy=False)
         self.model, self.tokens = model, TrainableTokens(samples)
         self.forward = Forward(model, max_tokens=budget)
         self.optimizer = build_optimizer(self.settings.optimizer, model.parameters().values())

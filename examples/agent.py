@@ -42,12 +42,12 @@ async def attempt(model: keel.TrainableModel, task: tuple[int, int]) -> keel.Tra
     client = model.openai_client()
     question = f"Which is larger, {task[0]} or {task[1]}?"
     messages = [{"role": "user", "content": question}]
-    if not model.settings.warm_up_steps:
+    if not model.settings.sft_warmup_steps:
         messages.insert(0, {"role": "system", "content": RULES})
     trajectory = keel.Trajectory(messages_and_choices=messages, reward=0.0, name=question)
     for worth in (1.0, 0.5):
         response = await client.chat.completions.create(
-            model=model.name, messages=trajectory.messages(), max_tokens=8 if model.settings.warm_up_steps else 32
+            model=model.name, messages=trajectory.messages(), max_tokens=8 if model.settings.sft_warmup_steps else 32
         )
         trajectory.messages_and_choices.append(response.choices[0])
         number = tool_call(response.choices[0].message)

@@ -86,15 +86,15 @@ class LaunchSettings(Settings):
     """Parts on few nodes, or on many."""
     nodes: Annotated[int, Field(ge=1)] = 1
     """Nodes that are waited for before it is judged what the cluster has: those of a job join one after another."""
-    wait: Seconds = 60.0
+    placement_timeout: Seconds = 60.0
     """Seconds to wait for these nodes, and for resources that the cluster has and others use."""
-    start: Seconds = 600.0
+    startup_timeout: Seconds = 600.0
     """Seconds that an engine server may take until it answers; then it counts as dead."""
-    silence: Seconds = 120.0
+    health_timeout: Seconds = 120.0
     """Seconds without an answer after which an engine server that runs counts as dead."""
     backoff: Seconds = 1.0
     """Seconds before a part is started again; twice as long each further time, and at most a minute."""
-    forgive: Seconds = 3600.0
+    restart_reset_after: Seconds = 3600.0
     """A part that has been up for so many seconds has all its restarts again."""
-    grace: Seconds = 60.0
+    shutdown_timeout: Seconds = 60.0
     """Seconds that the trainer has to finish its step when the launch has failed."""

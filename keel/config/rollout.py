@@ -77,13 +77,13 @@ class RendererSettings(Settings):
 class EpisodeLimits(Settings):
     """What one episode may use."""
 
-    turns: Count = 16
+    max_turns: Count = 16
     """Answers of the policy."""
-    tokens: Count = 4096
+    max_sequence_tokens: Count = 4096
     """Tokens of a training sample, prompt included."""
-    over_length: Literal["refuse", "cut"] = "refuse"
+    on_overlength: Literal["refuse", "cut"] = "refuse"
     """A sample that is longer is left out, or cut at the limit; both are counted."""
-    seconds: Seconds = 600.0
+    timeout: Seconds = 600.0
     """Wall time."""
 
 
@@ -114,7 +114,7 @@ class EnvironmentSettings(Settings):
 class SchedulerSettings(Settings):
     """How groups are sampled and batches cut."""
 
-    groups: Count = 8
+    groups_per_step: Count = 8
     """Groups of a batch."""
     group_size: Count = 8
     """Rollouts of a group."""
@@ -126,13 +126,13 @@ class SchedulerSettings(Settings):
     """When attempts are used up, train the survivors if at least so many remain; not given: only whole groups."""
     max_off_policy_steps: NonNegative = 2
     """Versions that the oldest token of a group may be behind when its batch is cut; 0: synchronous."""
-    stale: Literal["refuse", "resample"] = "resample"
+    on_stale: Literal["refuse", "resample"] = "resample"
     """What becomes of a group that is older: its task is dropped, or sampled again."""
-    window: NonNegative = 1
+    window_batches: NonNegative = 1
     """Batches are cut in order of dispatch, and a group may overtake at most those of so many batches before it."""
-    halt_after: Count | None = 10
+    max_empty_steps: Count | None = 10
     """Stop after so many batches in a row with nothing to train on."""
-    watchdog: Seconds | None = None
+    rollout_timeout: Seconds | None = None
     """Give up a rollout that has not come back after so many seconds, whatever runs it; not given: a minute after
     the longest limits.seconds of the run."""
 
@@ -164,7 +164,7 @@ class EngineSettings(Settings):
     int8: bool = False
     """local and process: linear layers in int8 while sampling, by torch: no longer quite the policy that is trained.
     Without VNNI instructions it is slower than float32 by the kernels in C."""
-    kernels: Literal["auto", "torch"] = "auto"
+    native_kernels: Literal["auto", "torch"] = "auto"
     """local and process, in float32 on CPU: auto: those in C where there is a compiler, for which every weight of a
     linear layer is held a second time; torch: torch's own, slower and in half the memory."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -172,16 +172,16 @@ class EngineSettings(Settings):
     see."""
     publish_every: Count = 1
     """Optimizer steps between two publications of weights; more than 1 makes samples stale on purpose."""
-    python: str = ".venv-vllm/bin/python"
+    vllm_python: str = ".venv-vllm/bin/python"
     """vllm: the interpreter of the environment that vLLM is in."""
 
     @model_validator(mode="after")
     def _check_options_have_effect(self) -> Self:
         if self.int8 and self.kind not in ("local", "process"):
             raise setting_error('{int8} cannot act: kind = "' + self.kind + '" samples by itself', int8=self.int8)
-        if self.kernels != "auto" and self.kind not in ("local", "process"):
+        if self.native_kernels != "auto" and self.kind not in ("local", "process"):
             why = 'cannot act: kind = "' + self.kind + '" samples by itself; servers take keel serve --kernels'
-            raise setting_error("{kernels} " + why, kernels=self.kernels)
+            raise setting_error("{kernels} " + why, kernels=self.native_kernels)
         if self.dtype != "auto" and self.kind == "pool":
             raise setting_error(
                 "{dtype} cannot act: the servers of a pool were started with their own", dtype=self.dtype
@@ -192,7 +192,7 @@ class EngineSettings(Settings):
 class PublishSettings(Settings):
     """How new weights reach the engines; see docs/engines.md."""
 
-    way: Literal["auto", "adapter", "folder", "broadcast"] = "auto"
+    transport: Literal["auto", "adapter", "folder", "broadcast"] = "auto"
     """adapter: the adapter alone, as a folder; folder: all weights, as a folder; broadcast: all weights, by
     torch.distributed, to servers of ours; auto: adapter with model.lora, in one process a copy, else folder."""
     in_flight: Literal["go_on", "drain"] = "go_on"
@@ -200,15 +200,15 @@ class PublishSettings(Settings):
     wait, and each answer is of one version."""
     path: Annotated[str, Field(min_length=1)] | None = None
     """adapter and folder: where folders are written, on a path that every engine sees; not given: in the run's own."""
-    address: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    bind_address: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """broadcast: this machine's address for the servers. Weights travel there without a key."""
 
     @model_validator(mode="after")
     def _check_options_have_effect(self) -> Self:
-        if self.path is not None and self.way == "broadcast":
+        if self.path is not None and self.transport == "broadcast":
             raise setting_error('{path} cannot act: way = "broadcast" writes nothing', path=self.path)
-        if self.address != "127.0.0.1" and self.way != "broadcast":
-            raise setting_error('{address} cannot act: it belongs to way = "broadcast"', address=self.address)
+        if self.bind_address != "127.0.0.1" and self.transport != "broadcast":
+            raise setting_error('{address} cannot act: it belongs to way = "broadcast"', address=self.bind_address)
         return self
 
 
@@ -221,21 +221,21 @@ class PoolSettings(Settings):
     """elastic: `host:port`, of which every address is a member."""
     file: str | None = None
     """elastic: a file with one URL a line, watched."""
-    list_url: str | None = None
+    discovery_url: str | None = None
     """elastic: an address that answers with a JSON list of URLs."""
-    interval: Seconds = 10.0
+    poll_interval: Seconds = 10.0
     """Seconds between two looks at members and their health."""
     health_timeout: Seconds = 10.0
     """A member that takes longer to say how it is doing counts as unhealthy."""
     load_timeout: Seconds = 600.0
     """A member that takes longer to load weights counts as unhealthy."""
-    wait: Seconds = 300.0
+    ready_timeout: Seconds = 300.0
     """How long a request waits for a member that is ready before it is an error."""
-    attempts: Count = 3
+    max_attempts: Count = 3
     """How many times a request is handed out when the members that had it fail."""
     api_key_file: str | None = None
     """A file that holds the key that members ask for; the key itself may stand in no settings."""
-    server: Literal["keel", "vllm"] = "keel"
+    backend: Literal["keel", "vllm"] = "keel"
     """What the members are: they load weights in different ways."""
 
     @model_validator(mode="after")
@@ -247,7 +247,7 @@ class PoolSettings(Settings):
                 " given",
                 urls=self.urls,
             )
-        for address in (*self.urls, self.list_url or ""):
+        for address in (*self.urls, self.discovery_url or ""):
             if secret := secret_in_url(address):
                 raise setting_error(
                     f"an address of the pool has {secret} in it, which would be written down; leave it out"

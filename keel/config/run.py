@@ -54,9 +54,9 @@ class EvaluationSettings(Settings):
     """always: at the start, every so many steps and at the end; ends: at the start and the end; never."""
     every: Annotated[int, Field(ge=1)] = 10
     """always: steps between two evaluations."""
-    tasks: Annotated[int, Field(ge=1)] = 64
+    num_tasks: Annotated[int, Field(ge=1)] = 64
     """Of each environment, the first of its eval split."""
-    samples: Annotated[int, Field(ge=1)] = 1
+    samples_per_task: Annotated[int, Field(ge=1)] = 1
     """Answers for each task; with more than one, pass@k is reported for k up to it."""
     sampling: Sampling | None = None
     """How answers are drawn; not given: as in training."""
@@ -73,7 +73,7 @@ class MetricsSettings(Settings):
     """In trackio's folder on this machine."""
     project: Annotated[str, Field(min_length=1)] | None = None
     """wandb, trackio: what the run is listed under; not given: keel."""
-    custom: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
+    custom_sink: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
     """module:attribute of a sink of your own."""
 
     @model_validator(mode="after")
@@ -90,7 +90,7 @@ class RunSettings(Settings):
 
     steps: Annotated[int, Field(ge=1)] = 100
     """Batches to train on."""
-    stall_after: Annotated[float, Field(gt=0)] | None = None
+    stall_timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds without any progress after which the run stops and says what it waits for; not given: an hour, or three
     times the longest limits.seconds of an environment."""
     environments: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EnvironmentSettings] = {}
@@ -167,11 +167,11 @@ class RunSettings(Settings):
                 },
             )
         for name, environment in self.environments.items():
-            if environment.limits.tokens > self.trainer.max_tokens:
+            if environment.limits.max_sequence_tokens > self.trainer.max_tokens_per_micro_batch:
                 tokens = f"environments.{name}.limits.tokens"
                 raise setting_error(
                     f"{{{tokens}}} must not be above {{trainer.max_tokens}}: a longer sample fits no micro-batch",
-                    {tokens: environment.limits.tokens, "trainer.max_tokens": self.trainer.max_tokens},
+                    {tokens: environment.limits.max_sequence_tokens, "trainer.max_tokens": self.trainer.max_tokens_per_micro_batch},
                 )
         self._check_transport()
         if self.references and not reads("reference"):
@@ -186,8 +186,8 @@ class RunSettings(Settings):
 
     def _check_transport(self) -> None:
         """Refuse a way that the weights of this run cannot take."""
-        way, path, lora, kind = self.publish.way, self.publish.path, self.model.lora is not None, self.engine.kind
-        vllm = kind == "vllm" or (self.pool is not None and self.pool.server == "vllm")
+        way, path, lora, kind = self.publish.transport, self.publish.path, self.model.lora is not None, self.engine.kind
+        vllm = kind == "vllm" or (self.pool is not None and self.pool.backend == "vllm")
         why = ""
         if way == "adapter" and not lora:
             why = "has no effect: without model.lora there is no adapter"

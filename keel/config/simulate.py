@@ -22,7 +22,7 @@ class LengthSettings(Settings):
     """fixed: all alike; lognormal: most are short and some are very long; empirical: drawn from `values`."""
     mean: Positive | None = None
     """fixed, lognormal: before any is cut at sampling.max_tokens; not given: half of sampling.max_tokens."""
-    spread: Annotated[float, Field(gt=0, le=4)] | None = None
+    sigma: Annotated[float, Field(gt=0, le=4)] | None = None
     """lognormal: the standard deviation of the logarithm; not given: 0.8."""
     values: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """empirical: lengths that were seen."""
@@ -45,8 +45,8 @@ class LengthSettings(Settings):
     def _check_kind(self) -> Self:
         if (self.kind == "empirical") != bool(self.values):
             raise setting_error('{kind} and values belong together: kind = "empirical" has some', kind=self.kind)
-        if self.spread is not None and self.kind != "lognormal":
-            raise setting_error('{spread} cannot act: it belongs to kind = "lognormal"', spread=self.spread)
+        if self.sigma is not None and self.kind != "lognormal":
+            raise setting_error('{spread} cannot act: it belongs to kind = "lognormal"', spread=self.sigma)
         if self.mean is not None and self.kind == "empirical":
             raise setting_error('{mean} cannot act: kind = "empirical" has the mean of its values', mean=self.mean)
         return self
@@ -68,12 +68,12 @@ class SimulateSettings(Settings):
     """Requests that an engine decodes together, others wait; not given: engine.max_batch, or 256 for vllm and pool."""
     prefill_tokens_per_second: Positive | None = None
     """Prompt tokens of one engine; each group's prompt is computed once, and decoding waits; not given: no time."""
-    contention: Annotated[float, Field(ge=1)] = 1.0
+    trainer_slowdown: Annotated[float, Field(ge=1)] = 1.0
     """How many times slower engines are while the trainer computes; 1: they share no machine."""
 
     length: LengthSettings = LengthSettings()
     """Tokens that a rollout samples."""
-    prompt: Count = 256
+    prompt_tokens: Count = 256
     """Tokens of a rollout that it does not sample: the prompt, tool answers."""
     turns: Count = 1
     """Answers of a rollout at most: it is cut at so many times sampling.max_tokens."""
@@ -81,7 +81,7 @@ class SimulateSettings(Settings):
     """Of a rollout outside of the engine: tools, scoring."""
     rollout_failures: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of rollouts that fail, somewhere on their way."""
-    no_signal: Share = 0.0
+    zero_variance_share: Share = 0.0
     """Share of groups whose rewards are all equal; they train only with advantages.zero_variance_groups = "train"."""
     engine_crash_hours: Positive | None = None
     """Hours between two crashes of one engine, in the mean; not given: never."""

@@ -47,7 +47,7 @@ class ModelSettings(Settings):
     """auto: the accelerator that torch finds, else cpu."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, about a third slower."""
-    warm_up_steps: Annotated[int, Field(ge=0)] = 0
+    sft_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Tiny models only: supervised steps on short answers before anything else, so that rewards are not all zero."""
 
 
@@ -64,23 +64,23 @@ class OptimizerSettings(Settings):
     """Decoupled decay, on matrices only."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the rate rises from lr / (warmup_steps + 1) to lr."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls after the warm-up, until total_steps."""
     total_steps: Count | None = None
     """Where the decay ends; the rate stays at its floor afterwards."""
-    floor: Share | None = None
+    min_lr_ratio: Share | None = None
     """The share of lr at which a decay ends; not given: 0."""
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
-        if self.decay == "constant":
+        if self.lr_schedule == "constant":
             for name in ("total_steps", "floor"):
                 if getattr(self, name) is not None:
                     raise setting_error(
                         f'{{{name}}} cannot act while decay = "constant"', **{name: getattr(self, name)}
                     )
         elif self.total_steps is None:
-            raise setting_error("{decay} needs total_steps", decay=self.decay)
+            raise setting_error("{decay} needs total_steps", decay=self.lr_schedule)
         elif self.total_steps <= self.warmup_steps:
             raise setting_error(
                 "{total_steps} must be above {warmup_steps}",
@@ -95,18 +95,18 @@ class TrainerSettings(Settings):
 
     optimizer: OptimizerSettings = OptimizerSettings()
     """The update."""
-    max_tokens: Count = 4096
+    max_tokens_per_micro_batch: Count = 4096
     """Memory budget of a micro-batch, in tokens that the model computes (shared ones count once)."""
-    updates: Count = 1
+    optimizer_steps: Count = 1
     """Optimizer steps a training step is divided into, by groups (a step of fewer groups has as many as groups); with
     more than one, the proximal policy is the one before the first."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this norm."""
     share_prefixes: bool = True
     """Compute tokens that samples share once. Falls back, and says so, where the model does not allow it."""
-    entropy: bool = True
+    compute_entropy: bool = True
     """Also compute the entropy of the policy at each trainable token, for the metrics."""
-    keep_memory: bool = True
+    retain_freed_memory: bool = True
     """Linux with glibc: tell the allocator to keep freed memory, which makes steps on CPU much faster."""
     ranks: Count = 1
     """Processes that train together, each with its shard of weights, gradients and moments (FSDP2). `keel train` starts

@@ -22,9 +22,9 @@ NonNegative = Annotated[float, Field(ge=0)]
 class Gate(Settings):
     """Refuses the tokens whose statistic leaves the band [low, high]; the bounds themselves are kept."""
 
-    on: Annotated[str, OneOf(statistic_names)]
+    statistic: Annotated[str, OneOf(statistic_names)]
     """The statistic the gate looks at."""
-    of: LogRatio = "policy/sampler"
+    between: LogRatio = "policy/sampler"
     """The two policies compared."""
     level: Level = "token"
     """on "ratio": which ratio."""
@@ -50,15 +50,15 @@ class Gate(Settings):
     @property
     def statistic(self) -> GateStatistic:
         """What the table of statistics holds about `on` at `level`."""
-        return gate_statistic(self.on, self.level)
+        return gate_statistic(self.statistic, self.level)
 
     @model_validator(mode="after")
     def _check_bounds_and_scope(self) -> Self:
         if self.low is None and self.high is None:
-            raise setting_error("{on}: a gate needs a low or a high bound", on=self.on)
+            raise setting_error("{on}: a gate needs a low or a high bound", on=self.statistic)
         if self.low is not None and self.high is not None and self.low > self.high:
             raise setting_error("{low} must be below {high}", low=self.low, high=self.high)
-        if (self.on, self.level) not in STATISTICS:
+        if (self.statistic, self.level) not in STATISTICS:
             owners = " or ".join(f'"{on}"' for on, level in STATISTICS if level == self.level)
             raise setting_error(f"{{level}} cannot act: it belongs to on = {owners}", level=self.level)
         statistic = self.statistic
@@ -172,9 +172,9 @@ class PolicyTerm(Settings):
 class Penalty(Settings):
     """A term that does not look at the advantage: coef times a measure of drift."""
 
-    on: Literal["log_ratio_squared", "k1", "k2", "k3"]
+    estimator: Literal["log_ratio_squared", "k1", "k2", "k3"]
     """d^2, or the KL estimators k1 = x, k2 = x^2 / 2, k3 = exp(-x) + x - 1, with x = l - f."""
-    of: Literal["policy/sampler", "policy/proximal", "policy/reference"] = "policy/reference"
+    between: Literal["policy/sampler", "policy/proximal", "policy/reference"] = "policy/reference"
     """The two policies compared; log_ratio_squared: policy/sampler when not given."""
     coef: float
     """Factor on the measure."""
@@ -192,13 +192,13 @@ class Penalty(Settings):
 
     @model_validator(mode="after")
     def _check_ratio_correction(self) -> Self:
-        if self.on == "k1" and not self.ratio_correction:
+        if self.estimator == "k1" and not self.ratio_correction:
             raise setting_error(
                 "{on} cannot go with {ratio_correction}: the gradient would not contain the reference",
-                on=self.on,
+                on=self.estimator,
                 ratio_correction=self.ratio_correction,
             )
-        if self.on == "log_ratio_squared" and self.ratio_correction:
+        if self.estimator == "log_ratio_squared" and self.ratio_correction:
             raise setting_error("{ratio_correction} cannot act: it belongs to k1, k2 and k3", ratio_correction=True)
         return self
 
@@ -208,7 +208,7 @@ class Reduction(Settings):
 
     over: Literal["tokens", "sequences", "constant"] = "tokens"
     """Mean over the step's tokens; mean of the sequences' token means; or sum / (sequences * length)."""
-    divide_by: Literal["members", "kept"] = "members"
+    denominator: Literal["members", "kept"] = "members"
     """Whether the tokens that a gate refused still count."""
     length: Positive | None = None
     """over "constant": the constant length that divides each sequence."""
@@ -273,7 +273,7 @@ class Composition(AdvantageTransforms):
                 raise setting_error("{adv_tau} cannot act: cross_entropy has no advantage", adv_tau=self.adv_tau)
             if self.weights:
                 raise setting_error("{weights}: cross_entropy takes no weights", weights=len(self.weights))
-        if self.reduction.divide_by == "kept" and not self.gates and not self.reads("sampler"):
+        if self.reduction.denominator == "kept" and not self.gates and not self.reads("sampler"):
             raise setting_error("{denominator} (divide_by) cannot act: nothing here drops a token", denominator="kept")
         if self.policy.level == "sequence" and any(weight.level == "token" for weight in self.weights):
             raise setting_error(
@@ -290,11 +290,11 @@ class Composition(AdvantageTransforms):
         read as on-policy.
         """
         if source == "reference":
-            return self.kl_penalty_coef > 0 or any(penalty.of == "policy/reference" for penalty in self.penalties)
+            return self.kl_penalty_coef > 0 or any(penalty.between == "policy/reference" for penalty in self.penalties)
         if source == "teacher":
             return self.teacher_tau > 0
-        pairs = [gate.of for gate in self.gates] + [weight.of for weight in self.weights]
-        pairs += [penalty.of for penalty in self.penalties if penalty.of != "policy/reference"]
+        pairs = [gate.between for gate in self.gates] + [weight.of for weight in self.weights]
+        pairs += [penalty.between for penalty in self.penalties if penalty.between != "policy/reference"]
         if source == "proximal":
             return self.policy.anchor == "proximal" or any("proximal" in pair for pair in pairs)
         corrected = any(penalty.ratio_correction for penalty in self.penalties)

@@ -71,19 +71,19 @@ class PolicyClient:
     @property
     def turns_left(self) -> int:
         """Answers that the episode may still ask for."""
-        return self.limits.turns - self._turns_used
+        return self.limits.max_turns - self._turns_used
 
     async def chat(self, messages: Sequence[Message], *, tools: Tools = None, max_tokens: int | None = None) -> Reply:
         """The policy's next message, at most `max_tokens` long (never longer than the run's own setting)."""
         given = [copy.deepcopy(dict(message)) for message in messages]
         _check_messages(given)
         if self.turns_left <= 0:
-            raise EpisodeLimitReached(f"the episode has had its limits.turns = {self.limits.turns} answers")
+            raise EpisodeLimitReached(f"the episode has had its limits.turns = {self.limits.max_turns} answers")
         prompt = self._renderer.extend(self._rendered_turns, given, tools)
-        if len(prompt.ids) >= self.limits.tokens:
+        if len(prompt.ids) >= self.limits.max_sequence_tokens:
             raise EpisodeLimitReached(
                 f"the prompt of {len(prompt.ids)} tokens leaves no room for an answer within limits.tokens ="
-                f" {self.limits.tokens}"
+                f" {self.limits.max_sequence_tokens}"
             )
         self._turns_used += 1
         generation = await self._generate(prompt, self._turn_sampling(max_tokens))

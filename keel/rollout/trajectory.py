@@ -148,22 +148,22 @@ class EpisodeTrajectory:
         for path in self._builders:
             if path.split_reason != FIRST_SAMPLE:
                 counts[f"split_{path.split_reason}"] += 1
-            if len(path.token_ids) > limits.tokens:
-                counts["truncated_samples" if limits.over_length == "cut" else "dropped_samples"] += 1
-                if limits.over_length == "refuse":
+            if len(path.token_ids) > limits.max_sequence_tokens:
+                counts["truncated_samples" if limits.on_overlength == "cut" else "dropped_samples"] += 1
+                if limits.on_overlength == "refuse":
                     continue
-            sample = self._build_sample(path, limits.tokens, trained)
+            sample = self._build_sample(path, limits.max_sequence_tokens, trained)
             if any(sample.trainable):
                 kept.append(sample)
-            elif len(path.token_ids) <= limits.tokens:
+            elif len(path.token_ids) <= limits.max_sequence_tokens:
                 counts["empty_samples"] += 1
         lost = len(self._sampled_tokens) - len(trained)
         counts.update(
             samples=len(kept),
             sampled_tokens=len(self._sampled_tokens),
             trained_tokens=len(trained),
-            dropped_tokens=lost if limits.over_length == "refuse" else 0,
-            truncated_tokens=lost if limits.over_length == "cut" else 0,
+            dropped_tokens=lost if limits.on_overlength == "refuse" else 0,
+            truncated_tokens=lost if limits.on_overlength == "cut" else 0,
         )
         return TrajectorySamples(tuple(kept), dict(counts))
 

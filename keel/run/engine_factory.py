@@ -64,7 +64,7 @@ async def open_engine(settings: RunSettings, model: Model, folder: Path) -> Asyn
         elif kind == "vllm":
             rank = settings.model.lora.rank if settings.model.lora else None
             dtype = settings.engine.dtype if settings.engine.dtype != "auto" else dtype_name(model.dtype)
-            engine = await start_vllm(settings.engine.python, str(model.source.folder), dtype=dtype, max_lora_rank=rank)
+            engine = await start_vllm(settings.engine.vllm_python, str(model.source.folder), dtype=dtype, max_lora_rank=rank)
         else:
             engine = _make_pool(settings, way)
         stack.push_async_callback(engine.close)
@@ -76,9 +76,9 @@ async def open_engine(settings: RunSettings, model: Model, folder: Path) -> Asyn
 
 
 def _make_transport(settings: RunSettings, model: Model, folder: Path) -> WeightTransport:
-    if settings.publish.way == "broadcast":
-        return BroadcastTransport(model, settings.publish.address)
-    if settings.publish.way == "auto" and settings.engine.kind == "local" and model.peft is None:
+    if settings.publish.transport == "broadcast":
+        return BroadcastTransport(model, settings.publish.bind_address)
+    if settings.publish.transport == "auto" and settings.engine.kind == "local" and model.peft is None:
         return InMemoryTransport(model)
     return FolderTransport(model, folder)
 
@@ -110,7 +110,7 @@ def _make_pool(settings: RunSettings, transport: WeightTransport) -> Pool:
     given = settings.pool
     assert given is not None
     key = None if given.api_key_file is None else read_api_key("pool.api_key_file", given.api_key_file)
-    return Pool(given, partial(VllmEngine, api_key=key) if given.server == "vllm" else _make_connect(transport, key))
+    return Pool(given, partial(VllmEngine, api_key=key) if given.backend == "vllm" else _make_connect(transport, key))
 
 
 def _make_connect(transport: WeightTransport, key: str | None) -> Callable[[str], Engine]:
@@ -140,6 +140,6 @@ async def _run_server(
 def server_argv(engine: EngineSettings, model: Model, folder: Path) -> list[str]:
     """What makes a server compute as the settings say, with weights from below the folder."""
     words = ["keel.cli", "serve", str(model.source.folder), "--name", "policy", "--port", "0", "--with-parent"]
-    words += ["--max-batch", str(engine.max_batch), "--kernels", engine.kernels, "--weights-from", str(folder)]
+    words += ["--max-batch", str(engine.max_batch), "--kernels", engine.native_kernels, "--weights-from", str(folder)]
     words += ["--dtype", engine.dtype if engine.dtype != "auto" else dtype_name(model.dtype)]
     return [*words, "--int8"] if engine.int8 else words

@@ -75,8 +75,8 @@ class TrainingRun:
         self._rank_processes = RankProcesses(settings.trainer, rank_info)
         self._threads = torch.get_num_threads()
         self._live_status = LiveStatus(folder.path)
-        self._max_episode_seconds = max((arena.limits.seconds for arena in self.environments.values()), default=0.0)
-        limit = settings.stall_after or max(DEFAULT_STALL_TIMEOUT, 3 * self._max_episode_seconds)
+        self._max_episode_seconds = max((arena.limits.timeout for arena in self.environments.values()), default=0.0)
+        limit = settings.stall_timeout or max(DEFAULT_STALL_TIMEOUT, 3 * self._max_episode_seconds)
         self._watchdog = Watchdog(limit, self.callback.notice, on_hang)
         self._engine: Engine | None = None
         self._moving_baseline = MovingBaseline() if settings.advantages.name == "moving_baseline" else None
@@ -94,7 +94,7 @@ class TrainingRun:
         """From where the run is to its end, or to where it was told to stop."""
         self.ledger.set_status("running")
         try:
-            retain_freed_memory(self.settings.trainer.keep_memory)
+            retain_freed_memory(self.settings.trainer.retain_freed_memory)
             asyncio.get_running_loop().set_default_executor(OpenMPReleasingExecutor())
             with self._watchdog, self._rank_processes:
                 await asyncio.to_thread(self._load)
@@ -159,7 +159,7 @@ class TrainingRun:
             if self._mismatch_count % scoring.WARN_EVERY == 0:
                 self.callback.notice(f"step {self.step}: {strange}")
             self._mismatch_count += 1
-        scoring.stop_if_nothing_trains(self.ledger, self.step, self.settings.scheduler.halt_after)
+        scoring.stop_if_nothing_trains(self.ledger, self.step, self.settings.scheduler.max_empty_steps)
         if report is not None and report.stepped and self.version % self.settings.engine.publish_every == 0:
             await self._await_with_status("publishing", engine.publish(self.version))
         if self.step % self.settings.checkpoints.every == 0:
@@ -267,8 +267,8 @@ class TrainingRun:
                 engine.engine,
                 self.renderer,
                 arena.environment,
-                num_tasks=chosen.tasks,
-                samples_per_task=chosen.samples,
+                num_tasks=chosen.num_tasks,
+                samples_per_task=chosen.samples_per_task,
                 sampling=chosen.sampling or arena.sampling,
                 limits=arena.limits,
                 seed=derive_seed(self.settings.seed, "evaluation"),
@@ -350,7 +350,7 @@ class TrainingRun:
         episodes = EpisodeRunner(self.environments, engine.engine, self.renderer, self.settings.seed, kept, vocabulary)
         sources = [arena.task_source(name) for name, arena in self.environments.items()]
         settings, state = self.settings.scheduler, self.ledger.state()
-        if settings.watchdog is None:
+        if settings.rollout_timeout is None:
             settings = settings.model_copy(update={"watchdog": self._max_episode_seconds + OVERRUN_GRACE})
         if state is None:
             scheduler = Scheduler(episodes, sources, settings)

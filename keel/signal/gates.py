@@ -37,8 +37,8 @@ def reason_names(gates: Sequence[Gate]) -> tuple[str, ...]:
 
 def token_values(gate: Gate, view: ActiveTokens) -> Float[Tensor, "n"]:
     """Return the gate's statistic for each token, or what a statistic of sequences sums. Not to be modified."""
-    over, under = (view.logprob(who) for who in gate.of.split("/"))
-    return gate.statistic.tensor(view.log_ratio(gate.of), over, under)
+    over, under = (view.logprob(who) for who in gate.between.split("/"))
+    return gate.statistic.tensor(view.log_ratio(gate.between), over, under)
 
 
 def token_violations(gate: Gate, view: ActiveTokens, threshold: float | None = None) -> LowHigh:
@@ -50,14 +50,14 @@ def token_violations(gate: Gate, view: ActiveTokens, threshold: float | None = N
     if gate.scope == "step":
         assert threshold is not None
         high = threshold
-    return _sides(gate.statistic, token_values(gate, view), view.log_ratio(gate.of), low, high)
+    return _sides(gate.statistic, token_values(gate, view), view.log_ratio(gate.between), low, high)
 
 
 def sequence_columns(gate: Gate) -> set[str]:
     """Name the per-sequence sums that a gate on a statistic of sequences reads."""
     columns = {_sum_column(gate)}
     if gate.statistic.direction == "distance":
-        columns.add(f"sum {gate.of}")  # its sign gives the side
+        columns.add(f"sum {gate.between}")  # its sign gives the side
     return columns
 
 
@@ -70,7 +70,7 @@ def sum_sequences(gate: Gate, view: ActiveTokens) -> dict[str, Tensor]:
 
 def _sum_column(gate: Gate) -> str:
     statistic = gate.statistic
-    return f"sum {gate.of}" if statistic.tensor is log_ratio_of_token else f"sum {statistic.label} {gate.of}"
+    return f"sum {gate.between}" if statistic.tensor is log_ratio_of_token else f"sum {statistic.label} {gate.between}"
 
 
 def sequence_violations(gate: Gate, position: int, table: SequenceTable) -> LowHigh:
@@ -80,7 +80,7 @@ def sequence_violations(gate: Gate, position: int, table: SequenceTable) -> LowH
         low, high = table[f"low {position}"] > 0, table[f"high {position}"] > 0
         return _restrict_to_advantage_sign(gate, table["sum advantage"], low, high)
     values = statistic.sequence(table[_sum_column(gate)], table["usable"].clamp(min=1))
-    log_ratio = table[f"sum {gate.of}"] if statistic.direction == "distance" else values
+    log_ratio = table[f"sum {gate.between}"] if statistic.direction == "distance" else values
     return _restrict_to_advantage_sign(
         gate, table["sum advantage"], *_sides(statistic, values, log_ratio, gate.low, gate.high)
     )

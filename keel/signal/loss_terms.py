@@ -77,12 +77,12 @@ def _sigmoid_surrogate(policy: PolicyTerm, r: Tensor, advantage: Tensor) -> Loss
 
 def penalty_term(penalty: Penalty, view: ActiveTokens) -> LossTerm:
     """coef times a measure of drift, over all tokens of the view."""
-    x = view.log_ratio(penalty.of)
-    if penalty.on == "log_ratio_squared":
+    x = view.log_ratio(penalty.between)
+    if penalty.estimator == "log_ratio_squared":
         return LossTerm(x.square().mul_(penalty.coef), x * (2 * penalty.coef))
-    if penalty.on == "k1":
+    if penalty.estimator == "k1":
         value, slope = x, torch.ones_like(x)
-    elif penalty.on == "k2":
+    elif penalty.estimator == "k2":
         value, slope = x.square() / 2, x
     else:
         inverse = ratio(-x)

@@ -186,7 +186,7 @@ def _evaluate(view: ActiveTokens, totals: StepTotals) -> Evaluated:
         drift = penalty_term(penalty, view)
         if penalty.scope == "kept":
             drift = LossTerm(decision.zero_dropped_(drift.value), decision.zero_dropped_(drift.grad))
-        size, name = _scaled_sum(drift.value, scale), f"{penalty.on} {penalty.of}"
+        size, name = _scaled_sum(drift.value, scale), f"{penalty.estimator} {penalty.between}"
         sizes[name] = sizes[name] + size if name in sizes else size
         loss = loss + size
         gradient.add_(drift.grad.mul_(scale))
@@ -200,7 +200,7 @@ def _token_scale(totals: StepTotals, rows: SequenceTable | None, dtype: torch.dt
     if reduction.over != "sequences":
         return 1.0 / totals.denominator()
     assert rows is not None
-    lengths = rows["members" if reduction.divide_by == "members" else "kept"].clamp(min=1)
+    lengths = rows["members" if reduction.denominator == "members" else "kept"].clamp(min=1)
     return (1.0 / totals.denominator()) / lengths.to(dtype)
 
 

@@ -75,7 +75,7 @@ class StepTotals:
             divisor = float(self.num_trainable if self.num_kept is None else self.num_kept)
         else:
             assert self.sequence_table is not None
-            counts = self.sequence_table.columns.get("members" if reduction.divide_by == "members" else "kept")
+            counts = self.sequence_table.columns.get("members" if reduction.denominator == "members" else "kept")
             sequences = 0.0 if counts is None else float((counts > 0).sum())  # no column: a step without any batch
             divisor = sequences * (reduction.length or 1.0)
         return max(divisor, 1.0)
@@ -182,7 +182,7 @@ def _count_kept(totals: StepTotals, views: Sequence[ActiveTokens], gather: Gathe
     """After the gates: survivors that divide, and the ratios of sequence-level policy terms."""
     composition = totals.composition
     by_sequence = composition.policy.level == "sequence" or composition.reduction.over != "tokens"
-    if composition.reduction.divide_by != "kept" and composition.policy.level != "sequence":
+    if composition.reduction.denominator != "kept" and composition.policy.level != "sequence":
         return
     tables, kept = [], 0
     for view in views:
@@ -192,7 +192,7 @@ def _count_kept(totals: StepTotals, views: Sequence[ActiveTokens], gather: Gathe
         kept += len(view) - decision.num_dropped
         if by_sequence:
             tables.append(_kept_sequence_sums(totals, view, advantage, decision))
-    if composition.reduction.divide_by == "kept":
+    if composition.reduction.denominator == "kept":
         totals.num_kept = sum(gather(kept))
     if by_sequence:
         survivors = SequenceTable.merge(gather(SequenceTable.merge(tables)))

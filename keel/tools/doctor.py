@@ -74,7 +74,7 @@ def run_checks(folder: Path) -> list[DoctorCheck]:
         ("port", lambda: [check_port(DEFAULT_PORT)]),
         ("optional", _check_optional),
         (SMOLLM2, _check_builtin_model),
-        ("vllm", lambda: [check_vllm(folder / EngineSettings().python)]),
+        ("vllm", lambda: [check_vllm(folder / EngineSettings().vllm_python)]),
         ("step", _measure_step),
         ("sampling", _measure_sampling),
     ]

@@ -110,10 +110,10 @@ def test_what_cannot_be_run_is_refused_in_a_line(
 
 
 def test_the_same_loop_with_a_pool_of_servers(tmp_path: Path) -> None:
-    own = load_model(ModelSettings(name="tiny", warm_up_steps=300))
+    own = load_model(ModelSettings(name="tiny", sft_warmup_steps=300))
     apps = []
     for _ in range(2):
-        other = load_model(ModelSettings(name="tiny", warm_up_steps=300))
+        other = load_model(ModelSettings(name="tiny", sft_warmup_steps=300))
         engine = LocalEngine(other.network, other.tokenizer, EngineSettings())
         apps.append(build_app(engine, own.tokenizer, model="m", allowed_folders=AllowedFolders([tmp_path])))
     with serving(apps[0]) as first, serving(apps[1]) as second:

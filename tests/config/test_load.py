@@ -229,7 +229,7 @@ def test_renamed_keys_and_values_name_the_old_and_the_new(override: str, message
 
 @pytest.mark.usefixtures("renames")
 def test_a_renamed_key_that_is_still_a_setting_loads() -> None:
-    assert load_settings(overrides=["--publish.way=folder"]).settings.publish.way == "folder"
+    assert load_settings(overrides=["--publish.way=folder"]).settings.publish.transport == "folder"
 
 
 def test_every_renamed_key_is_gone_and_its_new_name_exists() -> None:
@@ -425,14 +425,14 @@ def test_an_added_gate_lets_a_recipes_option_act() -> None:
     added = [{"on": "ratio", "of": "proximal/sampler", "high": 2.0}]
     assert "nothing here uses the proximal policy" in refused_table(name="icepop", proximal="interpolated")
     _, _, composition = resolve_objective({"name": "icepop", "proximal": "interpolated", "gates": added})
-    assert [gate.of for gate in composition.gates] == ["policy/sampler", "proximal/sampler"]
+    assert [gate.between for gate in composition.gates] == ["policy/sampler", "proximal/sampler"]
 
 
 def test_what_is_added_to_a_recipe_comes_after_its_own_parts() -> None:
     table = {"name": "dppo_kl", "gates": [GATE], "weights": [{"high": 2.0}], "penalties": [K3]}
     _, _, composition = resolve_objective(table)
-    assert [gate.on for gate in composition.gates] == ["probability_difference", "probability_difference", "ratio"]
-    assert [penalty.on for penalty in composition.penalties] == ["log_ratio_squared", "k3"]
+    assert [gate.statistic for gate in composition.gates] == ["probability_difference", "probability_difference", "ratio"]
+    assert [penalty.estimator for penalty in composition.penalties] == ["log_ratio_squared", "k3"]
     assert composition.weights[0].high == 2.0
 
 

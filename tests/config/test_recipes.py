@@ -47,7 +47,7 @@ def test_every_environment_of_a_recipe_loads_and_has_tasks_of_both_splits(name: 
         environment = load_environment(table)
         trained = {task.id for task in itertools.islice(environment.tasks("train"), 64)}
         evaluated = {task.id for task in itertools.islice(environment.tasks("eval"), 64)}
-        assert len(trained) >= min(run.scheduler.groups, 8)
+        assert len(trained) >= min(run.scheduler.groups_per_step, 8)
         assert evaluated
         assert not trained & evaluated
 
@@ -64,7 +64,7 @@ def test_what_a_recipe_samples_can_be_trained_on_and_evaluated(name: str) -> Non
     for table in run.environments.values():
         (table.sampling or run.sampling).check_trainable()
     drawn = run.evaluation.sampling or run.sampling
-    assert drawn.temperature > 0 or run.evaluation.samples == 1
+    assert drawn.temperature > 0 or run.evaluation.samples_per_task == 1
 
 
 @pytest.mark.parametrize("name", named(FILES))
@@ -124,8 +124,8 @@ def test_the_tool_recipe_keeps_its_thinking_and_has_room_for_its_turns() -> None
     run = settings("calculator")
     table = run.environments["calculator"]
     assert run.renderer.preserve_all_thinking
-    assert table.limits.turns == table.options["calls"] + 1
-    assert table.limits.turns * run.sampling.max_tokens < table.limits.tokens
+    assert table.limits.max_turns == table.options["calls"] + 1
+    assert table.limits.max_turns * run.sampling.max_tokens < table.limits.max_sequence_tokens
 
 
 def test_the_mismatched_recipes_are_mismatched_in_one_way_each() -> None:
@@ -136,7 +136,7 @@ def test_the_mismatched_recipes_are_mismatched_in_one_way_each() -> None:
     assert rounded.model.dtype == "float32"
     assert (rounded.engine.publish_every, rounded.scheduler.max_off_policy_steps) == (1, 0)
     for run in (stale, rounded):
-        assert [gate.on for gate in run.objective.composition.gates] == ["ratio"]
+        assert [gate.statistic for gate in run.objective.composition.gates] == ["ratio"]
 
 
 def test_the_gpu_recipes_sample_elsewhere() -> None:

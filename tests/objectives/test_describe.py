@@ -199,7 +199,7 @@ def test_sentences_the_scalar_rule_and_the_tensors_drop_the_same_tokens(name: st
     objective, words = keel.objective(name, **given), describe_preset(PRESETS[name], given)
     points = grid()
     p, q, a = (torch.tensor(column, dtype=torch.float64) for column in zip(*points, strict=True))
-    over_sampler = objective.composition.gates[0].of == "proximal/sampler"
+    over_sampler = objective.composition.gates[0].between == "proximal/sampler"
     batch = keel.TokenBatch(
         logprobs=p.log(),
         sampler_logprobs=q.log(),

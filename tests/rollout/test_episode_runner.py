@@ -72,7 +72,7 @@ def test_nothing_that_an_environment_raises_gets_out(raised):
 
 
 def test_time_that_ran_out_is_data():
-    rollout = run(one_answer, 60, limits=EpisodeLimits(seconds=0.05))
+    rollout = run(one_answer, 60, limits=EpisodeLimits(timeout=0.05))
     assert (rollout.error_kind, rollout.error) == ("timeout", "limits.seconds = 0.05 ran out")
     assert rollout.seconds < 60
 
@@ -85,7 +85,7 @@ def test_an_environment_that_goes_on_after_its_time_has_timed_out():
         except asyncio.CancelledError:
             return EpisodeResult(1.0)
 
-    assert run(stubborn, "x" + END, limits=EpisodeLimits(seconds=0.2)).error_kind == "timeout"
+    assert run(stubborn, "x" + END, limits=EpisodeLimits(timeout=0.2)).error_kind == "timeout"
 
 
 def test_a_timeout_of_the_environments_own_is_its_exception():
@@ -135,11 +135,11 @@ def test_an_answer_that_only_ends_is_an_answer():
 
 
 def test_samples_that_are_all_too_long_are_over_length():
-    rollout = run(one_answer, "x" * 50 + END, limits=EpisodeLimits(tokens=60))
+    rollout = run(one_answer, "x" * 50 + END, limits=EpisodeLimits(max_sequence_tokens=60))
     assert rollout.error_kind == "over_length"
     assert rollout.reward == 1.0
     assert rollout.counts["dropped_tokens"] == 51
-    cut = run(one_answer, "x" * 50 + END, limits=EpisodeLimits(tokens=60, over_length="cut"))
+    cut = run(one_answer, "x" * 50 + END, limits=EpisodeLimits(max_sequence_tokens=60, on_overlength="cut"))
     assert cut.error_kind is None
     assert len(cut.samples[0]) == 60
     assert cut.counts["truncated_tokens"] > 0
@@ -150,7 +150,7 @@ def test_asking_past_the_limit_is_over_length_when_the_environment_lets_it_out()
         while True:
             await one_answer(task, policy)
 
-    rollout = run(greedy, *["x" + END] * 5, limits=EpisodeLimits(turns=3))
+    rollout = run(greedy, *["x" + END] * 5, limits=EpisodeLimits(max_turns=3))
     assert (rollout.error_kind, rollout.turns) == ("over_length", 3)
     assert rollout.error == "the episode has had its limits.turns = 3 answers"
 
@@ -210,7 +210,7 @@ def test_any_episode_becomes_exactly_one_rollout_with_at_most_one_error(steps):
         return EpisodeResult(0.5)
 
     script = [said[step] for step in steps if step in said]
-    rollout = run(episode, *script, limits=EpisodeLimits(seconds=0.02, tokens=200))
+    rollout = run(episode, *script, limits=EpisodeLimits(timeout=0.02, max_sequence_tokens=200))
     assert (rollout.error is None) == (rollout.error_kind is None)
     counts = rollout.counts
     assert counts["sampled_tokens"] == counts["trained_tokens"] + counts["dropped_tokens"]

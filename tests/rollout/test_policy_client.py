@@ -76,7 +76,7 @@ def test_sampling_that_cannot_be_trained_on_is_refused_but_for_evaluation(settin
 
 def test_the_turn_limit_is_kept_and_can_be_read():
     async def talk():
-        policy = client(ScriptedEngine("x" + END, "y" + END), limits=EpisodeLimits(turns=1))
+        policy = client(ScriptedEngine("x" + END, "y" + END), limits=EpisodeLimits(max_turns=1))
         assert policy.turns_left == 1
         await policy.chat([user("a")])
         assert policy.turns_left == 0
@@ -90,7 +90,7 @@ def test_the_turn_limit_is_kept_and_can_be_read():
 def test_a_prompt_without_room_for_an_answer_is_not_asked():
     async def talk():
         engine = ScriptedEngine("x" + END)
-        policy = client(engine, limits=EpisodeLimits(tokens=40))
+        policy = client(engine, limits=EpisodeLimits(max_sequence_tokens=40))
         with pytest.raises(EpisodeLimitReached, match=r"prompt of \d+ tokens .* limits.tokens = 40"):
             await policy.chat([user("a" * 40)])
         assert engine.requests == []

@@ -8,7 +8,7 @@ from keel.config import EpisodeLimits
 from keel.inference.protocol import Generation
 from keel.rollout.trajectory import EpisodeTrajectory
 
-ROOMY = EpisodeLimits(tokens=100_000)
+ROOMY = EpisodeLimits(max_sequence_tokens=100_000)
 
 
 def generation(ids, *, first=0, version=0, temperature=1.0):
@@ -90,7 +90,7 @@ def test_what_does_not_train_has_no_version_and_no_logprob(turns):
 @given(episodes(), st.integers(1, 12), st.sampled_from(["refuse", "cut"]))
 @settings(max_examples=300)
 def test_no_sample_is_over_length_and_what_was_lost_is_counted(turns, limit, rule):
-    made = trajectory(turns).build_samples(EpisodeLimits(tokens=limit, over_length=rule))
+    made = trajectory(turns).build_samples(EpisodeLimits(max_sequence_tokens=limit, on_overlength=rule))
     found = [item[0] for item in trained(made.samples)]
     counts = made.counts
     assert all(len(sample) <= limit for sample in made.samples)
@@ -134,7 +134,7 @@ def test_shared_tokens_train_in_the_second_when_the_first_is_refused():
     made = EpisodeTrajectory()
     made.add_turn([1, 2], generation([3, 4, 5, 5, 5, 5]))
     made.add_turn([1, 2, 3, 9], generation([6], first=6), "thinking")
-    result = made.build_samples(EpisodeLimits(tokens=5))
+    result = made.build_samples(EpisodeLimits(max_sequence_tokens=5))
     assert [sample.trainable for sample in result.samples] == [(False, False, True, False, True)]
     assert result.counts["dropped_samples"] == 1
     assert result.counts["dropped_tokens"] == 5
@@ -143,7 +143,7 @@ def test_shared_tokens_train_in_the_second_when_the_first_is_refused():
 def test_a_sample_cut_before_its_first_answer_is_left_out_and_counted():
     made = EpisodeTrajectory()
     made.add_turn([1, 2, 3], generation([4, 5]))
-    result = made.build_samples(EpisodeLimits(tokens=3, over_length="cut"))
+    result = made.build_samples(EpisodeLimits(max_sequence_tokens=3, on_overlength="cut"))
     assert result.samples == ()
     assert (result.counts["truncated_samples"], result.counts["truncated_tokens"]) == (1, 2)
 

@@ -265,7 +265,7 @@ def test_recipe_extended_by_a_gate_equals_both_rules_spelled_out() -> None:
 
 def test_composition_object_is_as_good_as_its_table() -> None:
     table = {"gates": [{"on": "ratio", "high": 2.0}], "adv_tau": 2.0}
-    composition = keel.Composition(gates=[keel.Gate(on="ratio", high=2.0)], adv_tau=2.0)
+    composition = keel.Composition(gates=[keel.Gate(statistic="ratio", high=2.0)], adv_tau=2.0)
     assert_same(keel.objective(composition), keel.objective(table), random_step(24))
 
 

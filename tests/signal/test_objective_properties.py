@@ -369,7 +369,7 @@ def test_token_without_a_sampler_logprob_is_dropped_and_counted(case: str, data:
     assert not (result.reasons[~lost] == INVALID_LOGPROB).any()
     unusable = result.metrics["signal/invalid_logprob_tokens"]
     assert (unusable.sum, unusable.count) == (int(lost.sum()), int(members.sum()))
-    if rule.composition.reduction.over == "tokens" and rule.composition.reduction.divide_by == "members":
+    if rule.composition.reduction.over == "tokens" and rule.composition.reduction.denominator == "members":
         # as if it had never been trainable, except that it still divides
         rest_loss, rest_gradient, _ = run(rule, step.replace(trainable=~lost))
         share = int((members & ~lost).sum()) / max(int(members.sum()), 1)

@@ -26,7 +26,7 @@ def draw_dropped_region(composition: Composition) -> Text:
         return Text("No plot: the rule drops nobody.")
     if not gates:
         return Text("No plot: the rule decides over the step, not about a token by itself.")
-    if len({gate.of for gate in gates}) > 1:
+    if len({gate.between for gate in gates}) > 1:
         return Text("No plot: the gates compare different pairs of policies.")
     signs = (1.0, -1.0) if any(gate.when != "always" for gate in gates) else (0.0,)
     log = False
@@ -34,7 +34,7 @@ def draw_dropped_region(composition: Composition) -> Text:
     if not _any_dropped(panels):
         log = True
         panels = [_grid(gates, sign, log) for sign in signs]
-    over, under = (POLICY_LABELS[who] for who in gates[0].of.split("/"))
+    over, under = (POLICY_LABELS[who] for who in gates[0].between.split("/"))
     titles = ["A > 0", "A < 0"] if len(signs) == 2 else ["every A"]
     framed = [_with_axes(panel, title, over, under, log) for panel, title in zip(panels, titles, strict=True)]
     text = Text()

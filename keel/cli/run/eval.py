@@ -80,7 +80,7 @@ class EvaluationTarget:
         from keel.training import load_model
         from keel.training.step.malloc import retain_freed_memory
 
-        retain_freed_memory(self.settings.trainer.keep_memory)
+        retain_freed_memory(self.settings.trainer.retain_freed_memory)
         wanted = self.settings.model.model_copy(update={"lora": None})
         if self.checkpoint is not None and self.settings.model.lora is None:
             wanted = wanted.model_copy(update={"name": str(self.checkpoint), "warm_up_steps": 0})
@@ -200,8 +200,8 @@ async def evaluate_environments(
                     engine,
                     renderer,
                     environment,
-                    num_tasks=args.tasks or settings.evaluation.tasks,
-                    samples_per_task=args.samples or settings.evaluation.samples,
+                    num_tasks=args.tasks or settings.evaluation.num_tasks,
+                    samples_per_task=args.samples or settings.evaluation.samples_per_task,
                     sampling=drawn,
                     limits=selected[name].limits,
                     # as in the training loop: the evaluation of its last step can be had again

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
     settings = make_pool_settings(args)
     key = read_key(args.api_key, args.api_key_file)
-    server = VllmEngine if settings.server == "vllm" else HttpEngine
+    server = VllmEngine if settings.backend == "vllm" else HttpEngine
     pool = Pool(settings, lambda url: server(url, api_key=key), version=None)
     # what goes wrong is in the table; without a handler it would also be on standard error
     silent, logger = logging.NullHandler(), logging.getLogger("keel")
@@ -107,10 +107,10 @@ def make_pool_settings(args: argparse.Namespace) -> "PoolSettings":
             urls=args.urls,
             dns=args.dns,
             file=args.file,
-            list_url=args.list_url,
-            interval=args.interval,
+            discovery_url=args.list_url,
+            poll_interval=args.interval,
             health_timeout=args.timeout,
-            server=args.server,
+            backend=args.server,
         )
     except ValidationError as error:
         raise to_config_error(error, ("pool",)) from None
@@ -155,13 +155,13 @@ async def show_pool(
             # an error when nobody took it; what one member has against it is in the table
             await load.apply_to(pool)
         if json_lines:
-            await repeat(lambda: print_json(look(), pool.discovery_error), watch, pool.settings.interval)
+            await repeat(lambda: print_json(look(), pool.discovery_error), watch, pool.settings.poll_interval)
         elif watch and sys.stdout.isatty():
             with Live(console=console(), auto_refresh=False) as live:
                 await repeat(lambda: live.update(status_view(look(), pool.discovery_error), refresh=True), watch, 1.0)
         else:
             await repeat(
-                lambda: console().print(status_view(look(), pool.discovery_error)), watch, pool.settings.interval
+                lambda: console().print(status_view(look(), pool.discovery_error)), watch, pool.settings.poll_interval
             )
     finally:
         await pool.close()

@@ -116,7 +116,7 @@ def build_model_app(args: argparse.Namespace, key: str | None) -> Any:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     try:
-        settings = EngineSettings(int8=args.int8, kernels=args.kernels, max_batch=args.max_batch)
+        settings = EngineSettings(int8=args.int8, native_kernels=args.kernels, max_batch=args.max_batch)
         wanted = ModelSettings(name=args.model, dtype=args.dtype, device=args.device)
     except ValidationError as error:
         raise to_config_error(error) from None

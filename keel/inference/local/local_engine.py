@@ -82,7 +82,7 @@ class LocalEngine:
         self._eos_ids = _eos_token_ids(network, tokenizer)
         # weights that are quantised are not packed: what would be packed is never read
         decoder = select_decoder(
-            network, type(network).__name__, native_kernels=settings.kernels == "auto", pack=not settings.int8
+            network, type(network).__name__, native_kernels=settings.native_kernels == "auto", pack=not settings.int8
         )
         release_openmp_threads()  # the worker computes from now on
         self._weights = WeightSlot(network, int8=settings.int8, reader=weight_reader, fused=decoder.fused)

@@ -173,8 +173,8 @@ def make_source(settings: PoolSettings) -> MemberSource:
         return DnsName(settings.dns)
     if settings.file:
         return WatchedFile(settings.file)
-    if settings.list_url:
-        return HttpList(settings.list_url)
+    if settings.discovery_url:
+        return HttpList(settings.discovery_url)
     return StaticList(settings.urls)
 
 

@@ -293,7 +293,7 @@ class PoolMember:
 
     def _probe_delay(self) -> float:
         """Seconds to the next look: soon after the first failure, then half as often each time."""
-        interval = self._settings.interval
+        interval = self._settings.poll_interval
         if not self._consecutive_failures:
             return interval
         return min(MAX_BACKOFF_INTERVALS * interval, interval / 8 * 2.0 ** min(self._consecutive_failures, 16))

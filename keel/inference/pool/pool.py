@@ -62,7 +62,7 @@ class Pool:
         """An answer by a member that is ready; when that fails, by another, `attempts` times in all."""
         self._ensure_started()
         failed: dict[str, str] = {}
-        for _ in range(self.settings.attempts):
+        for _ in range(self.settings.max_attempts):
             member = await self._wait_for_member(group, failed)
             try:
                 return await self._send_request(member, prompt, sampling, group)
@@ -71,7 +71,7 @@ class Pool:
                     raise
                 failed[member.url] = one_line(error)
         raise EngineError(
-            f"given up after {self.settings.attempts} attempts (pool.attempts):"
+            f"given up after {self.settings.max_attempts} attempts (pool.attempts):"
             + "".join(f"\n{url}: {error}" for url, error in failed.items())
         )
 
@@ -164,7 +164,7 @@ class Pool:
         """The member for a request; waits for one, but not for ever."""
         loop = asyncio.get_running_loop()
         start = loop.time()
-        patient = start + min(self.settings.interval, self.settings.wait)
+        patient = start + min(self.settings.poll_interval, self.settings.ready_timeout)
         member: PoolMember | None = None
         while True:
             if self._closed:
@@ -173,13 +173,13 @@ class Pool:
             member = self._choose_member(group, failed_urls, member, allow_updating=now < patient)
             if member is not None and self._is_usable(member):
                 return member
-            if now >= start + self.settings.wait:
-                raise EngineError(f"no member was ready for {self.settings.wait:g} s (pool.wait):{self._describe()}")
+            if now >= start + self.settings.ready_timeout:
+                raise EngineError(f"no member was ready for {self.settings.ready_timeout:g} s (pool.wait):{self._describe()}")
             self._waiting += 1
             if member is not None:
                 member.waiting_requests += 1
             try:
-                async with asyncio.timeout_at(patient if now < patient else start + self.settings.wait):
+                async with asyncio.timeout_at(patient if now < patient else start + self.settings.ready_timeout):
                     await self._change_event.wait()
             except TimeoutError:
                 pass
@@ -248,7 +248,7 @@ class Pool:
         loop = asyncio.get_running_loop()
         start = loop.time()
         involved = {m: m.failures for m in self._members.values() if m.state != "unhealthy"}
-        deadline = None if involved else start + self.settings.wait
+        deadline = None if involved else start + self.settings.ready_timeout
         self._set_target(target)
         while not self._closed:
             now, live = loop.time(), self._live_weights == target
@@ -256,11 +256,11 @@ class Pool:
                 m.state != "ready" and m.failures == setbacks and not m.retiring for m, setbacks in involved.items()
             )
             if live and deadline is None:
-                deadline = now + max(now - start, self.settings.interval)
+                deadline = now + max(now - start, self.settings.poll_interval)
             if (live or involved) and not under_way:
                 if live or not any(member.unreachable for member in self._members.values()):
                     break
-                deadline = start + self.settings.wait
+                deadline = start + self.settings.ready_timeout
             if deadline is not None and now >= deadline:
                 break
             try:
@@ -291,7 +291,7 @@ class Pool:
             # not cancelled when it takes long: a thread that asks the resolver would stay behind each time
             finding = asyncio.ensure_future(self._source.fetch_urls())
             try:
-                while not (await asyncio.wait({finding}, timeout=max(30.0, self.settings.interval)))[0]:
+                while not (await asyncio.wait({finding}, timeout=max(30.0, self.settings.poll_interval)))[0]:
                     self._on_discovery(None, "is still waiting for an answer")
             finally:
                 finding.cancel()
@@ -303,7 +303,7 @@ class Pool:
                 self._on_discovery(None, f"{type(error).__name__}: {error}")
             if not (self._source.dynamic or self.discovery_error):
                 return
-            await asyncio.sleep(self.settings.interval)
+            await asyncio.sleep(self.settings.poll_interval)
 
     def _on_discovery(self, urls: list[str] | None, error: str) -> None:
         error = one_line(error)

@@ -117,7 +117,7 @@ async def run_episode(
     began = time.monotonic()
     outcome: EpisodeResult | None = None
     error: tuple[ErrorKind, str] | None = None
-    scope = asyncio.timeout(limits.seconds)
+    scope = asyncio.timeout(limits.timeout)
     try:
         async with scope:
             outcome = _validate_result(await environment.episode(task, client))
@@ -128,10 +128,10 @@ async def run_episode(
         # nobody cancelled the episode: something inside it cancelled itself
         error = "exception", _format_exception(cancelled)
     except (Exception, SystemExit) as raised:  # noqa: BLE001  whatever an environment raises is data
-        error = _classify_error(raised, timed_out=scope.expired(), seconds=limits.seconds)
+        error = _classify_error(raised, timed_out=scope.expired(), seconds=limits.timeout)
     if error is None and scope.expired():
         # the environment went on after it was told to stop, and returned late
-        error = "timeout", f"limits.seconds = {limits.seconds:g} ran out"
+        error = "timeout", f"limits.seconds = {limits.timeout:g} ran out"
     if error is None and client.engine_error is not None:
         # the environment swallowed it: its reward is for an answer that never came
         error = "engine", _truncate_message(str(client.engine_error))
@@ -139,7 +139,7 @@ async def run_episode(
     if error is None and not made.counts["sampled_tokens"]:
         error = "empty", "nothing was sampled"
     if error is None and not made.samples:
-        error = "over_length", f"every sample is longer than limits.tokens = {limits.tokens}"
+        error = "over_length", f"every sample is longer than limits.tokens = {limits.max_sequence_tokens}"
     return Rollout(
         environment=environment.name,
         task_id=task.id,

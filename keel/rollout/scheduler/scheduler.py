@@ -70,8 +70,8 @@ class Scheduler:
         self.settings = settings = settings or SchedulerSettings()
         self._run_rollout = run
         self._task_sampler = TaskSampler(sources)
-        self._group_queue = GroupQueue(settings.groups, settings.window)
-        self._in_flight = InFlightTasks(settings.watchdog, self._on_done, self._on_timeout)
+        self._group_queue = GroupQueue(settings.groups_per_step, settings.window_batches)
+        self._in_flight = InFlightTasks(settings.rollout_timeout, self._on_done, self._on_timeout)
         self._slot_queue: list[tuple[int, int, RolloutSlot]] = []
         self._new_slots: list[RolloutSlot] = []
         """Seats of the newest group that were never dispatched, the next one last."""
@@ -102,7 +102,7 @@ class Scheduler:
                 await self._waiter
         finally:
             self._batch_requested, self._waiter = False, None
-        self._accounts.check_empty_batches(batch, self.settings.halt_after)
+        self._accounts.check_empty_batches(batch, self.settings.max_empty_steps)
         return batch
 
     def set_engine_version(self, version: int) -> None:
@@ -126,7 +126,7 @@ class Scheduler:
             self._group_queue,
             self._in_flight,
             waiting=self._batch_requested,
-            groups_per_step=settings.groups,
+            groups_per_step=settings.groups_per_step,
             exhausted=self._task_sampler.exhausted,
             last_error=self._accounts.last_error,
         )
@@ -211,9 +211,9 @@ class Scheduler:
                 self._group_queue.invalidate()
                 return None
             count = (
-                min(self.settings.groups, len(self._group_queue))
+                min(self.settings.groups_per_step, len(self._group_queue))
                 if self._task_sampler.exhausted
-                else self.settings.groups
+                else self.settings.groups_per_step
             )
             chosen = self._group_queue.select(count)
             if chosen is None:
@@ -244,7 +244,7 @@ class Scheduler:
         if lagging:
             group.clear("dropped")
             return False
-        if self.settings.stale == "refuse":
+        if self.settings.on_stale == "refuse":
             group.clear("gone")
             self._group_queue.remove(group)
             return True
@@ -280,7 +280,7 @@ class Scheduler:
             self._closed
             or self._failure
             or self._task_sampler.exhausted
-            or len(self._group_queue) >= ahead * self.settings.groups
+            or len(self._group_queue) >= ahead * self.settings.groups_per_step
         ):
             return False
         try:
@@ -336,7 +336,7 @@ class Scheduler:
         if slot.group.state == "open":
             slot.task = None
             self._on_failure(
-                slot, None, "timeout", f"no result after scheduler.watchdog = {self.settings.watchdog:g} s"
+                slot, None, "timeout", f"no result after scheduler.watchdog = {self.settings.rollout_timeout:g} s"
             )
         self._fill_in_flight()
         self._wake()

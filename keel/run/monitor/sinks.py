@@ -78,8 +78,8 @@ def resolve_sinks(settings: MetricsSettings) -> dict[str, SinkFactory]:
     if settings.trackio:
         _check_package("trackio", "true", "trackio")
         found["trackio"] = packages.Trackio
-    if settings.custom is not None:
-        found["custom"] = _import_custom_sink(settings.custom)
+    if settings.custom_sink is not None:
+        found["custom"] = _import_custom_sink(settings.custom_sink)
     return found
 
 

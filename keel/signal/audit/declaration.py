@@ -91,7 +91,7 @@ def declaration_of(composition: Composition) -> Declaration:
         signal = "none"
     elif composition.adv_tau == 0 and composition.teacher_tau > 0:
         signal = "teacher"
-    kept = "kept " if reduction.divide_by == "kept" and composition.gates else ""
+    kept = "kept " if reduction.denominator == "kept" and composition.gates else ""
     divisor: Any = f"{kept}{reduction.over}"
     return Declaration(
         anchor=anchor,

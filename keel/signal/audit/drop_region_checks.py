@@ -21,7 +21,7 @@ def check_drop_region(target: Target) -> str | None:
     """Check that each token of the grid is dropped exactly where a gate of the objective says so."""
     if target.objective is None or "step" in target.declaration.decisions:
         return None
-    gates = [gate for gate in target.objective.composition.gates if gate.of == "policy/sampler"]
+    gates = [gate for gate in target.objective.composition.gates if gate.between == "policy/sampler"]
     if len(gates) < len(target.objective.composition.gates):
         return None  # this grid does not cover gates that read the proximal policy
     points = [(p, q, sign) for p in GRID for q in GRID for sign in (1.0, -1.0)]

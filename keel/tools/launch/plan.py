@@ -109,7 +109,7 @@ class LaunchPlan:
             words = process.vllm_argv(self.model, host, port, dtype, rank)
             return Command(
                 (*words, *asked.options),
-                python=str(Path(settings.engine.python).absolute()),
+                python=str(Path(settings.engine.vllm_python).absolute()),
                 environment=process.SERVER_ENV,
                 secret_env=("VLLM_API_KEY", str(self.key_file)),
                 health_url=health,
@@ -146,7 +146,7 @@ def make_plan(file: Path, overrides: Sequence[str], run_folder: Path) -> LaunchP
     loaded = load_settings(file, [*overrides, *changes])
     settings = loaded.settings
     plan = LaunchPlan(
-        run_folder, loaded, "keel" if settings.pool is None else settings.pool.server, _server_model(settings), changes
+        run_folder, loaded, "keel" if settings.pool is None else settings.pool.backend, _server_model(settings), changes
     )
     if plan.backend == "vllm" and plan.launch.engine.int8 and plan.launch.engines:
         raise ConfigError("launch.engine.int8 = true cannot act: vLLM samples by itself; leave it out")
@@ -196,8 +196,8 @@ def _launch_overrides(tree: Mapping[str, Any], launch_folder: Path) -> tuple[str
     # the servers of a pool have their own of these: they move to where the servers are described
     if asked.int8:
         values |= {"engine.int8": False, "launch.engine.int8": True}
-    if asked.kernels != "auto":
-        values |= {"engine.kernels": "auto", "launch.engine.kernels": asked.kernels}
+    if asked.native_kernels != "auto":
+        values |= {"engine.kernels": "auto", "launch.engine.kernels": asked.native_kernels}
     if asked.dtype != "auto":
         values |= {"engine.dtype": "auto", "launch.engine.dtype": asked.dtype}
     return tuple(f"--{name}={to_toml(value)}" for name, value in values.items())
@@ -218,7 +218,7 @@ def _server_model(settings: RunSettings) -> str:
     """What a server on any node can load: a name, or a folder on a path that all share."""
     model = settings.model
     if model.name in tiny_models.MODEL_NAMES:
-        return str(model_source.resolve_model(model.name, settings.seed, model.warm_up_steps).folder)
+        return str(model_source.resolve_model(model.name, settings.seed, model.sft_warmup_steps).folder)
     folder = Path(model.name).expanduser()
     return str(folder.resolve()) if folder.is_dir() else model.name
 

@@ -91,9 +91,9 @@ class RayCluster:
         self._wait_for_nodes()
         check_resources(list(self._components.values()), self.node_resources())
         self._placement_group = placement_group(bundles, strategy=launch.strategy.upper())
-        if not self._placement_group.wait(launch.wait):
+        if not self._placement_group.wait(launch.placement_timeout):
             raise ConfigError(
-                f"the parts could not be placed within launch.wait = {launch.wait:g} s: they ask for"
+                f"the parts could not be placed within launch.wait = {launch.placement_timeout:g} s: they ask for"
                 f" {_format_resources(_sum_resources(bundles))}, and {_format_resources(self._ray.available_resources(), _sum_resources(bundles))}"
                 " is free, perhaps on nodes that are each too small; wait for the others, raise launch.wait, or ask"
                 " for less (launch.engines, launch.*.cpus)"
@@ -102,12 +102,12 @@ class RayCluster:
     def _wait_for_nodes(self) -> None:
         """Wait until as many nodes have joined as were asked for."""
         launch = self._plan.launch
-        deadline = time.monotonic() + launch.wait
+        deadline = time.monotonic() + launch.placement_timeout
         while (joined := len(self.node_resources())) < launch.nodes:
             if time.monotonic() >= deadline:
                 raise ConfigError(
                     f"{joined} of launch.nodes = {launch.nodes} nodes have joined the cluster after launch.wait ="
-                    f" {launch.wait:g} s; look why the others have not, raise launch.wait, or lower launch.nodes"
+                    f" {launch.placement_timeout:g} s; look why the others have not, raise launch.wait, or lower launch.nodes"
                 )
             time.sleep(0.5)
 
@@ -181,7 +181,7 @@ class RayCluster:
     def _check_agent(self, name: str) -> None:
         """Wait for the holder, and refuse a node that could not do its part."""
         try:
-            where: NodeInfo = self._ray.get(self._agents[name].node_info.remote(), timeout=self._plan.launch.wait)
+            where: NodeInfo = self._ray.get(self._agents[name].node_info.remote(), timeout=self._plan.launch.placement_timeout)
         except self._ray.exceptions.RayError as error:
             self._forget_agent(name)
             raise NodeLost(f"has no place: {_first_line(error)}") from None

@@ -189,7 +189,7 @@ class Supervisor:
             self._reset_restarts_if_due(state)
         else:
             starting = state.status == "starting"
-            limit, name = (launch.start, "start") if starting else (launch.silence, "silence")
+            limit, name = (launch.startup_timeout, "start") if starting else (launch.health_timeout, "silence")
             if now - state.last_healthy > limit:
                 self._cluster.kill([state.component.name])
                 self._on_death(state, f"did not answer for launch.{name} = {limit:g} s")
@@ -295,7 +295,7 @@ class Supervisor:
         self._watcher.on_event(f"{name} {reason}; restart {state.restarts_used} of {allowed} in {pause:g} s")
 
     def _reset_restarts_if_due(self, state: ComponentState) -> None:
-        if state.restarts_used and self._clock() - state.status_since >= self.plan.launch.forgive:
+        if state.restarts_used and self._clock() - state.status_since >= self.plan.launch.restart_reset_after:
             state.restarts_used = 0
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class Supervisor:
         first = self.ranks[0]
         if first.status == "up" and not self._killing:
             self._cluster.terminate([first.component.name])
-            self._wait_for_exit([first.component.name], self.plan.launch.grace)
+            self._wait_for_exit([first.component.name], self.plan.launch.shutdown_timeout)
 
     def _shutdown(self) -> None:
         """Trainer first, so that it never waits for engines that are gone; then the engines."""

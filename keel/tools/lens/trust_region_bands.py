@@ -104,7 +104,7 @@ def _gate(place: int, gate: Gate) -> tuple[str, Band, str]:
     if gate.scope == "step":
         note = f"{label} ({statistic.label}) has no fixed band: its bound follows from the tokens of each step"
     else:
-        note = _drawable(gate.of, label)
+        note = _drawable(gate.between, label)
     return statistic.histogram.name, band, note
 
 

@@ -60,7 +60,7 @@ def describe_bottleneck(prediction: Prediction, settings: RunSettings, assumed: 
         )
     if prediction.engine_fill > 0.6 or prediction.in_flight > 0.7 * places:
         return f"the engines: {waits}, and the engines sample at {_percent(prediction.engine_fill)} of their full speed"
-    ahead = (schedule.max_off_policy_steps + 1) * schedule.groups * schedule.group_size
+    ahead = (schedule.max_off_policy_steps + 1) * schedule.groups_per_step * schedule.group_size
     return (
         f"too little work under way: {waits}, {prediction.in_flight:,.0f} rollouts are in flight of {ahead:,} that"
         f" scheduler.groups and max_off_policy_steps allow, and the engines have room for {places:,}"

@@ -46,7 +46,7 @@ def length_quantiles(settings: LengthSettings, max_tokens: int) -> list[int]:
     mean = settings.mean or max_tokens / 2
     if settings.kind == "fixed":
         return [max(round(mean), 1)] * NUM_QUANTILES
-    spread = DEFAULT_SIGMA if settings.spread is None else settings.spread
+    spread = DEFAULT_SIGMA if settings.sigma is None else settings.sigma
     normal, middle = NormalDist(), math.log(mean) - spread**2 / 2
     return [
         max(round(math.exp(middle + spread * normal.inv_cdf((place + 0.5) / NUM_QUANTILES))), 1)

@@ -22,7 +22,7 @@ class SimulatedPublisher:
         self, settings: RunSettings, assumed: SimulateSettings, pool: SimulatedPool, on_live: Callable[[int], None]
     ) -> None:
         self._assumed, self._pool, self._on_live = assumed, pool, on_live
-        self._broadcast = settings.publish.way == "broadcast"
+        self._broadcast = settings.publish.transport == "broadcast"
         self._drain = settings.publish.in_flight == "drain"
         # weights that arrive while the next batch is taken make it that much older, which its limit has to allow
         self._overlap = 2 * settings.engine.publish_every - 1 <= settings.scheduler.max_off_policy_steps

@@ -62,9 +62,9 @@ class SimulatedPool:
         self.max_batch = resolve_max_batch(settings, assumed)
         self.speed = DecodeSpeed.from_settings(assumed, self.max_batch)
         self._full_rates = self.rates = self.speed.rates()
-        self._slowed_rates = [rate / assumed.contention for rate in self._full_rates]
+        self._slowed_rates = [rate / assumed.trainer_slowdown for rate in self._full_rates]
         self.prefill_seconds = (
-            assumed.prompt / assumed.prefill_tokens_per_second if assumed.prefill_tokens_per_second else 0.0
+            assumed.prompt_tokens / assumed.prefill_tokens_per_second if assumed.prefill_tokens_per_second else 0.0
         )
         self._draws = SeededDraws(settings.seed)
         self._length_tables: dict[str, list[int]] = {}
@@ -74,7 +74,7 @@ class SimulatedPool:
             self._length_tables[name] = length_quantiles(assumed.length, most)
             self._max_sampled_tokens[name] = most * assumed.turns
         self._limits = {name: one.limits for name, one in environments.items()}
-        self._max_attempts = settings.pool.attempts if settings.pool is not None else 1
+        self._max_attempts = settings.pool.max_attempts if settings.pool is not None else 1
         self.engines = [SimulatedEngine(number, self, self._loop) for number in range(assumed.engines)]
         self._load_heap = [(0, engine.number) for engine in self.engines]
         self._group_engines: dict[str, SimulatedEngine] = {}
@@ -104,11 +104,11 @@ class SimulatedPool:
         if failure < assumed.rollout_failures:
             request.fails_with, request.truncated = "exception", False
             request.tokens = int(request.tokens * where)
-        elif assumed.prompt + request.tokens > limits.tokens:
-            if limits.over_length == "refuse":
+        elif assumed.prompt_tokens + request.tokens > limits.max_sequence_tokens:
+            if limits.on_overlength == "refuse":
                 request.fails_with = "over_length"
             else:
-                request.tokens, request.truncated = max(limits.tokens - assumed.prompt, 0), True
+                request.tokens, request.truncated = max(limits.max_sequence_tokens - assumed.prompt_tokens, 0), True
         self._update_in_flight(1)
         self._assign(request)
         return request
@@ -175,7 +175,7 @@ class SimulatedPool:
 
     def set_trainer_computing(self, computing: bool) -> None:
         """The trainer begins or ends to use what the engines use too."""
-        if self._assumed.contention > 1:
+        if self._assumed.trainer_slowdown > 1:
             for engine in self.engines:
                 engine.advance()
             self.rates = self._slowed_rates if computing else self._full_rates

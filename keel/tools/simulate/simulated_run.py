@@ -151,7 +151,7 @@ class SimulatedRun:
 
     async def _next_batch(self, number: int, scheduler: Scheduler) -> RolloutBatch:
         self._dispatch_budget = (
-            MAX_DISPATCH_FACTOR * self._settings.scheduler.groups * self._settings.scheduler.group_size
+            MAX_DISPATCH_FACTOR * self._settings.scheduler.groups_per_step * self._settings.scheduler.group_size
         )
         taking = asyncio.ensure_future(scheduler.next_batch(self._version))
         either: set[asyncio.Future[Any]] = {taking, self._budget_exhausted}
@@ -168,11 +168,11 @@ class SimulatedRun:
             raise KeelError(f"the simulated run stops at step {number}, as a real one would: {halt}") from None
 
     def _stop_if_nothing_trains(self, steps: list[SimulatedStep]) -> None:
-        limit = self._settings.scheduler.halt_after
+        limit = self._settings.scheduler.max_empty_steps
         if limit is not None and len(steps) >= limit and not any(step.trained_rollouts for step in steps[-limit:]):
             raise KeelError(
                 f"the simulated run stops at step {len(steps)}, as a real one would: {limit} steps in a row trained"
-                f" nothing (scheduler.halt_after = {limit}); look at no_signal = {self._assumed.no_signal:g}"
+                f" nothing (scheduler.halt_after = {limit}); look at no_signal = {self._assumed.zero_variance_share:g}"
             )
 
     def _on_dispatch(self) -> None:
@@ -197,13 +197,13 @@ class SimulatedRun:
 
     def _is_zero_variance(self, group: Group) -> bool:
         """Whether its rewards are all equal, and it does not train for that."""
-        if not self._assumed.no_signal or self._settings.advantages.zero_variance_groups == "train":
+        if not self._assumed.zero_variance_share or self._settings.advantages.zero_variance_groups == "train":
             return False
-        return self._draws.uniforms(f"{ZERO_VARIANCE}/{group.id}")[0] < self._assumed.no_signal
+        return self._draws.uniforms(f"{ZERO_VARIANCE}/{group.id}")[0] < self._assumed.zero_variance_share
 
     def _record_trained(self, step: SimulatedStep, group: Group) -> None:
         ages, now = step.staleness, self._version
-        step.computed_tokens += self._assumed.prompt
+        step.computed_tokens += self._assumed.prompt_tokens
         for one in group.rollouts:
             step.trained_rollouts += 1
             step.trained_tokens += one.tokens

@@ -155,12 +155,12 @@ def load_model(
     device = find_device(settings.device)
     dtype = find_dtype(settings.dtype, device)
     kept, reduce = weight_and_reduce_dtypes(dtype, trainer)
-    if settings.warm_up_steps and settings.name not in tiny_models.MODEL_NAMES:
+    if settings.sft_warmup_steps and settings.name not in tiny_models.MODEL_NAMES:
         raise ConfigError(
-            f"model.warm_up_steps = {settings.warm_up_steps} cannot act on model.name = {settings.name}: "
+            f"model.warm_up_steps = {settings.sft_warmup_steps} cannot act on model.name = {settings.name}: "
             f"it is for {', '.join(tiny_models.MODEL_NAMES)}"
         )
-    source = resolve_model(settings.name, seed, settings.warm_up_steps)
+    source = resolve_model(settings.name, seed, settings.sft_warmup_steps)
     network, tokenizer = _load_pretrained(source, kept)
     if world is None:
         nn.Module.to(network, device)  # not network.to, whose annotation is lost in a decorator

@@ -12,12 +12,12 @@ def learning_rate(settings: OptimizerSettings, step: int) -> float:
     """The learning rate of the optimizer step with this number, from 0."""
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / (settings.warmup_steps + 1)
-    if settings.decay == "constant":
+    if settings.lr_schedule == "constant":
         return settings.lr
     assert settings.total_steps is not None
     done = min((step - settings.warmup_steps) / (settings.total_steps - settings.warmup_steps), 1.0)
-    left = 1 - done if settings.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
-    floor = settings.floor or 0.0
+    left = 1 - done if settings.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    floor = settings.min_lr_ratio or 0.0
     return settings.lr * (floor + (1 - floor) * left)
 
 

@@ -126,7 +126,7 @@ class OptimizerStep:
                 return self.objective(self._make_batch(tokens[rows], known), totals).gradient * finite
 
             scores, gradients = self.forward.head.score_and_grad(
-                hidden.detach(), batch.targets, batch.temperature, worth, entropy=self.settings.entropy
+                hidden.detach(), batch.targets, batch.temperature, worth, entropy=self.settings.compute_entropy
             )
             self._store_scores(batch, scores.logprobs, scores.entropy)
             if self.world is not None or gradients.hidden.any():
@@ -146,7 +146,7 @@ class OptimizerStep:
             (batch,) = plan
             hidden = self.forward.hidden(batch)
             scores = self.forward.head.score(
-                hidden.detach(), batch.targets, batch.temperature, entropy=self.settings.entropy
+                hidden.detach(), batch.targets, batch.temperature, entropy=self.settings.compute_entropy
             )
             self._store_scores(batch, scores.logprobs, scores.entropy)
             self._merge_ranks(plan)
@@ -156,7 +156,7 @@ class OptimizerStep:
         for batch in plan:
             with torch.no_grad():
                 hidden = self.forward.hidden(batch)
-            scores = self.forward.head.score(hidden, batch.targets, batch.temperature, entropy=self.settings.entropy)
+            scores = self.forward.head.score(hidden, batch.targets, batch.temperature, entropy=self.settings.compute_entropy)
             self._store_scores(batch, scores.logprobs, scores.entropy)
         self._merge_ranks(plan)
         result = self._evaluate_objective()

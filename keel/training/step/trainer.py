@@ -50,7 +50,7 @@ class Trainer:
         """`world`: the ranks to train on; each gets its shard of the model and of the teacher by their settings."""
         self.settings, self.seed, self.world = settings or TrainerSettings(), seed, world
         _check_ranks(self.settings, world)
-        retain_freed_memory(self.settings.keep_memory)
+        retain_freed_memory(self.settings.retain_freed_memory)
         if isinstance(model, str):
             model = ModelSettings(name=model)
         with self._on_all_ranks("begin", lambda: _begin_command(model, self.settings, teacher, seed)):
@@ -74,8 +74,8 @@ class Trainer:
         began = time.perf_counter()
         tokens = TrainableTokens(samples)
         dtype = torch.promote_types(self.model.dtype, torch.float32)
-        ledger = StepColumns.empty(tokens, dtype, self.model.device, entropy=self.settings.entropy)
-        parts = _split_samples(samples, self.settings.updates)
+        ledger = StepColumns.empty(tokens, dtype, self.model.device, entropy=self.settings.compute_entropy)
+        parts = _split_samples(samples, self.settings.optimizer_steps)
         references = self._reference_logprobs(ledger, objective)
         taught = objective.composition.reads("teacher") and tokens.gather_field("teacher_logprobs") is None
         if taught and self.teacher is not None:
@@ -151,7 +151,7 @@ class Trainer:
         return load_model(settings, self.seed, world=self.world, trainer=self.settings)
 
     def _make_forward(self, model: Model) -> Forward:
-        return Forward(model, max_tokens=self.settings.max_tokens, share_prefixes=self.settings.share_prefixes)
+        return Forward(model, max_tokens=self.settings.max_tokens_per_micro_batch, share_prefixes=self.settings.share_prefixes)
 
     def _frozen_logprobs(self, model: Model, tokens: TrainableTokens) -> Tensor:
         """Log-probs under a model that does not train, or the policy while an adapter of it is switched."""

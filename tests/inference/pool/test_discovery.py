@@ -38,7 +38,7 @@ def test_settings_choose_the_source() -> None:
     assert isinstance(make_source(PoolSettings(urls=["http://a"])), StaticList)
     assert isinstance(make_source(PoolSettings(dns="a:1")), DnsName)
     assert isinstance(make_source(PoolSettings(file="a")), WatchedFile)
-    assert isinstance(make_source(PoolSettings(list_url="http://a")), HttpList)
+    assert isinstance(make_source(PoolSettings(discovery_url="http://a")), HttpList)
 
 
 def test_only_a_static_list_is_asked_once() -> None:

@@ -213,7 +213,7 @@ def test_new_weights_never_stop_the_sampling_and_an_answer_is_never_older_than_t
         async def ask(group: str | None) -> None:
             seen, began = await world.pool.version(), now()
             answer = await world.ask(group)
-            assert now() - began < world.settings.interval + 1.1
+            assert now() - began < world.settings.poll_interval + 1.1
             assert min(answer.versions) >= seen
 
         await world.pool.wait_until_probed()

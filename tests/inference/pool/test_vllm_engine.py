@@ -582,7 +582,7 @@ def test_the_real_server_end_to_end(tmp_path: Path) -> None:
         """By the ways of a run, through a pool: all weights, drained, and then an adapter on top of them."""
         assert engine._process is not None
         key = engine._process.api_key
-        pool = Pool(PoolSettings(urls=[engine.url], server="vllm"), lambda url: VllmEngine(url, api_key=key))
+        pool = Pool(PoolSettings(urls=[engine.url], backend="vllm"), lambda url: VllmEngine(url, api_key=key))
         whole = load_model(ModelSettings(name=str(base)))
         adapted = load_model(ModelSettings.model_validate({"name": str(base), "lora": {"rank": 8}}))
         assert adapted.peft is not None

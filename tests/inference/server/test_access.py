@@ -348,7 +348,7 @@ def test_a_pools_key_is_nowhere_but_in_its_file(
     caplog.set_level("DEBUG")
     file = tmp_path / "key"
     file.write_text(KEY)
-    own = load_model(ModelSettings(name="tiny", warm_up_steps=300))
+    own = load_model(ModelSettings(name="tiny", sft_warmup_steps=300))
     engine = LocalEngine(own.network, own.tokenizer, EngineSettings())
     app = build_app(engine, own.tokenizer, model="m", api_key=KEY, allowed_folders=ANYWHERE)
     folder = tmp_path / "run"

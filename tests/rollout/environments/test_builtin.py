@@ -171,7 +171,7 @@ def test_never_guessing_it_pays_nothing_and_a_word_is_asked_again():
     assert "Higher." in engine.tokenizer.decode(engine.requests[2][0])
 
 
-@pytest.mark.parametrize("limits", [EpisodeLimits(turns=2), EpisodeLimits(tokens=330)])
+@pytest.mark.parametrize("limits", [EpisodeLimits(max_turns=2), EpisodeLimits(max_sequence_tokens=330)])
 def test_a_game_that_reaches_a_limit_is_scored_as_it_stands(limits):
     environment = load("guess_number")
     rollout = play(environment, environment.tasks("train")[0], ScriptedEngine(*["0" + END] * 8), limits=limits)

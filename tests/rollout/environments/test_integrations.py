@@ -29,7 +29,7 @@ def test_reasoning_gym_tasks_are_made_offline_and_survive_any_answer(task):
     (asked,) = environment.tasks("train")
     right = asked.data["entry"]["answer"]
     for text in ("qqq", "", "<answer></answer>", "0", str(right)):
-        engine, roomy = ScriptedEngine(text + END), EpisodeLimits(tokens=100_000)
+        engine, roomy = ScriptedEngine(text + END), EpisodeLimits(max_sequence_tokens=100_000)
         rollout = play(environment, asked, engine, limits=roomy, sampling=Sampling(max_tokens=10_000))
         assert rollout.error is None
         assert rollout.reward == rollout.metrics["score"]

@@ -97,7 +97,7 @@ class Talk:
         return prompt
 
     def samples(self):
-        return self.trajectory.build_samples(EpisodeLimits(tokens=100_000))
+        return self.trajectory.build_samples(EpisodeLimits(max_sequence_tokens=100_000))
 
     def shown(self, prompt):
         return self.tokenizer.decode(prompt.ids)

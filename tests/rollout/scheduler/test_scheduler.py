@@ -224,7 +224,7 @@ def test_no_more_than_allowed_is_ever_in_flight() -> None:
 
 def test_environments_share_groups_by_weight() -> None:
     engine = Engine()
-    made = Scheduler(engine, sources(1.0, 3.0), SchedulerSettings(groups=8, group_size=1, max_off_policy_steps=0))
+    made = Scheduler(engine, sources(1.0, 3.0), SchedulerSettings(groups_per_step=8, group_size=1, max_off_policy_steps=0))
     for batch in batches(made, range(3)):
         assert Counter(group.environment for group in batch.groups) == {"a": 2, "b": 6}
 
@@ -519,7 +519,7 @@ def interrupted() -> tuple[dict[str, Any], dict[tuple[str, int, int], Told]]:
 
 
 def restored(snapshot: dict[str, Any], run: Runner, tasks: Any = None, **given: Any) -> Scheduler:
-    chosen = SchedulerSettings(groups=2, group_size=2, max_off_policy_steps=0, max_error_reschedule_attempts=1)
+    chosen = SchedulerSettings(groups_per_step=2, group_size=2, max_off_policy_steps=0, max_error_reschedule_attempts=1)
     return Scheduler.restore(snapshot, run, [TaskSource("a", jobs(100) if tasks is None else tasks)], chosen, **given)
 
 
@@ -579,7 +579,7 @@ def test_a_restart_with_other_tasks_or_from_another_format_is_refused() -> None:
 def test_empty_batches_in_a_row_are_counted_across_a_restart() -> None:
     lines: dict[Any, Any] = {(f"task{task}", 0, 0): "empty" for task in range(100)}
     chosen = SchedulerSettings(
-        groups=1, group_size=1, max_error_reschedule_attempts=0, halt_after=2, max_off_policy_steps=0
+        groups_per_step=1, group_size=1, max_error_reschedule_attempts=0, max_empty_steps=2, max_off_policy_steps=0
     )
 
     async def main() -> None:
@@ -597,7 +597,7 @@ def test_engines_that_are_behind_are_given_less_work_ahead_and_nothing_gets_too_
 
     async def main(told: bool) -> tuple[int, int]:
         engine, refused = Engine(), 0
-        limits = SchedulerSettings(groups=2, group_size=2, max_off_policy_steps=2, stale="refuse")
+        limits = SchedulerSettings(groups_per_step=2, group_size=2, max_off_policy_steps=2, on_stale="refuse")
         scheduler = Scheduler(engine, sources(1.0), limits)
         if told:
             scheduler.set_engine_version(0)

@@ -29,7 +29,7 @@ from keel.rollout.scheduler.task_sources import TaskSource
 from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
 from tests.support.scheduler_world import Ledger, name_of
 
-LIMITS = EpisodeLimits(turns=2, tokens=400, seconds=0.8)
+LIMITS = EpisodeLimits(max_turns=2, max_sequence_tokens=400, timeout=0.8)
 
 
 class FaultyEngine(FakeEngine):
@@ -133,13 +133,13 @@ class RealLedger(Ledger):
 @pytest.mark.parametrize("off_policy", [0, 2])
 def test_over_a_server_that_fails_and_is_killed_every_rollout_is_emitted_once(off_policy: int, tmp_path: Path) -> None:
     chosen = SchedulerSettings(
-        groups=3,
+        groups_per_step=3,
         group_size=3,
         max_in_flight=12,
         max_error_reschedule_attempts=2,
         min_group_size=2,
         max_off_policy_steps=off_policy,
-        halt_after=None,
+        max_empty_steps=None,
     )
     environments = [load_environment(EnvironmentSettings(name="larger_number")), Rude()]
     ledger = RealLedger()

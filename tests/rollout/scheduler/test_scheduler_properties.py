@@ -33,16 +33,16 @@ def scheduler_settings(draw: st.DrawFn) -> SchedulerSettings:
     attempts = draw(st.sampled_from([None, 0, 1, 1, 2]))
     size = draw(st.integers(1, 4))
     return SchedulerSettings(
-        groups=draw(st.integers(1, 4)),
+        groups_per_step=draw(st.integers(1, 4)),
         group_size=size,
         max_in_flight=draw(st.integers(1, 12)),
         max_error_reschedule_attempts=attempts,
         min_group_size=None if attempts is None else draw(st.none() | st.integers(1, size)),
         max_off_policy_steps=draw(st.integers(0, 3)),
-        stale=draw(st.sampled_from(["refuse", "resample"])),
-        window=draw(st.integers(0, 2)),
-        halt_after=draw(st.sampled_from([None, 2])),
-        watchdog=500.0,
+        on_stale=draw(st.sampled_from(["refuse", "resample"])),
+        window_batches=draw(st.integers(0, 2)),
+        max_empty_steps=draw(st.sampled_from([None, 2])),
+        rollout_timeout=500.0,
     )
 
 
@@ -170,7 +170,7 @@ class Story:
     def _check(self, scheduler: Scheduler, groups: list, version: int, running: int) -> None:
         chosen = self.settings
         needed = chosen.min_group_size or chosen.group_size
-        assert len(groups) <= chosen.groups
+        assert len(groups) <= chosen.groups_per_step
         for group in groups:
             assert len(group.members) == chosen.group_size
             assert len(group.rollouts) >= needed
@@ -182,7 +182,7 @@ class Story:
             assert running <= scheduler.status().abandoned
         if not scheduler.status().abandoned:
             assert self.engine.running <= chosen.max_in_flight
-        most = (chosen.max_off_policy_steps + 1) * chosen.groups
+        most = (chosen.max_off_policy_steps + 1) * chosen.groups_per_step
         assert held(scheduler) <= most * (1 + chosen.group_size) + chosen.max_in_flight + 60
 
     def _write(self, scheduler: Scheduler) -> None:
@@ -197,7 +197,7 @@ def number(group: str) -> int:
 def check_window(ledger: Ledger, chosen: SchedulerSettings) -> None:
     """From outside: who was dispatched before whom, and cut after."""
     cut = {number(group.id): place for place, batch in enumerate(ledger.batches) for group in batch.groups}
-    most = chosen.window * chosen.groups
+    most = chosen.window_batches * chosen.groups_per_step
     for mine, place in cut.items():
         overtakes = sum(other < mine and theirs > place for other, theirs in cut.items())
         overtaken = sum(other > mine and theirs < place for other, theirs in cut.items())
@@ -274,7 +274,7 @@ def test_a_group_trains_exactly_when_enough_members_succeed_within_their_attempt
     assert sum(rounds[group] for group in finished) <= counted
     dropped = sum(batch.counters.get("groups_dropped", 0) for batch in ledger.batches)
     places = sum(len(batch.groups) for batch in ledger.batches) + dropped
-    assert 6 * chosen.groups <= places
+    assert 6 * chosen.groups_per_step <= places
 
 
 @settings(max_examples=150)
@@ -310,9 +310,9 @@ def test_synchronous_batches_are_those_of_the_outcomes_and_not_of_time(
     first = run(0, 0)
     assert run(1, crash_after) == first
     oracle = Oracle(Engine(seed, 0, replace(faults, lags=0.0, hangs=0.0)), chosen)
-    names = [f"{draw.environment}#{place}" for place, draw in enumerate(draws([1.0, 2.0], 4 * chosen.groups))]
+    names = [f"{draw.environment}#{place}" for place, draw in enumerate(draws([1.0, 2.0], 4 * chosen.groups_per_step))]
     for place, batch in enumerate(first):
-        mine = names[place * chosen.groups : (place + 1) * chosen.groups]
+        mine = names[place * chosen.groups_per_step : (place + 1) * chosen.groups_per_step]
         assert [group for group, _, _ in batch] == [group for group in mine if oracle.group(group) is not None]
 
 
@@ -379,7 +379,7 @@ def test_the_hint_of_the_line_never_hides_a_batch(size: int, window: int, seed: 
 @pytest.mark.parametrize("limit", [None, 1])
 def test_memory_does_not_grow_with_the_number_of_rollouts(limit: int | None) -> None:
     chosen = SchedulerSettings(
-        groups=4, group_size=4, max_in_flight=24, max_error_reschedule_attempts=limit, halt_after=None, watchdog=200.0
+        groups_per_step=4, group_size=4, max_in_flight=24, max_error_reschedule_attempts=limit, max_empty_steps=None, rollout_timeout=200.0
     )
     engine = Engine(3, 0, Faults(error=0.3, raises=0.1, slow=0.05, deaf=0.1, hangs=0.01))
     sizes = []

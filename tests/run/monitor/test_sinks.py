@@ -224,7 +224,7 @@ def test_a_run_that_lacks_a_package_leaves_no_folder(
 )
 def test_a_sink_of_ones_own_that_is_not_there_is_refused(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve_sinks(MetricsSettings(custom=path))
+        resolve_sinks(MetricsSettings(custom_sink=path))
 
 
 def test_what_is_no_sink_is_refused_when_it_is_opened_and_the_others_are_closed(folder: Any) -> None:

@@ -128,7 +128,7 @@ def test_a_preset_with_a_wrong_declaration_fails() -> None:
 
 def test_compositions_and_presets_with_parameters_pass() -> None:
     sequence_mask = Composition(
-        gates=[Gate(on="ratio", low=0.1, scope="sequence")], policy=PolicyTerm(surrogate="linear")
+        gates=[Gate(statistic="ratio", low=0.1, scope="sequence")], policy=PolicyTerm(surrogate="linear")
     )
     assert audit(sequence_mask).passed
     assert audit("opsm", parameters={"opsm_delta": 0.01, "denominator": "kept"}).passed

@@ -49,7 +49,7 @@ def test_the_run_samples_from_the_servers_of_the_launch_behind_a_key_in_a_file(t
     assert plan.settings.engine.kind == "pool" and plan.settings.pool is not None
     assert plan.settings.pool.file == str(tmp_path / "run/launch/engines.txt")
     assert plan.settings.pool.api_key_file == str(tmp_path / "run/launch/key")
-    assert plan.settings.pool.interval == 0.5
+    assert plan.settings.pool.poll_interval == 0.5
     command = plan.engine_command("10.0.0.5", 8123)
     assert command.argv[command.argv.index("--api-key-file") + 1] == str(tmp_path / "run/launch/key")
     assert command.argv[command.argv.index("--host") + 1] == "10.0.0.5"
@@ -68,7 +68,7 @@ def test_how_the_local_engine_computes_is_how_the_servers_do(tmp_path: Path) -> 
 def test_a_vllm_server_gets_its_key_by_its_environment_from_a_file(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "--engine.kind=vllm", "--model.lora.rank=8", '--launch.engine.options=["--seed", "1"]')
     command = plan.engine_command("127.0.0.1", 8000)
-    assert plan.settings.pool is not None and plan.settings.pool.server == "vllm"
+    assert plan.settings.pool is not None and plan.settings.pool.backend == "vllm"
     assert command.secret_env == ("VLLM_API_KEY", str(plan.key_file))
     assert command.argv[command.argv.index("--max-lora-rank") + 1] == "8"
     assert command.argv[-2:] == ("--seed", "1")

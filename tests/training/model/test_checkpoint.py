@@ -201,7 +201,7 @@ def step_of(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_the_trainer_goes_on_bit_for_bit_along_its_schedule(lora: LoraSettings | None, tmp_path: Path) -> None:
-    rate = OptimizerSettings(lr=1e-2, warmup_steps=2, decay="cosine", total_steps=8, weight_decay=0.1)
+    rate = OptimizerSettings(lr=1e-2, warmup_steps=2, lr_schedule="cosine", total_steps=8, weight_decay=0.1)
     settings = TrainerSettings(optimizer=rate)
     random.seed(3)
     straight = Trainer(tiny(lora=lora), settings)

@@ -331,7 +331,7 @@ def test_a_device_that_is_not_there_is_refused_by_its_setting() -> None:
 
 def test_warm_up_of_a_model_that_is_not_tiny_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.warm_up_steps = 5 .*model\.name = smollm2-135m"):
-        load_model(ModelSettings(warm_up_steps=5))
+        load_model(ModelSettings(sft_warmup_steps=5))
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-llama-untied"])

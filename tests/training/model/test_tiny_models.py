@@ -84,7 +84,7 @@ def test_the_random_state_of_the_caller_is_left_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    load_model(ModelSettings(name="tiny", lora={"rank": 2}, warm_up_steps=1), 77)
+    load_model(ModelSettings(name="tiny", lora={"rank": 2}, sft_warmup_steps=1), 77)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -108,7 +108,7 @@ def _answers(model: Model) -> tuple[float, float]:
 
 def test_a_warm_up_makes_legal_answers_of_which_some_are_right() -> None:
     cold = _answers(load_model(ModelSettings(name="tiny")))
-    legal, right = _answers(load_model(ModelSettings(name="tiny", warm_up_steps=150)))
+    legal, right = _answers(load_model(ModelSettings(name="tiny", sft_warmup_steps=150)))
     assert cold[0] < 0.2 and cold[1] < 0.05
     assert legal > 0.85
     # right often enough for rewards, wrong often enough for a signal

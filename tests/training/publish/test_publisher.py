@@ -252,7 +252,7 @@ def test_rollouts_finish_while_weights_are_loaded_whoever_is_slow(slow: int, tmp
     trained, may_load = tiny(seed=7), threading.Event()
 
     async def scene(urls: list[str]) -> None:
-        pool = Pool(PoolSettings(urls=urls, interval=0.2, wait=30.0), HttpEngine)
+        pool = Pool(PoolSettings(urls=urls, poll_interval=0.2, ready_timeout=30.0), HttpEngine)
         publisher = Publisher(pool, FolderTransport(trained, tmp_path), overlap=True)
         await pool.wait_until_probed()
         ended: list[tuple[int, ...]] = []

@@ -22,13 +22,13 @@ def test_a_constant_rate_is_constant() -> None:
 
 
 def test_a_linear_decay_falls_in_equal_steps_to_its_floor_and_stays() -> None:
-    settings = OptimizerSettings(lr=1.0, decay="linear", total_steps=6, warmup_steps=2, floor=0.2)
+    settings = OptimizerSettings(lr=1.0, lr_schedule="linear", total_steps=6, warmup_steps=2, min_lr_ratio=0.2)
     found = [learning_rate(settings, step) for step in range(9)]
     assert found == pytest.approx([1 / 3, 2 / 3, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
 
 
 def test_a_cosine_decay_is_half_way_down_half_way_through() -> None:
-    settings = OptimizerSettings(lr=2.0, decay="cosine", total_steps=8, floor=0.1)
+    settings = OptimizerSettings(lr=2.0, lr_schedule="cosine", total_steps=8, min_lr_ratio=0.1)
     assert learning_rate(settings, 0) == 2.0
     assert learning_rate(settings, 4) == pytest.approx(2.0 * 0.55)
     assert learning_rate(settings, 2) == pytest.approx(2.0 * (0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2))
