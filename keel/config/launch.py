@@ -55,16 +55,16 @@ class EngineComponentSettings(ComponentSettings):
 
     int8: bool = False
     """keel: linear layers in int8. Taken from `engine.int8` when that is set."""
-    kernels: Literal["auto", "torch"] = "auto"
+    native_kernels: Literal["auto", "torch"] = "auto"
     """keel: in C where there is a compiler, or torch's own. Taken from `engine.kernels` when that is set."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the weights that sample; auto: as the model that is trained. Taken from `engine.dtype` when that is set."""
-    options: list[str] = []
+    extra_args: list[str] = []
     """More words for the server's command line, such as ["--tensor-parallel-size", "4"] for vLLM."""
 
     @model_validator(mode="after")
     def _check_extra_args(self) -> Self:
-        for word in self.options:
+        for word in self.extra_args:
             if word.partition("=")[0] in RESERVED_FLAGS:
                 shown = word.partition("=")[0]
                 raise setting_error(f"an option {shown} cannot act: the launch decides it; leave it out of the options")

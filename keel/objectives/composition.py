@@ -83,7 +83,7 @@ class Gate(Settings):
 class ImportanceWeight(Settings):
     """A factor without gradient on the policy term: an importance ratio, clamped, or shaped by a kernel."""
 
-    of: LogRatio = "policy/sampler"
+    between: LogRatio = "policy/sampler"
     """The two policies compared."""
     level: Level = "token"
     """Ratio of the token, product or geometric mean over its sequence."""
@@ -237,9 +237,9 @@ class AdvantageTransforms(Settings):
     """Where o comes from: the batch, or b + (1 - 1/staleness) * (l - b) without gradient (2512.06547)."""
     roles: list[int] | None = None
     """Only trainable tokens with one of these role ids belong to the objective; not given: all."""
-    max_unusable_share: Annotated[float, Field(ge=0, le=1)] = 0.01
+    max_invalid_logprob_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
     """A step is refused when more than this share of its trainable tokens has no usable sampler log-prob."""
-    metric_tokens: Annotated[int, Field(ge=0)] = 8192
+    metrics_sample_size: Annotated[int, Field(ge=0)] = 8192
     """Above this many tokens a step, distributions and what is split by staleness come from evenly spaced stretches of
     about as many; counts of kept and dropped tokens are always exact. 0: never sample."""
 
@@ -293,7 +293,7 @@ class Composition(AdvantageTransforms):
             return self.kl_penalty_coef > 0 or any(penalty.between == "policy/reference" for penalty in self.penalties)
         if source == "teacher":
             return self.teacher_tau > 0
-        pairs = [gate.between for gate in self.gates] + [weight.of for weight in self.weights]
+        pairs = [gate.between for gate in self.gates] + [weight.between for weight in self.weights]
         pairs += [penalty.between for penalty in self.penalties if penalty.between != "policy/reference"]
         if source == "proximal":
             return self.policy.anchor == "proximal" or any("proximal" in pair for pair in pairs)

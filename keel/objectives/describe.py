@@ -96,7 +96,7 @@ def anchor(composition: Composition) -> str:
         return "interpolated"  # a proximal policy made from the sampler and the policy
     if composition.policy.anchor != "none":
         return composition.policy.anchor
-    against = dict.fromkeys(weight.of.split("/")[1] for weight in composition.weights)
+    against = dict.fromkeys(weight.between.split("/")[1] for weight in composition.weights)
     return " and ".join(against) or "none"
 
 
@@ -199,7 +199,7 @@ def _clipped_surrogate(composition: Composition, names: ParameterLookup, ratio: 
 
 
 def _weight_formula(weight: ImportanceWeight, names: ParameterLookup, index: int) -> str:
-    base = gate_statistic("ratio", weight.level).formula.format(**RATIO_NOTATIONS[weight.of]._asdict())
+    base = gate_statistic("ratio", weight.level).formula.format(**RATIO_NOTATIONS[weight.between]._asdict())
     if weight.kernel == "gamma":
         mark = _weight_suffix(index)
         base = f"{base}^k_A{mark} * exp(rate_A{mark} * (1 - {base}))"

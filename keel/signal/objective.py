@@ -265,14 +265,14 @@ def _token_weight(
 ) -> Tensor:
     """A weight for each token. It carries no gradient."""
     if weight.level == "token":
-        return _weight_from_log_ratio(weight, view.log_ratio(weight.of), advantage)
+        return _weight_from_log_ratio(weight, view.log_ratio(weight.between), advantage)
     assert rows is not None
     return view.segments.expand(_sequence_weight(weight, rows))
 
 
 def _sequence_weight(weight: ImportanceWeight, rows: SequenceTable) -> Tensor:
     """A weight for each sequence."""
-    log_ratio = rows[f"sum {weight.of}"]
+    log_ratio = rows[f"sum {weight.between}"]
     if weight.level == "geometric":
         log_ratio = log_ratio / rows["usable"].clamp(min=1)
     return _weight_from_log_ratio(weight, log_ratio, rows["sum advantage"])

@@ -393,7 +393,7 @@ def _sample_windows(view: ActiveTokens, totals: StepTotals) -> tuple[int, int]:
 
     It is the view's part of `metric_tokens`, as a few evenly spaced stretches of neighbouring tokens.
     """
-    wanted = view.composition.metric_tokens
+    wanted = view.composition.metrics_sample_size
     length = -(-wanted * len(view) // max(totals.num_trainable * SAMPLE_WINDOWS, 1))
     if wanted == 0 or totals.num_trainable <= wanted or length * SAMPLE_WINDOWS >= len(view):
         return 0, 0

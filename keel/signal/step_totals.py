@@ -125,10 +125,10 @@ def _count_tokens(totals: StepTotals, views: Sequence[ActiveTokens], gather: Gat
         raise BatchError(f"batch.trainer_version differs within the step: {sorted(declared)}")
     totals.trainer_version = max(declared or {version for part in parts for version in part[3]}, default=None)
     share = totals.num_invalid_logprobs / max(totals.num_trainable, 1)
-    if share > totals.composition.max_unusable_share:
+    if share > totals.composition.max_invalid_logprob_fraction:
         raise SignalRefused(
             f"batch.sampler_logprobs is NaN or infinite on {totals.num_invalid_logprobs} of {totals.num_trainable} trainable tokens;"
-            f" that is more than objective.max_unusable_share = {totals.composition.max_unusable_share}"
+            f" that is more than objective.max_unusable_share = {totals.composition.max_invalid_logprob_fraction}"
         )
 
 
@@ -145,7 +145,7 @@ def _required_columns(composition: Composition) -> set[str]:
             columns |= {f"low {position}", f"high {position}"}
     for weight in composition.weights:
         if weight.level != "token":
-            columns |= {"usable", f"sum {weight.of}", "sum advantage"}
+            columns |= {"usable", f"sum {weight.between}", "sum advantage"}
     if composition.reduction.over != "tokens":
         columns.add("members")
     return columns

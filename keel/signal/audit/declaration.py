@@ -83,7 +83,7 @@ def declaration_of(composition: Composition) -> Declaration:
     policy, reduction = composition.policy, composition.reduction
     anchor: Anchor = policy.anchor
     if anchor == "none" and composition.weights:
-        anchor = "proximal" if composition.weights[0].of == "policy/proximal" else "sampler"
+        anchor = "proximal" if composition.weights[0].between == "policy/proximal" else "sampler"
     if composition.proximal == "interpolated":
         anchor = "sampler"  # the proximal log-probs are computed from the sampler's
     signal: Signal = "advantage"

@@ -108,7 +108,7 @@ class LaunchPlan:
             rank = settings.model.lora.rank if settings.model.lora else None
             words = process.vllm_argv(self.model, host, port, dtype, rank)
             return Command(
-                (*words, *asked.options),
+                (*words, *asked.extra_args),
                 python=str(Path(settings.engine.vllm_python).absolute()),
                 environment=process.SERVER_ENV,
                 secret_env=("VLLM_API_KEY", str(self.key_file)),
@@ -117,9 +117,9 @@ class LaunchPlan:
         words = ["-m", "keel.cli", "serve", self.model, "--name", "policy", "--host", host, "--port", str(port)]
         words += ["--api-key-file", str(self.key_file), "--dtype", dtype, "--max-batch", str(settings.engine.max_batch)]
         words += ["--weights-from", str(self.run_folder)]
-        words += ["--kernels", asked.kernels]
+        words += ["--kernels", asked.native_kernels]
         words += ["--int8"] if asked.int8 else []
-        return Command((*words, *asked.options), health_url=health)
+        return Command((*words, *asked.extra_args), health_url=health)
 
     def trainer_command(self, rank: int, address: str, port: int, attempt: int) -> Command:
         """A rank of the trainer. The run's folder is there already: the first start goes on with it like any other."""
@@ -150,8 +150,8 @@ def make_plan(file: Path, overrides: Sequence[str], run_folder: Path) -> LaunchP
     )
     if plan.backend == "vllm" and plan.launch.engine.int8 and plan.launch.engines:
         raise ConfigError("launch.engine.int8 = true cannot act: vLLM samples by itself; leave it out")
-    if plan.backend == "vllm" and plan.launch.engine.kernels != "auto" and plan.launch.engines:
-        shown = to_toml(plan.launch.engine.kernels)
+    if plan.backend == "vllm" and plan.launch.engine.native_kernels != "auto" and plan.launch.engines:
+        shown = to_toml(plan.launch.engine.native_kernels)
         raise ConfigError(f"launch.engine.kernels = {shown} cannot act: vLLM samples by itself; leave it out")
     _ = plan.trainers  # refuses resources that one process cannot have
     return plan

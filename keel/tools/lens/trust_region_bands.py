@@ -89,7 +89,7 @@ def _bands(composition: Composition) -> Iterator[tuple[str, Band, str]]:
     for place, weight in enumerate(composition.weights):
         if weight.kernel == "ratio" and (weight.low is not None or weight.high is not None):
             band = Band("weight", _log(weight.low), _log(weight.high), "always", f"weight {place}")
-            yield _ratio_histogram(weight.level), band, _drawable(weight.of, f"weight {place}")
+            yield _ratio_histogram(weight.level), band, _drawable(weight.between, f"weight {place}")
     policy = composition.policy
     if policy.surrogate == "clip" and policy.eps is not None:
         above = policy.eps if policy.eps_high is None else policy.eps_high
