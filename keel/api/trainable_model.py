@@ -62,7 +62,7 @@ class TrainableModel:
             "dtype": dtype,
             "device": device,
             "gradient_checkpointing": gradient_checkpointing,
-            "warm_up_steps": sft_warmup_steps,
+            "sft_warmup_steps": sft_warmup_steps,
         }
         try:
             self.settings = ModelSettings.model_validate(given)

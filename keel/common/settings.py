@@ -19,7 +19,7 @@ from keel.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
 _FIELD = re.compile(r"\{([\w.-]+)\}")
-"""A field in the sentence of an error, as in `{low}` or `{engine.publish_every}`."""
+"""A field in the sentence of an error, as in `{low}` or `{publish.every}`."""
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
@@ -36,7 +36,7 @@ def setting_error(message: str, values: Mapping[str, Any] | None = None, **field
 
     `sentence` holds the field names in braces; when it is shown each becomes `name = value`, under the name that the
     user wrote (a recipe calls the low bound of its first gate `ratio_low`). A validator that compares settings of
-    tables inside its own gives them in `values` by dotted name: `{engine.publish_every}`.
+    tables inside its own gives them in `values` by dotted name: `{publish.every}`.
     """
     return PydanticCustomError("keel", "{sentence}", {"sentence": message, "values": {**(values or {}), **fields}})
 

@@ -134,7 +134,7 @@ class SchedulerSettings(Settings):
     """Stop after so many batches in a row with nothing to train on."""
     rollout_timeout: Seconds | None = None
     """Give up a rollout that has not come back after so many seconds, whatever runs it; not given: a minute after
-    the longest limits.seconds of the run."""
+    the longest limits.timeout of the run."""
 
     @model_validator(mode="after")
     def _check_min_group_size(self) -> Self:

@@ -92,7 +92,7 @@ class RunSettings(Settings):
     """Batches to train on."""
     stall_timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds without any progress after which the run stops and says what it waits for; not given: an hour, or three
-    times the longest limits.seconds of an environment."""
+    times the longest limits.timeout of an environment."""
     environments: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EnvironmentSettings] = {}
     """What is learned, by name; a table without `name` is of the environment that it is called."""
     sampling: Sampling = Sampling()
@@ -157,21 +157,21 @@ class RunSettings(Settings):
             raise setting_error(
                 'the table [pool] has no effect with {engine.kind}; set engine.kind = "pool"', {"engine.kind": kind}
             )
-        if self.engine.publish_every - 1 > self.scheduler.max_off_policy_steps:
+        if self.publish.every - 1 > self.scheduler.max_off_policy_steps:
             raise setting_error(
-                "{engine.publish_every} makes samples older than {scheduler.max_off_policy_steps} versions, which no"
+                "{publish.every} makes samples older than {scheduler.max_off_policy_steps} versions, which no"
                 " batch may hold",
                 {
-                    "engine.publish_every": self.engine.publish_every,
+                    "publish.every": self.publish.every,
                     "scheduler.max_off_policy_steps": self.scheduler.max_off_policy_steps,
                 },
             )
         for name, environment in self.environments.items():
             if environment.limits.max_sequence_tokens > self.trainer.max_tokens_per_micro_batch:
-                tokens = f"environments.{name}.limits.tokens"
+                tokens = f"environments.{name}.limits.max_sequence_tokens"
                 raise setting_error(
-                    f"{{{tokens}}} must not be above {{trainer.max_tokens}}: a longer sample fits no micro-batch",
-                    {tokens: environment.limits.max_sequence_tokens, "trainer.max_tokens": self.trainer.max_tokens_per_micro_batch},
+                    f"{{{tokens}}} must not be above {{trainer.max_tokens_per_micro_batch}}: a longer sample fits no micro-batch",
+                    {tokens: environment.limits.max_sequence_tokens, "trainer.max_tokens_per_micro_batch": self.trainer.max_tokens_per_micro_batch},
                 )
         self._check_transport()
         if self.references and not reads("reference"):
@@ -198,9 +198,9 @@ class RunSettings(Settings):
         elif way == "broadcast" and vllm:
             why = 'has no effect with vLLM, which loads folders and adapters; leave it "auto"'
         if why:
-            raise setting_error(f"{{publish.way}} {why}", {"publish.way": way})
+            raise setting_error(f"{{publish.transport}} {why}", {"publish.transport": way})
         if path is not None and kind == "local" and way == "auto" and not lora:
             raise setting_error(
-                '{publish.path} has no effect: the engine takes a copy in this process; set publish.way = "folder"',
+                '{publish.path} has no effect: the engine takes a copy in this process; set publish.transport = "folder"',
                 {"publish.path": path},
             )

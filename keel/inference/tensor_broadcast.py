@@ -65,7 +65,7 @@ class BroadcastSender:
             self._listener = socket.create_server((address, 0))
         except OSError as error:
             raise EngineError(
-                f"cannot listen on publish.address = {address}: {error}; give an address of this machine",
+                f"cannot listen on publish.bind_address = {address}: {error}; give an address of this machine",
                 retryable=False,
             ) from error
         self.port: int = self._listener.getsockname()[1]

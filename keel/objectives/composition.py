@@ -274,7 +274,7 @@ class Composition(AdvantageTransforms):
             if self.weights:
                 raise setting_error("{weights}: cross_entropy takes no weights", weights=len(self.weights))
         if self.reduction.denominator == "kept" and not self.gates and not self.reads("sampler"):
-            raise setting_error("{denominator} (divide_by) cannot act: nothing here drops a token", denominator="kept")
+            raise setting_error("{denominator} (denominator) cannot act: nothing here drops a token", denominator="kept")
         if self.policy.level == "sequence" and any(weight.level == "token" for weight in self.weights):
             raise setting_error(
                 "{level}: a sequence-level policy term takes no token-level weights", level=self.policy.level

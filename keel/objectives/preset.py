@@ -138,7 +138,7 @@ class ObjectivePreset:
         if values["reference_kl_coef"]:
             penalties.append(REFERENCE_KL_PENALTY)
         template["penalties"] = penalties
-        template["reduction"] = {"over": "$reduction", "divide_by": "$denominator"}
+        template["reduction"] = {"over": "$reduction", "denominator": "$denominator"}
         if values["reduction"] == "constant":
             template["reduction"]["length"] = "$length"
         return template | {name: f"${name}" for name in TRANSFORM_NAMES}

@@ -78,11 +78,11 @@ class PolicyClient:
         given = [copy.deepcopy(dict(message)) for message in messages]
         _check_messages(given)
         if self.turns_left <= 0:
-            raise EpisodeLimitReached(f"the episode has had its limits.turns = {self.limits.max_turns} answers")
+            raise EpisodeLimitReached(f"the episode has had its limits.max_turns = {self.limits.max_turns} answers")
         prompt = self._renderer.extend(self._rendered_turns, given, tools)
         if len(prompt.ids) >= self.limits.max_sequence_tokens:
             raise EpisodeLimitReached(
-                f"the prompt of {len(prompt.ids)} tokens leaves no room for an answer within limits.tokens ="
+                f"the prompt of {len(prompt.ids)} tokens leaves no room for an answer within limits.max_sequence_tokens ="
                 f" {self.limits.max_sequence_tokens}"
             )
         self._turns_used += 1

@@ -69,7 +69,7 @@ async def open_engine(settings: RunSettings, model: Model, folder: Path) -> Asyn
             engine = _make_pool(settings, way)
         stack.push_async_callback(engine.close)
         # while a publication is under way the engine is one further behind: not where no batch may be that old
-        overlap = 2 * settings.engine.publish_every - 1 <= settings.scheduler.max_off_policy_steps
+        overlap = 2 * settings.publish.every - 1 <= settings.scheduler.max_off_policy_steps
         found = PublishingEngine(engine, way, drain=publish.in_flight == "drain", overlap=overlap)
         stack.push_async_callback(found.close)
         yield found

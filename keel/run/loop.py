@@ -160,7 +160,7 @@ class TrainingRun:
                 self.callback.notice(f"step {self.step}: {strange}")
             self._mismatch_count += 1
         scoring.stop_if_nothing_trains(self.ledger, self.step, self.settings.scheduler.max_empty_steps)
-        if report is not None and report.stepped and self.version % self.settings.engine.publish_every == 0:
+        if report is not None and report.stepped and self.version % self.settings.publish.every == 0:
             await self._await_with_status("publishing", engine.publish(self.version))
         if self.step % self.settings.checkpoints.every == 0:
             await engine.snapshot_done()

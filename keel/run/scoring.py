@@ -119,7 +119,7 @@ def stop_if_nothing_trains(ledger: Ledger, step: int, max_empty_steps: int | Non
     told = last[-1].metrics.items()
     reasons = [f"{name.removeprefix('dropped/')} {count:.0f}" for name, count in told if name.startswith("dropped/")]
     raise KeelError(
-        f"{max_empty_steps} steps in a row trained nothing (scheduler.halt_after = {max_empty_steps}); refused in the last one:"
+        f"{max_empty_steps} steps in a row trained nothing (scheduler.max_empty_steps = {max_empty_steps}); refused in the last one:"
         f' {", ".join(reasons) or "nothing"}; look at the rewards, or set advantages.zero_variance_groups = "train"'
     )
 

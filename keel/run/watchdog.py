@@ -90,8 +90,8 @@ class Watchdog:
 
     def _stop_run(self, idle_seconds: float) -> None:
         self.stall_reason = (
-            f"nothing has come for {idle_seconds:.0f} s (stall_after = {self.timeout:g}) of: {self._activity}; mend what it waits"
-            " for and go on with --resume, or raise stall_after if it is only slow"
+            f"nothing has come for {idle_seconds:.0f} s (stall_timeout = {self.timeout:g}) of: {self._activity}; mend what it waits"
+            " for and go on with --resume, or raise stall_timeout if it is only slow"
         )
         if self._task is not None:
             self._call_in_loop(self._task.cancel)

@@ -1,7 +1,7 @@
 """The accounts of a batch: what was refused, and how far sampler and policy are apart.
 
 Counts of kept and dropped tokens are exact. Distributions, and everything split by staleness, are exact up to
-`metric_tokens` tokens a step; above, they come from evenly spaced stretches of each batch, scaled to it, so that the
+`metrics_sample_size` tokens a step; above, they come from evenly spaced stretches of each batch, scaled to it, so that the
 cost of metrics stays small. What belongs to whole sequences takes each sequence as it lies in the batch: one that is
 cut over micro-batches counts in its parts. The sample is small, and so counted on the CPU by numpy, a call of which
 costs a fraction of torch's.
@@ -391,7 +391,7 @@ def _token_columns(fields: dict[str, Tensor], masked: Tensor) -> tuple[dict[str,
 def _sample_windows(view: ActiveTokens, totals: StepTotals) -> tuple[int, int]:
     """The sample: length and distance of the stretches, or (0, 0) when it is all of the view.
 
-    It is the view's part of `metric_tokens`, as a few evenly spaced stretches of neighbouring tokens.
+    It is the view's part of `metrics_sample_size`, as a few evenly spaced stretches of neighbouring tokens.
     """
     wanted = view.composition.metrics_sample_size
     length = -(-wanted * len(view) // max(totals.num_trainable * SAMPLE_WINDOWS, 1))

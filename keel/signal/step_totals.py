@@ -128,7 +128,7 @@ def _count_tokens(totals: StepTotals, views: Sequence[ActiveTokens], gather: Gat
     if share > totals.composition.max_invalid_logprob_fraction:
         raise SignalRefused(
             f"batch.sampler_logprobs is NaN or infinite on {totals.num_invalid_logprobs} of {totals.num_trainable} trainable tokens;"
-            f" that is more than objective.max_unusable_share = {totals.composition.max_invalid_logprob_fraction}"
+            f" that is more than objective.max_invalid_logprob_fraction = {totals.composition.max_invalid_logprob_fraction}"
         )
 
 

@@ -197,12 +197,12 @@ def _check_allocator() -> list[DoctorCheck]:
     name, version = platform.libc_ver()
     other = [part for part in ("jemalloc", "tcmalloc", "mimalloc") if part in os.environ.get("LD_PRELOAD", "")]
     if other:
-        return [DoctorCheck("allocator", "ok", f"{other[0]} by LD_PRELOAD; trainer.keep_memory does not reach it")]
+        return [DoctorCheck("allocator", "ok", f"{other[0]} by LD_PRELOAD; trainer.retain_freed_memory does not reach it")]
     if retain_freed_memory(True):
         return [DoctorCheck("allocator", "ok", f"{name} {version}, keeps freed memory when asked")]
     advice = "steps on CPU take longer here; Linux with glibc, or jemalloc by LD_PRELOAD, is faster"
     return [
-        DoctorCheck("allocator", "warning", f"{name or 'unknown'} {version}: trainer.keep_memory cannot act", advice)
+        DoctorCheck("allocator", "warning", f"{name or 'unknown'} {version}: trainer.retain_freed_memory cannot act", advice)
     ]
 
 
@@ -267,7 +267,7 @@ def check_vllm(python: Path) -> DoctorCheck:
         return DoctorCheck("vllm", "warning", f"{python} does not run: {error}", "make the environment again")
     if found:
         return DoctorCheck("vllm", "ok", f"in {python}")
-    return DoctorCheck("vllm", "warning", f"{python} has no vllm", "install it there, or set engine.python")
+    return DoctorCheck("vllm", "warning", f"{python} has no vllm", "install it there, or set engine.vllm_python")
 
 
 def _measure_step() -> list[DoctorCheck]:

@@ -179,18 +179,18 @@ def test_the_old_name_of_a_setting_is_refused_with_its_new_name(toml: Path) -> N
 @pytest.fixture
 def renames(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {
-        "environments.*.limits.time": "environments.*.limits.seconds",
+        "environments.*.limits.time": "environments.*.limits.timeout",
         "environments.*.share": "scheduler.shares.*",
         "servers": "pool",
         "sampler.heat": "sampling.temperature",
         "sampler.longest": "sampling.max_tokens",
-        "publish.way": "publish.transport",
-        "scheduler.old": "scheduler.stale",
+        "publish.transport": "publish.transport",
+        "scheduler.old": "scheduler.on_stale",
         "objective.low": "objective.ratio_low",
     }
     values = {
-        "environments.*.limits.over_length": {"leave": "cut"},
-        "scheduler.stale": {"again": "resample"},
+        "environments.*.limits.on_overlength": {"leave": "cut"},
+        "scheduler.on_stale": {"again": "resample"},
         "steps": {"few": 10},
     }
     monkeypatch.setattr(renamed, "RENAMED_KEYS", keys)
@@ -203,7 +203,7 @@ def renames(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             "--environments.sums.limits.time=3",
-            "environments.sums.limits.time was renamed to environments.sums.limits.seconds",
+            "environments.sums.limits.time was renamed to environments.sums.limits.timeout",
         ),
         ("--environments.sums.share=3", "environments.sums.share was renamed to scheduler.shares.sums"),
         ("--servers.urls=[]", "servers was renamed to pool"),
@@ -212,13 +212,13 @@ def renames(monkeypatch: pytest.MonkeyPatch) -> None:
             "sampler.heat was renamed to sampling.temperature\nsampler.longest was renamed to sampling.max_tokens",
         ),
         ("--sampler.other=1", "sampler is not a setting; did you mean sampling?"),
-        ('--scheduler.old="again"', 'scheduler.old = "again" was renamed to scheduler.stale = "resample"'),
-        ('--scheduler.old="drop"', "scheduler.old was renamed to scheduler.stale"),
+        ('--scheduler.old="again"', 'scheduler.old = "again" was renamed to scheduler.on_stale = "resample"'),
+        ('--scheduler.old="drop"', "scheduler.old was renamed to scheduler.on_stale"),
         ("--objective={name = 'icepop', low = 1}", "objective.low was renamed to objective.ratio_low"),
         (
-            '--environments.sums.limits.over_length="leave"',
-            'environments.sums.limits.over_length = "leave" was renamed;'
-            ' write environments.sums.limits.over_length = "cut"',
+            '--environments.sums.limits.on_overlength="leave"',
+            'environments.sums.limits.on_overlength = "leave" was renamed;'
+            ' write environments.sums.limits.on_overlength = "cut"',
         ),
         ('--steps="few"', 'steps = "few" was renamed; write steps = 10'),
     ],
@@ -229,7 +229,7 @@ def test_renamed_keys_and_values_name_the_old_and_the_new(override: str, message
 
 @pytest.mark.usefixtures("renames")
 def test_a_renamed_key_that_is_still_a_setting_loads() -> None:
-    assert load_settings(overrides=["--publish.way=folder"]).settings.publish.transport == "folder"
+    assert load_settings(overrides=["--publish.transport=folder"]).settings.publish.transport == "folder"
 
 
 def test_every_renamed_key_is_gone_and_its_new_name_exists() -> None:
@@ -248,13 +248,13 @@ def test_every_renamed_key_is_gone_and_its_new_name_exists() -> None:
             'the table [pool] has no effect with engine.kind = "local"; set engine.kind = "pool"',
         ),
         (
-            ["--engine.publish_every=4"],
-            "engine.publish_every = 4 makes samples older than scheduler.max_off_policy_steps = 2 versions, which no"
+            ["--publish.every=4"],
+            "publish.every = 4 makes samples older than scheduler.max_off_policy_steps = 2 versions, which no"
             " batch may hold",
         ),
         (
-            ["--trainer.max_tokens=100", "--environments.my-sums.name=arithmetic"],
-            "environments.my-sums.limits.tokens = 4096 must not be above trainer.max_tokens = 100: a longer sample"
+            ["--trainer.max_tokens_per_micro_batch=100", "--environments.my-sums.name=arithmetic"],
+            "environments.my-sums.limits.max_sequence_tokens = 4096 must not be above trainer.max_tokens_per_micro_batch = 100: a longer sample"
             " fits no micro-batch",
         ),
         (
@@ -263,12 +263,12 @@ def test_every_renamed_key_is_gone_and_its_new_name_exists() -> None:
         ),
         (["--teacher.name=tiny"], 'teacher.name = "tiny" has no effect: the objective reads no teacher'),
         (
-            ["--publish.way=adapter"],
-            'publish.way = "adapter" has no effect: without model.lora there is no adapter',
+            ["--publish.transport=adapter"],
+            'publish.transport = "adapter" has no effect: without model.lora there is no adapter',
         ),
         (
             ["--publish.path=/shared"],
-            'publish.path = "/shared" has no effect: the engine takes a copy in this process; set publish.way ='
+            'publish.path = "/shared" has no effect: the engine takes a copy in this process; set publish.transport ='
             ' "folder"',
         ),
         (
@@ -383,7 +383,7 @@ CANNOT_ACT: list[tuple[dict[str, Any], str]] = [
     ({"policy": ENTROPY, "kl_penalty_coef": 1.0}, "kl_penalty_coef = 1.0 cannot act: cross_entropy has no advantage"),
     ({"policy": ENTROPY, "adv_tau": 2.0}, "adv_tau = 2.0 cannot act: cross_entropy has no advantage"),
     ({"policy": ENTROPY, "weights": [{}]}, "weights = 1: cross_entropy takes no weights"),
-    ({"policy": ENTROPY, "reduction": {"divide_by": "kept"}}, "cannot act: nothing here drops a token"),
+    ({"policy": ENTROPY, "reduction": {"denominator": "kept"}}, "cannot act: nothing here drops a token"),
     (
         {"policy": CLIP | {"level": "sequence"}, "weights": [{}]},
         "a sequence-level policy term takes no token-level weights",

@@ -71,7 +71,7 @@ def test_what_a_recipe_samples_can_be_trained_on_and_evaluated(name: str) -> Non
 def test_a_recipe_can_ever_have_fresh_samples(name: str) -> None:
     """Weights that are published every n steps are up to n - 1 versions behind: a lower bound would refuse all."""
     run = settings(name)
-    assert run.engine.publish_every - 1 <= run.scheduler.max_off_policy_steps
+    assert run.publish.every - 1 <= run.scheduler.max_off_policy_steps
 
 
 @pytest.mark.parametrize("name", named(ON_CPU))
@@ -130,11 +130,11 @@ def test_the_tool_recipe_keeps_its_thinking_and_has_room_for_its_turns() -> None
 
 def test_the_mismatched_recipes_are_mismatched_in_one_way_each() -> None:
     stale, rounded = settings("stale"), settings("bf16_mismatch")
-    assert stale.engine.publish_every > 1
+    assert stale.publish.every > 1
     assert stale.engine.dtype == "auto"
     assert rounded.engine.dtype == "bfloat16"
     assert rounded.model.dtype == "float32"
-    assert (rounded.engine.publish_every, rounded.scheduler.max_off_policy_steps) == (1, 0)
+    assert (rounded.publish.every, rounded.scheduler.max_off_policy_steps) == (1, 0)
     for run in (stale, rounded):
         assert [gate.statistic for gate in run.objective.composition.gates] == ["ratio"]
 

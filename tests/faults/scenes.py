@@ -59,8 +59,8 @@ def stops(life: Life, result: Result, cause: str) -> bool:
 def wire(lives: Lives, folder: Path, *faults: str, share: float = 0.3, steps: int = 6, stall: float = 60) -> Result:
     """An engine server behind a wire that goes wrong."""
     result, mismatch = Result(", ".join(faults)), MISMATCH in faults
-    world = World(lives, folder, steps=steps, scheduler__max_off_policy_steps=1, stall_after=stall)
-    world.words.append("--environments.tokens.limits.seconds=4")
+    world = World(lives, folder, steps=steps, scheduler__max_off_policy_steps=1, stall_timeout=stall)
+    world.words.append("--environments.tokens.limits.timeout=4")
     upstream = world.with_engines(1)[0]
     try:
         with Proxy(upstream, faults, share) as proxy:
@@ -97,7 +97,7 @@ def episodes(lives: Lives, folder: Path, fault: str, options: dict[str, object],
     result = Result(fault)
     world = World(lives, folder, steps=6, scheduler__max_off_policy_steps=1)
     words = [f"--environments.tokens.options.{name}={json.dumps(value)}" for name, value in options.items()]
-    world.words += [*words, f"--environments.tokens.limits.seconds={seconds}", f"--scheduler.watchdog={seconds + 1}"]
+    world.words += [*words, f"--environments.tokens.limits.timeout={seconds}", f"--scheduler.rollout_timeout={seconds + 1}"]
     ends(world, world.start(), result)
     result.injected = refused(world.run, ("exception", "timeout", "empty", "engine"))
     return result
@@ -106,7 +106,7 @@ def episodes(lives: Lives, folder: Path, fault: str, options: dict[str, object],
 def held(lives: Lives, folder: Path) -> Result:
     """An environment that never lets the event loop go on: only a thread can see it."""
     result = Result("an episode that holds the event loop", injected=1)
-    world = World(lives, folder, steps=6, stall_after=6)
+    world = World(lives, folder, steps=6, stall_timeout=6)
     world.words += ["--environments.tokens.options.share=0.2", '--environments.tokens.options.way="hold"']
     stops(world.start(), result, r"nothing has come for .* the process is held by environments\.py:\d+ in _wrong")
     return result
@@ -161,7 +161,7 @@ def settings(lives: Lives, folder: Path) -> Result:
     ends(gone, gone.start(), result)
     command = killed("command")
     stops(command.start("--seed=7"), result, r"settings are not those .* seed = 7")
-    smaller = ("--scheduler.group_size=4", "--scheduler.groups=3", "--allow-changes")
+    smaller = ("--scheduler.group_size=4", "--scheduler.groups_per_step=3", "--allow-changes")
     ends(command, command.start(*smaller), result)
     other = killed("model")
     lora = ("--model.lora.rank=4", "--allow-changes")

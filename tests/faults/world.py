@@ -16,7 +16,7 @@ from .lives import Life, Lives
 
 RECIPE = """
 steps = {steps}
-stall_after = 60
+stall_timeout = 60
 [model]
 name = "tiny"
 [environments.tokens]
@@ -25,7 +25,7 @@ limits = {{ seconds = 20, tokens = 256 }}
 [sampling]
 max_tokens = 4
 [scheduler]
-groups = 2
+groups_per_step = 2
 group_size = 4
 [trainer.optimizer]
 lr = 1e-3

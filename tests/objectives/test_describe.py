@@ -40,7 +40,7 @@ COMPOSITIONS: list[dict[str, Any]] = [
         ],
         "policy": {"surrogate": "clip", "level": "sequence", "anchor": "proximal", "eps": 0.05, "dual_clip": 2.0},
         "penalties": [{"on": "log_ratio_squared", "coef": 0.01, "scope": "all"}, {"on": "k2", "coef": 0.2}],
-        "reduction": {"over": "sequences", "divide_by": "kept"},
+        "reduction": {"over": "sequences", "denominator": "kept"},
     },
     {
         "gates": [{"on": "binary_kl", "of": "proximal/sampler", "high": 0.05, "when": "positive_advantage"}],

@@ -73,7 +73,7 @@ def test_nothing_that_an_environment_raises_gets_out(raised):
 
 def test_time_that_ran_out_is_data():
     rollout = run(one_answer, 60, limits=EpisodeLimits(timeout=0.05))
-    assert (rollout.error_kind, rollout.error) == ("timeout", "limits.seconds = 0.05 ran out")
+    assert (rollout.error_kind, rollout.error) == ("timeout", "limits.timeout = 0.05 ran out")
     assert rollout.seconds < 60
 
 
@@ -152,7 +152,7 @@ def test_asking_past_the_limit_is_over_length_when_the_environment_lets_it_out()
 
     rollout = run(greedy, *["x" + END] * 5, limits=EpisodeLimits(max_turns=3))
     assert (rollout.error_kind, rollout.turns) == ("over_length", 3)
-    assert rollout.error == "the episode has had its limits.turns = 3 answers"
+    assert rollout.error == "the episode has had its limits.max_turns = 3 answers"
 
 
 @pytest.mark.parametrize(

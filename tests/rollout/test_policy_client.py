@@ -80,7 +80,7 @@ def test_the_turn_limit_is_kept_and_can_be_read():
         assert policy.turns_left == 1
         await policy.chat([user("a")])
         assert policy.turns_left == 0
-        with pytest.raises(EpisodeLimitReached, match=r"limits.turns = 1"):
+        with pytest.raises(EpisodeLimitReached, match=r"limits.max_turns = 1"):
             await policy.chat([user("b")])
         assert len(policy.trajectory.turns) == 1
 
@@ -91,7 +91,7 @@ def test_a_prompt_without_room_for_an_answer_is_not_asked():
     async def talk():
         engine = ScriptedEngine("x" + END)
         policy = client(engine, limits=EpisodeLimits(max_sequence_tokens=40))
-        with pytest.raises(EpisodeLimitReached, match=r"prompt of \d+ tokens .* limits.tokens = 40"):
+        with pytest.raises(EpisodeLimitReached, match=r"prompt of \d+ tokens .* limits.max_sequence_tokens = 40"):
             await policy.chat([user("a" * 40)])
         assert engine.requests == []
 

@@ -260,7 +260,7 @@ def folder_of(tmp_path, *, lora=None, steps=(1, 2)):
     (tmp_path / "recipe.toml").write_text(
         'seed = 0\n[model]\nname = "tiny"\n'
         + ("lora = { rank = 4 }\n" if lora else "")
-        + "[sampling]\nmax_tokens = 4\n[evaluation]\ntasks = 6\n[environments.small]\n"
+        + "[sampling]\nmax_tokens = 4\n[evaluation]\nnum_tasks = 6\n[environments.small]\n"
         'name = "tests.run.test_evaluate:Digest"\n'
     )
     loaded = load_settings(tmp_path / "recipe.toml")

@@ -194,7 +194,7 @@ def test_two_environments_share_a_run_by_their_weights(tmp_path: Path) -> None:
 
 def test_steps_that_train_nothing_end_the_run_with_their_reason(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=r"2 steps in a row trained nothing.*zero_variance 16"):
-        train(tmp_path / "run", scheduler__halt_after=2, environments__larger_number__name="tests.run.test_loop:Flat")
+        train(tmp_path / "run", scheduler__max_empty_steps=2, environments__larger_number__name="tests.run.test_loop:Flat")
     with Ledger_open(tmp_path / "run") as ledger:
         assert ledger.get_meta("status") == "failed"
         assert ledger.last_step == 2
@@ -258,7 +258,7 @@ def test_the_learning_run_learns_and_shuffled_advantages_do_not(
     """The asynchronous path as a whole: reward rises, and it is the advantages that make it."""
     from keel.run import scoring
 
-    chosen = {"steps": 25, "scheduler__groups": 8, "scheduler__group_size": 8, "evaluation__when": "never"}
+    chosen = {"steps": 25, "scheduler__groups_per_step": 8, "scheduler__group_size": 8, "evaluation__when": "never"}
 
     def last(watcher: Watcher) -> float:
         return sum(watcher.steps[step]["reward"] for step in range(21, 26)) / 5
@@ -320,8 +320,8 @@ def test_changed_settings_are_shown_and_have_to_be_allowed(tmp_path: Path) -> No
     ("text", "message"),
     [
         ('engine.kind = "pool"', "engine.*pool"),
-        ("engine.publish_every = 4", "publish_every = 4"),
-        ("trainer.max_tokens = 100", r"larger_number\.limits\.tokens = 4096 .* trainer\.max_tokens = 100"),
+        ("publish.every = 4", "publish_every = 4"),
+        ("trainer.max_tokens_per_micro_batch = 100", r"larger_number\.limits\.tokens = 4096 .* trainer\.max_tokens = 100"),
         ('references.a.source = "base"', "references"),
         ('teacher.name = "tiny"', "teacher"),
         ('engine.kind = "vllm"\nengine.int8 = true', "int8"),

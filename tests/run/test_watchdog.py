@@ -19,7 +19,7 @@ def test_what_makes_no_progress_is_warned_about_and_ended_by_name() -> None:
 
     began = time.monotonic()
     with pytest.raises(
-        RunStalled, match=r"nothing has come for 0 s \(stall_after = 0\.3\) of: sampling: 3 groups ready; "
+        RunStalled, match=r"nothing has come for 0 s \(stall_timeout = 0\.3\) of: sampling: 3 groups ready; "
     ):
         asyncio.run(scene())
     assert time.monotonic() - began < 5

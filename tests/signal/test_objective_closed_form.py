@@ -497,7 +497,7 @@ def test_refused_token_leaves_the_reference_kl() -> None:
 
 
 def test_reasons_name_what_became_of_each_token() -> None:
-    rule = keel.objective("icepop", rollout_min_ratio=1e-3, max_unusable_share=1.0)
+    rule = keel.objective("icepop", rollout_min_ratio=1e-3, max_invalid_logprob_fraction=1.0)
     step = batch(
         [-1.0, -1.0, -1.0, -1.0, -3.0, -9.5, -1.0],
         [-1.0, -1.0, torch.nan, -4.0, -1.0, -0.5, -1.0],

@@ -164,7 +164,7 @@ SPELLED: dict[str, tuple[dict[str, Any], Rule]] = {
         {
             "gates": [{"on": "ratio", "low": 0.2, "high": 5.0}],
             "penalties": [{"on": "log_ratio_squared", "coef": 1e-3, "scope": "kept"}],
-            "reduction": {"over": "tokens", "divide_by": "members"},
+            "reduction": {"over": "tokens", "denominator": "members"},
         },
         ("ipo_kl", {}),
     ),
@@ -192,7 +192,7 @@ SPELLED: dict[str, tuple[dict[str, Any], Rule]] = {
     "gspo, kept": (
         {
             "policy": {"surrogate": "clip", "level": "sequence", "eps": 0.2, "eps_high": 0.3},
-            "reduction": {"over": "sequences", "divide_by": "kept"},
+            "reduction": {"over": "sequences", "denominator": "kept"},
         },
         ("gspo", {"eps": 0.2, "eps_high": 0.3, "denominator": "kept"}),
     ),

@@ -357,7 +357,7 @@ def test_token_without_a_sampler_logprob_is_dropped_and_counted(case: str, data:
     lost = data.draw(masks_of(step))
     missing = torch.tensor(data.draw(chosen_from([math.nan, math.inf, -math.inf], len(step))), dtype=torch.float64)
     sampler = torch.where(lost, missing, step.sampler_logprobs)
-    rule = objective(case, max_unusable_share=1.0)
+    rule = objective(case, max_invalid_logprob_fraction=1.0)
     loss, gradient, result = run(rule, step.replace(sampler_logprobs=sampler))
     members = torch.ones(len(step), dtype=torch.bool)
     if rule.composition.roles is not None:
@@ -388,9 +388,9 @@ def test_step_is_refused_above_the_share_of_unusable_tokens(case: str) -> None:
     sampler[first] = math.nan
     assert objective(case)(step.replace(sampler_logprobs=sampler)).loss.isfinite()
     sampler[second] = -math.inf
-    with pytest.raises(keel.SignalRefused, match=rf"2 of {members} trainable .* objective\.max_unusable_share = 0\.01"):
+    with pytest.raises(keel.SignalRefused, match=rf"2 of {members} trainable .* objective\.max_invalid_logprob_fraction = 0\.01"):
         objective(case)(step.replace(sampler_logprobs=sampler))
-    assert objective(case, max_unusable_share=2 / members)(step.replace(sampler_logprobs=sampler)).loss.isfinite()
+    assert objective(case, max_invalid_logprob_fraction=2 / members)(step.replace(sampler_logprobs=sampler)).loss.isfinite()
 
 
 def test_refusal_looks_at_the_whole_step_and_not_at_one_micro_batch() -> None:

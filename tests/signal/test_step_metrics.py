@@ -331,9 +331,9 @@ def large_step() -> keel.TokenBatch:
 
 
 def test_sample_of_a_cut_step_is_as_large_as_that_of_the_whole() -> None:
-    """Each micro-batch gives its share of metric_tokens, and its pairs count for all of its tokens."""
+    """Each micro-batch gives its share of metrics_sample_size, and its pairs count for all of its tokens."""
     step = large_step()
-    rule = keel.objective("icepop", metric_tokens=4000)
+    rule = keel.objective("icepop", metrics_sample_size=4000)
     parts = [step.take(part) for part in torch.arange(len(step)).tensor_split(3)]
     totals = rule.totals(parts)
     first, second, third = (rule(part, totals).metrics for part in parts)
@@ -344,8 +344,8 @@ def test_sample_of_a_cut_step_is_as_large_as_that_of_the_whole() -> None:
 
 def test_sample_approximates_the_whole_step_and_counts_stay_exact() -> None:
     step = large_step()
-    sampled = keel.objective("icepop", metric_tokens=6000)(step).metrics
-    exact = keel.objective("icepop", metric_tokens=0)(step).metrics
+    sampled = keel.objective("icepop", metrics_sample_size=6000)(step).metrics
+    exact = keel.objective("icepop", metrics_sample_size=0)(step).metrics
     names = ("mismatch_kl", "mismatch_kl_unmasked", "effective_sample_size", "trainer_perplexity", "correlation")
     assert sampled["mismatch_kl"].mean != exact["mismatch_kl"].mean
     for name in names:
@@ -364,7 +364,7 @@ def test_sample_approximates_the_whole_step_and_counts_stay_exact() -> None:
 
 def test_sampled_metrics_do_not_touch_loss_or_decisions() -> None:
     step = large_step()
-    few, all_tokens = (keel.objective("opsm", metric_tokens=number)(step) for number in (100, 0))
+    few, all_tokens = (keel.objective("opsm", metrics_sample_size=number)(step) for number in (100, 0))
     assert few.metrics["mismatch_kl"].count == pytest.approx(all_tokens.metrics["mismatch_kl"].count)
     assert torch.equal(few.loss, all_tokens.loss)
     assert torch.equal(few.reasons, all_tokens.reasons)
@@ -373,8 +373,8 @@ def test_sampled_metrics_do_not_touch_loss_or_decisions() -> None:
 def test_steps_up_to_metric_tokens_are_measured_exactly() -> None:
     step = random_step(46)
     trainable = int(step.trainable.sum())
-    exact = keel.objective("icepop", metric_tokens=0)(step).metrics
-    assert pairs(keel.objective("icepop", metric_tokens=trainable)(step).metrics) == pairs(exact)
+    exact = keel.objective("icepop", metrics_sample_size=0)(step).metrics
+    assert pairs(keel.objective("icepop", metrics_sample_size=trainable)(step).metrics) == pairs(exact)
 
 
 # --- which tokens

@@ -129,7 +129,7 @@ def test_refusal_of_unusable_tokens_is_decided_over_all_ranks() -> None:
     clean = step().take(step().trainable.nonzero().squeeze(1))
     bad = clean.take(torch.arange(7))
     bad = bad.replace(sampler_logprobs=bad.sampler_logprobs.index_fill(0, torch.tensor([3]), torch.nan))
-    rule = keel.objective("icepop", max_unusable_share=0.1)
+    rule = keel.objective("icepop", max_invalid_logprob_fraction=0.1)
     parts: list[Any] = []
 
     def record(part: Any) -> list[Any]:

@@ -20,13 +20,13 @@ RECIPE = """
 steps = 4
 [model]
 name = "tiny"
-warm_up_steps = 300
+sft_warmup_steps = 300
 [environments.larger_number]
 options = { shots = 0, digits = 1 }
 [sampling]
 max_tokens = 4
 [scheduler]
-groups = 4
+groups_per_step = 4
 group_size = 4
 max_off_policy_steps = 1
 [checkpoints]
@@ -34,7 +34,7 @@ every = 3
 [evaluation]
 when = "never"
 [pool]
-interval = 0.3
+poll_interval = 0.3
 [launch]
 engines = 2
 engine = { cpus = 0.5 }

@@ -31,13 +31,13 @@ RECIPE = """
 steps = 6
 [model]
 name = "tiny"
-warm_up_steps = 300
+sft_warmup_steps = 300
 [environments.larger_number]
 options = { shots = 0, digits = 1 }
 [sampling]
 max_tokens = 4
 [scheduler]
-groups = 4
+groups_per_step = 4
 group_size = 4
 max_off_policy_steps = 1
 [trainer.optimizer]
@@ -45,13 +45,13 @@ lr = 1e-3
 [checkpoints]
 every = 3
 [evaluation]
-tasks = 4
+num_tasks = 4
 every = 3
 """
 
 
 def tiny(**changes: Any) -> str:
-    """The recipe with changes, `scheduler__groups=2` for scheduler.groups, as TOML."""
+    """The recipe with changes, `scheduler__groups_per_step=2` for scheduler.groups_per_step, as TOML."""
     tree = tomllib.loads(RECIPE)
     for name, value in changes.items():
         set_dotted(tree, name.replace("__", "."), value)
@@ -77,7 +77,7 @@ class Watcher(NullCallback):
 
 
 def loaded(folder: Path, **changes: Any) -> LoadedSettings:
-    """The recipe with changes, `scheduler__groups=2` for scheduler.groups."""
+    """The recipe with changes, `scheduler__groups_per_step=2` for scheduler.groups."""
     file = folder.parent / f"{folder.name}.toml"
     file.write_text(RECIPE)
     return load_settings(file, [f"--{name.replace('__', '.')}={json.dumps(value)}" for name, value in changes.items()])

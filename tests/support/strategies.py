@@ -316,7 +316,7 @@ def compositions(draw: st.DrawFn) -> dict[str, Any]:
         }
     )
     over = draw(st.sampled_from(["tokens", "sequences", "constant"]))
-    reduction: dict[str, Any] = {"over": over, "divide_by": draw(st.sampled_from(["members", "kept"]))}
+    reduction: dict[str, Any] = {"over": over, "denominator": draw(st.sampled_from(["members", "kept"]))}
     return {
         "gates": draw(st.lists(gates(), max_size=3)),
         "weights": draw(st.lists(weight | weight.map(lambda each: each | gamma), max_size=2)),

@@ -39,7 +39,7 @@ replaced, so that it may be infinite without harm.
 6. Centres and denominators belong to the whole step. Packing, micro-batches and the number of ranks change neither
    loss nor gradient, up to float rounding.
 7. A sampler log-prob that is NaN or infinite is never read as on-policy: its token is dropped and counted in
-   `signal/invalid_logprob_tokens`, and above `max_unusable_share` the step is refused. It still counts in N.
+   `signal/invalid_logprob_tokens`, and above `max_invalid_logprob_fraction` the step is refused. It still counts in N.
 8. An option that cannot act is an error, and so is an unknown key.
 9. Every metric is a pair of sum and count until it is printed.
 10. When no token survives, the optimizer must not step: `result.kept_tokens` is 0.
@@ -109,7 +109,7 @@ gates = [
 ]
 policy = {surrogate = "linear", anchor = "sampler"}
 penalties = [{on = "log_ratio_squared", coef = 1e-3, scope = "kept"}]
-reduction = {over = "tokens", divide_by = "members"}
+reduction = {over = "tokens", denominator = "members"}
 ```
 
 `keel config FILE` prints what a file resolves to, with the origin of every value. In Python:
@@ -178,7 +178,7 @@ METRICS = {
 }
 
 METRICS_END = """\
-Shares of kept, dropped, clipped and unusable tokens are exact. Above `metric_tokens` tokens the distributions, and
+Shares of kept, dropped, clipped and unusable tokens are exact. Above `metrics_sample_size` tokens the distributions, and
 everything split by staleness, come from a few evenly spaced stretches of each batch, scaled to it.
 `metrics.most_dropped()` lists the token ids that gates refused most often, when the batch has `token_ids`.
 """

@@ -83,7 +83,7 @@ class EvaluationTarget:
         retain_freed_memory(self.settings.trainer.retain_freed_memory)
         wanted = self.settings.model.model_copy(update={"lora": None})
         if self.checkpoint is not None and self.settings.model.lora is None:
-            wanted = wanted.model_copy(update={"name": str(self.checkpoint), "warm_up_steps": 0})
+            wanted = wanted.model_copy(update={"name": str(self.checkpoint), "sft_warmup_steps": 0})
         model = load_model(wanted, self.settings.seed)
         engine = EngineSettings(max_batch=self.settings.engine.max_batch)
         return model, LocalEngine(model.network, model.tokenizer, engine, version=self.step or 0)

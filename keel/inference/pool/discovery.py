@@ -129,7 +129,7 @@ class HttpList:
         try:
             self.url = validate_url(url)
         except DiscoveryError as error:
-            raise ConfigError(f"pool.list_url: {error}") from None
+            raise ConfigError(f"pool.discovery_url: {error}") from None
         self._display_url = one_line(self.url.partition("?")[0], 120)  # what follows may be a token
         self._transport = transport
 

@@ -71,7 +71,7 @@ class Pool:
                     raise
                 failed[member.url] = one_line(error)
         raise EngineError(
-            f"given up after {self.settings.max_attempts} attempts (pool.attempts):"
+            f"given up after {self.settings.max_attempts} attempts (pool.max_attempts):"
             + "".join(f"\n{url}: {error}" for url, error in failed.items())
         )
 
@@ -174,7 +174,7 @@ class Pool:
             if member is not None and self._is_usable(member):
                 return member
             if now >= start + self.settings.ready_timeout:
-                raise EngineError(f"no member was ready for {self.settings.ready_timeout:g} s (pool.wait):{self._describe()}")
+                raise EngineError(f"no member was ready for {self.settings.ready_timeout:g} s (pool.ready_timeout):{self._describe()}")
             self._waiting += 1
             if member is not None:
                 member.waiting_requests += 1

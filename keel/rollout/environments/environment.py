@@ -131,7 +131,7 @@ async def run_episode(
         error = _classify_error(raised, timed_out=scope.expired(), seconds=limits.timeout)
     if error is None and scope.expired():
         # the environment went on after it was told to stop, and returned late
-        error = "timeout", f"limits.seconds = {limits.timeout:g} ran out"
+        error = "timeout", f"limits.timeout = {limits.timeout:g} ran out"
     if error is None and client.engine_error is not None:
         # the environment swallowed it: its reward is for an answer that never came
         error = "engine", _truncate_message(str(client.engine_error))
@@ -139,7 +139,7 @@ async def run_episode(
     if error is None and not made.counts["sampled_tokens"]:
         error = "empty", "nothing was sampled"
     if error is None and not made.samples:
-        error = "over_length", f"every sample is longer than limits.tokens = {limits.max_sequence_tokens}"
+        error = "over_length", f"every sample is longer than limits.max_sequence_tokens = {limits.max_sequence_tokens}"
     return Rollout(
         environment=environment.name,
         task_id=task.id,
@@ -177,7 +177,7 @@ def _validate_result(result: Any) -> EpisodeResult:
 def _classify_error(error: BaseException, *, timed_out: bool, seconds: float) -> tuple[ErrorKind, str]:
     causes = list(_flatten_exception_group(error))
     if timed_out:
-        return "timeout", f"limits.seconds = {seconds:g} ran out"
+        return "timeout", f"limits.timeout = {seconds:g} ran out"
     for cause in causes:
         if isinstance(cause, EngineError):
             return "engine", _truncate_message(str(cause))

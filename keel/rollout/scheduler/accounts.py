@@ -80,7 +80,7 @@ class SchedulerAccounts:
         reasons = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
         error = next((refusal.error for refusal in reversed(batch.dropped) if refusal.error), None)
         raise NothingToTrain(
-            f"{self.empty_batches} batches in a row had nothing to train on (scheduler.halt_after = {limit}); refused:"
+            f"{self.empty_batches} batches in a row had nothing to train on (scheduler.max_empty_steps = {limit}); refused:"
             f" {reasons or 'nothing'}{f'; the last error: {error}' if error else ''}; mend what fails, or raise"
             " scheduler.max_error_reschedule_attempts or max_off_policy_steps",
             batch,

@@ -336,7 +336,7 @@ class Scheduler:
         if slot.group.state == "open":
             slot.task = None
             self._on_failure(
-                slot, None, "timeout", f"no result after scheduler.watchdog = {self.settings.rollout_timeout:g} s"
+                slot, None, "timeout", f"no result after scheduler.rollout_timeout = {self.settings.rollout_timeout:g} s"
             )
         self._fill_in_flight()
         self._wake()

@@ -100,11 +100,11 @@ def _import_custom_sink(path: str) -> SinkFactory:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f'metrics.custom = "{path}" cannot be imported: {error}; it is module:attribute, and the module has to be'
+            f'metrics.custom_sink = "{path}" cannot be imported: {error}; it is module:attribute, and the module has to be'
             " next to the recipe, in the current folder or on PYTHONPATH"
         ) from error
     if not callable(found):
-        raise ConfigError(f'metrics.custom = "{path}" is a {type(found).__name__}; it must make a sink when called')
+        raise ConfigError(f'metrics.custom_sink = "{path}" is a {type(found).__name__}; it must make a sink when called')
 
     def opened(about: RunInfo) -> Sink:
         sink: Sink = found(about.folder, about.settings)

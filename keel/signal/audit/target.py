@@ -185,7 +185,7 @@ def _preset_options(preset: Objective) -> Options:
         return {}
     options: Options = {}
     for name, setting in PRESETS[preset.name].parameters_class.model_fields.items():
-        if name != "metric_tokens":  # it bounds the cost of the metrics and has no effect on the loss
+        if name != "metrics_sample_size":  # it bounds the cost of the metrics and has no effect on the loss
             options[name] = preset.parameters[name], _values(setting.annotation)
     return options
 

@@ -152,7 +152,7 @@ def make_plan(file: Path, overrides: Sequence[str], run_folder: Path) -> LaunchP
         raise ConfigError("launch.engine.int8 = true cannot act: vLLM samples by itself; leave it out")
     if plan.backend == "vllm" and plan.launch.engine.native_kernels != "auto" and plan.launch.engines:
         shown = to_toml(plan.launch.engine.native_kernels)
-        raise ConfigError(f"launch.engine.kernels = {shown} cannot act: vLLM samples by itself; leave it out")
+        raise ConfigError(f"launch.engine.native_kernels = {shown} cannot act: vLLM samples by itself; leave it out")
     _ = plan.trainers  # refuses resources that one process cannot have
     return plan
 
@@ -188,7 +188,7 @@ def _launch_overrides(tree: Mapping[str, Any], launch_folder: Path) -> tuple[str
     server = pool.get("server", "keel") if asked.kind == "pool" else "vllm" if asked.kind == "vllm" else "keel"
     values: dict[str, Any] = {
         "engine.kind": "pool",
-        "pool.server": server,
+        "pool.backend": server,
         "pool.file": str(launch_folder / ENGINES_FILE),
         "pool.api_key_file": str(launch_folder / KEY_FILE),
         "launch.engines": engines,
@@ -197,7 +197,7 @@ def _launch_overrides(tree: Mapping[str, Any], launch_folder: Path) -> tuple[str
     if asked.int8:
         values |= {"engine.int8": False, "launch.engine.int8": True}
     if asked.native_kernels != "auto":
-        values |= {"engine.kernels": "auto", "launch.engine.kernels": asked.native_kernels}
+        values |= {"engine.native_kernels": "auto", "launch.engine.native_kernels": asked.native_kernels}
     if asked.dtype != "auto":
         values |= {"engine.dtype": "auto", "launch.engine.dtype": asked.dtype}
     return tuple(f"--{name}={to_toml(value)}" for name, value in values.items())

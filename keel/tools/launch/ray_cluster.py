@@ -93,9 +93,9 @@ class RayCluster:
         self._placement_group = placement_group(bundles, strategy=launch.strategy.upper())
         if not self._placement_group.wait(launch.placement_timeout):
             raise ConfigError(
-                f"the parts could not be placed within launch.wait = {launch.placement_timeout:g} s: they ask for"
+                f"the parts could not be placed within launch.placement_timeout = {launch.placement_timeout:g} s: they ask for"
                 f" {_format_resources(_sum_resources(bundles))}, and {_format_resources(self._ray.available_resources(), _sum_resources(bundles))}"
-                " is free, perhaps on nodes that are each too small; wait for the others, raise launch.wait, or ask"
+                " is free, perhaps on nodes that are each too small; wait for the others, raise launch.placement_timeout, or ask"
                 " for less (launch.engines, launch.*.cpus)"
             )
 
@@ -106,8 +106,8 @@ class RayCluster:
         while (joined := len(self.node_resources())) < launch.nodes:
             if time.monotonic() >= deadline:
                 raise ConfigError(
-                    f"{joined} of launch.nodes = {launch.nodes} nodes have joined the cluster after launch.wait ="
-                    f" {launch.placement_timeout:g} s; look why the others have not, raise launch.wait, or lower launch.nodes"
+                    f"{joined} of launch.nodes = {launch.nodes} nodes have joined the cluster after launch.placement_timeout ="
+                    f" {launch.placement_timeout:g} s; look why the others have not, raise launch.placement_timeout, or lower launch.nodes"
                 )
             time.sleep(0.5)
 

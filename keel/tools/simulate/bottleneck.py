@@ -63,7 +63,7 @@ def describe_bottleneck(prediction: Prediction, settings: RunSettings, assumed: 
     ahead = (schedule.max_off_policy_steps + 1) * schedule.groups_per_step * schedule.group_size
     return (
         f"too little work under way: {waits}, {prediction.in_flight:,.0f} rollouts are in flight of {ahead:,} that"
-        f" scheduler.groups and max_off_policy_steps allow, and the engines have room for {places:,}"
+        f" scheduler.groups_per_step and max_off_policy_steps allow, and the engines have room for {places:,}"
     )
 
 
@@ -110,10 +110,10 @@ def _candidates(
     if prediction.publishing > NEGLIGIBLE_SHARE:
         faster = assumed.model_copy(update={"bandwidth": 4 * assumed.bandwidth})
         yield f"bandwidth {faster.bandwidth:g}", settings, faster
-        every = 2 * settings.engine.publish_every
+        every = 2 * settings.publish.every
         if every - 1 <= schedule.max_off_policy_steps:
             engine = settings.engine.model_copy(update={"publish_every": every})
-            yield f"engine.publish_every {every}", settings.model_copy(update={"engine": engine}), assumed
+            yield f"publish.every {every}", settings.model_copy(update={"engine": engine}), assumed
     if prediction.dropped.get("stale", 0.0) > NEGLIGIBLE_SHARE and prediction.waiting <= NEGLIGIBLE_SHARE:
         more = schedule.max_off_policy_steps + 1
         yield f"scheduler.max_off_policy_steps {more}", _with_scheduler(settings, max_off_policy_steps=more), assumed

@@ -25,7 +25,7 @@ class SimulatedPublisher:
         self._broadcast = settings.publish.transport == "broadcast"
         self._drain = settings.publish.in_flight == "drain"
         # weights that arrive while the next batch is taken make it that much older, which its limit has to allow
-        self._overlap = 2 * settings.engine.publish_every - 1 <= settings.scheduler.max_off_policy_steps
+        self._overlap = 2 * settings.publish.every - 1 <= settings.scheduler.max_off_policy_steps
         self._snapshot_task: asyncio.Task[None] | None = None
         self._send_task: asyncio.Task[None] | None = None
 

@@ -141,7 +141,7 @@ class SimulatedRun:
             )
             pool.set_trainer_computing(False)
             self._version += 1
-            if self._version % self._settings.engine.publish_every == 0:
+            if self._version % self._settings.publish.every == 0:
                 step.publishing_seconds += await _timed(publisher.publish(self._version))
         if number % self._settings.checkpoints.every == 0 and self._assumed.checkpoint_seconds:
             step.publishing_seconds += await _timed(publisher.snapshot_done())
@@ -160,7 +160,7 @@ class SimulatedRun:
             taking.cancel()
             raise KeelError(
                 f"the simulated run does not get beyond step {number}: {MAX_DISPATCH_FACTOR} times the rollouts of a batch were"
-                " dispatched and none came of it; look at limits.tokens, rollout_failures and the length of answers"
+                " dispatched and none came of it; look at limits.max_sequence_tokens, rollout_failures and the length of answers"
             )
         try:
             return taking.result()
@@ -172,7 +172,7 @@ class SimulatedRun:
         if limit is not None and len(steps) >= limit and not any(step.trained_rollouts for step in steps[-limit:]):
             raise KeelError(
                 f"the simulated run stops at step {len(steps)}, as a real one would: {limit} steps in a row trained"
-                f" nothing (scheduler.halt_after = {limit}); look at no_signal = {self._assumed.zero_variance_share:g}"
+                f" nothing (scheduler.max_empty_steps = {limit}); look at no_signal = {self._assumed.zero_variance_share:g}"
             )
 
     def _on_dispatch(self) -> None:

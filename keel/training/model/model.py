@@ -157,7 +157,7 @@ def load_model(
     kept, reduce = weight_and_reduce_dtypes(dtype, trainer)
     if settings.sft_warmup_steps and settings.name not in tiny_models.MODEL_NAMES:
         raise ConfigError(
-            f"model.warm_up_steps = {settings.sft_warmup_steps} cannot act on model.name = {settings.name}: "
+            f"model.sft_warmup_steps = {settings.sft_warmup_steps} cannot act on model.name = {settings.name}: "
             f"it is for {', '.join(tiny_models.MODEL_NAMES)}"
         )
     source = resolve_model(settings.name, seed, settings.sft_warmup_steps)

@@ -79,7 +79,7 @@ def builtin_names() -> list[str]:
 
 
 def resolve_model(name: str, seed: int = 0, sft_warmup_steps: int = 0) -> ModelSource:
-    """The folder of a model. `seed` and `warm_up_steps` say which of a tiny model's; others have no such choice."""
+    """The folder of a model. `seed` and `sft_warmup_steps` say which of a tiny model's; others have no such choice."""
     if name == SMOLLM2:
         folder = _build_once(f"{SMOLLM2}-v{FORMAT}", _convert_smollm2)
     elif name in tiny_models.MODEL_NAMES:

@@ -121,7 +121,7 @@ class Forward:
             name = sample.name or f"number {number}"
             if len(sample.inputs) > self.max_tokens:
                 raise ConfigError(
-                    f"sample {name} has {len(sample.inputs)} tokens to compute, more than trainer.max_tokens ="
+                    f"sample {name} has {len(sample.inputs)} tokens to compute, more than trainer.max_tokens_per_micro_batch ="
                     f" {self.max_tokens}; raise it, or leave the sample out"
                 )
             largest = int(np.asarray(sample.token_ids).max())

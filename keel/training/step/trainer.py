@@ -90,7 +90,7 @@ class Trainer:
             except StepRefused as error:
                 if not done:
                     raise
-                taken = f"{sum(one.stepped for one in done)} of trainer.updates = {len(parts)} were taken before"
+                taken = f"{sum(one.stepped for one in done)} of trainer.optimizer_steps = {len(parts)} were taken before"
                 raise StepRefused(f"{error}; {taken}", error.samples) from error
             self.steps += done[-1].stepped
         return StepReport(

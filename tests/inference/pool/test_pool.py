@@ -258,7 +258,7 @@ def test_attempts_are_limited_and_the_error_names_who_failed() -> None:
         assert len(world.hand_outs) == 2
         assert failed.value.retryable
         assert str(failed.value).splitlines() == [
-            "given up after 2 attempts (pool.attempts):",
+            "given up after 2 attempts (pool.max_attempts):",
             "http://s0:1: broken 0",
             "http://s1:1: broken 1",
         ]
@@ -316,7 +316,7 @@ def test_no_ready_member_is_an_error_that_lists_all_of_them() -> None:
     async def scene(world: World) -> None:
         world[0].stop()
         world[1].not_ready = "CUDA\x1b[31m out\nof memory [bold]" + "x" * 1000
-        with pytest.raises(EngineError, match=r"no member was ready for 45 s \(pool.wait\)") as waited:
+        with pytest.raises(EngineError, match=r"no member was ready for 45 s \(pool.ready_timeout\)") as waited:
             await world.ask()
         assert now() == pytest.approx(45)
         _, first, second = str(waited.value).splitlines()

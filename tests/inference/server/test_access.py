@@ -310,7 +310,7 @@ def test_an_adapters_configuration_can_neither_import_nor_take_memory_nor_change
     [
         (["--pool.api_key", KEY], "pool.api_key is not a setting; did you mean api_key_file?"),
         (["--pool.urls", f'["http://me:{KEY}@box:8000"]'], "has a user or password in it"),
-        (["--pool.list_url", f"http://box/list?token={KEY}"], "has a query with token in it"),
+        (["--pool.discovery_url", f"http://box/list?token={KEY}"], "has a query with token in it"),
         (["--environments.larger_number.options.api_key", KEY], "option api_key of an environment looks like a secret"),
         (["--environments.larger_number.options.judge.password", KEY], "option judge.password of an environment"),
     ],

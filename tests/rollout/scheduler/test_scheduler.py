@@ -368,7 +368,7 @@ def test_the_watchdog_gives_up_what_never_comes_back_even_if_it_cannot_be_cancel
         assert asyncio.get_running_loop().time() == 30.0
         assert len(batch.groups) == 2
         assert refused(batch) == [("task0", 0, 0, "timeout"), ("task1", 0, 0, "timeout")]
-        assert "scheduler.watchdog = 30 s" in str(batch.dropped[0].error)
+        assert "scheduler.rollout_timeout = 30 s" in str(batch.dropped[0].error)
         assert made.status().abandoned == 2
         release.set()
         await asyncio.sleep(0.1)

@@ -155,7 +155,7 @@ def test_a_sink_that_fails_is_a_notice_and_is_off_and_the_others_go_on(folder: A
     sinks = open_sinks(run, notices.append)
     commit(run, sinks, 1, 2, 3)
     sinks.ended("")
-    assert notices == ["metrics.custom failed and is switched off: OSError: no space left"]
+    assert notices == ["metrics.custom_sink failed and is switched off: OSError: no space left"]
     assert [row[0] for row in Recorder.told] == [1]
     assert sorted({step for step, _, _ in scalars(run.path)}) == [1, 2, 3]
 
@@ -164,7 +164,7 @@ def test_a_sink_that_cannot_close_is_a_notice(folder: Any) -> None:
     Recorder.fail_to_close = True
     notices: list[str] = []
     open_sinks(folder(CUSTOM), notices.append).ended("")
-    assert notices == ["metrics.custom failed and is switched off: RuntimeError: the line is dead"]
+    assert notices == ["metrics.custom_sink failed and is switched off: RuntimeError: the line is dead"]
 
 
 def test_a_disk_that_takes_no_marks_is_a_notice(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_settings_that_could_not_act_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'metrics\.project = "x" cannot act: it is for wandb and trackio'):
         load_settings(None, ["--metrics.project=x", "--metrics.tensorboard=true"])
     with pytest.raises(ConfigError, match=r"metrics\.custom"):
-        load_settings(None, ["--metrics.custom=no_colon"])
+        load_settings(None, ["--metrics.custom_sink=no_colon"])
 
 
 # --- TensorBoard ---

@@ -286,8 +286,8 @@ def test_recorded_references_and_teachers_are_read(tmp_path: Path) -> None:
 def test_an_objective_that_refuses_a_later_step_is_left_out_of_the_report(tmp_path: Path) -> None:
     unusable = row([1.0, 1.0], 1.0, step=2, sampler_logprobs=[None, -10 * math.log(2)])
     path = write_json(tmp_path / "t.jsonl", [row([1.0], 1.0), unusable])
-    report = compare(path, "icepop,icepop(max_unusable_share=1),cross_entropy")
-    assert report.names == ["icepop(max_unusable_share=1)", "cross_entropy"]
+    report = compare(path, "icepop,icepop(max_invalid_logprob_fraction=1),cross_entropy")
+    assert report.names == ["icepop(max_invalid_logprob_fraction=1)", "cross_entropy"]
     assert report.failures["icepop"].startswith("step 2: batch.sampler_logprobs is NaN or infinite on 1 of 2")
     assert (report.objectives[0].invalid_logprobs, report.objectives[0].kept) == (1, 2)
     assert len(report.cosine) == 2

@@ -45,7 +45,7 @@ def plan_of(folder: Path, *overrides: str, recipe: str = RECIPE) -> LaunchPlan:
 
 
 def test_the_run_samples_from_the_servers_of_the_launch_behind_a_key_in_a_file(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--launch.engines=2", "--pool.interval=0.5")
+    plan = plan_of(tmp_path, "--launch.engines=2", "--pool.poll_interval=0.5")
     assert plan.settings.engine.kind == "pool" and plan.settings.pool is not None
     assert plan.settings.pool.file == str(tmp_path / "run/launch/engines.txt")
     assert plan.settings.pool.api_key_file == str(tmp_path / "run/launch/key")
@@ -57,7 +57,7 @@ def test_the_run_samples_from_the_servers_of_the_launch_behind_a_key_in_a_file(t
 
 
 def test_how_the_local_engine_computes_is_how_the_servers_do(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--engine.int8=true", "--engine.dtype=bfloat16", "--engine.kernels=torch")
+    plan = plan_of(tmp_path, "--engine.int8=true", "--engine.dtype=bfloat16", "--engine.native_kernels=torch")
     words = plan.engine_command("127.0.0.1", 1).argv
     assert "--int8" in words and words[words.index("--dtype") + 1] == "bfloat16"
     assert words[words.index("--kernels") + 1] == "torch"
@@ -66,7 +66,7 @@ def test_how_the_local_engine_computes_is_how_the_servers_do(tmp_path: Path) -> 
 
 
 def test_a_vllm_server_gets_its_key_by_its_environment_from_a_file(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--engine.kind=vllm", "--model.lora.rank=8", '--launch.engine.options=["--seed", "1"]')
+    plan = plan_of(tmp_path, "--engine.kind=vllm", "--model.lora.rank=8", '--launch.engine.extra_args=["--seed", "1"]')
     command = plan.engine_command("127.0.0.1", 8000)
     assert plan.settings.pool is not None and plan.settings.pool.backend == "vllm"
     assert command.secret_env == ("VLLM_API_KEY", str(plan.key_file))
@@ -97,9 +97,9 @@ def test_the_first_rank_is_given_what_the_loop_needs_too(tmp_path: Path) -> None
         (["--launch.engine.gpus=1.5"], "launch.engine.gpus = 1.5 must be a whole number"),
         (["--launch.trainer.gpus=1", "--launch.orchestrator.gpus=0.5"], "are for one process, rank 0"),
         (["--launch.engnes=2"], "launch.engnes is not a setting; did you mean engines?"),
-        (["--launch.engine.options=['--api-key', 'x']"], "an option --api-key cannot act"),
+        (["--launch.engine.extra_args=['--api-key', 'x']"], "an option --api-key cannot act"),
         (["--engine.kind=vllm", "--launch.engine.int8=true"], "launch.engine.int8 = true cannot act"),
-        (["--engine.kind=vllm", "--launch.engine.kernels=torch"], 'launch.engine.kernels = "torch" cannot act'),
+        (["--engine.kind=vllm", "--launch.engine.native_kernels=torch"], 'launch.engine.native_kernels = "torch" cannot act'),
     ],
 )
 def test_what_cannot_be_launched_is_refused_before_anything_starts(
@@ -338,18 +338,18 @@ def test_a_node_that_is_lost_is_a_death_like_any_other(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_runs_and_does_not_answer_is_killed_and_started_again(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--launch.silence=20")
+    plan = plan_of(tmp_path, "--launch.health_timeout=20")
 
     def hang(world: World) -> None:
         world.looks_of["engine-0"] = Probe(healthy=False)
 
     world = World(script={5.0: hang, 60.0: finish})
     assert supervise(plan, world).run() == "finished"
-    assert any("engine-0 did not answer for launch.silence = 20 s; restart 1" in text for text in world.told)
+    assert any("engine-0 did not answer for launch.health_timeout = 20 s; restart 1" in text for text in world.told)
 
 
 def test_a_part_that_was_up_for_long_has_all_its_restarts_again(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--launch.engine.restarts=1", "--launch.forgive=100")
+    plan = plan_of(tmp_path, "--launch.engine.restarts=1", "--launch.restart_reset_after=100")
     deaths = {float(at): (lambda w: w.die("engine-0")) for at in (10, 130, 250, 370)}
     world = World(script={**deaths, 500.0: finish})
     assert supervise(plan, world).run() == "finished"

@@ -26,7 +26,7 @@ from tests.support.run_world import tiny
 
 RECIPE = tiny(
     steps=3,
-    model__warm_up_steps=100,
+    model__sft_warmup_steps=100,
     scheduler__max_off_policy_steps=0,
     trainer__optimizer__lr=3e-3,
     checkpoints={},
@@ -153,7 +153,7 @@ def test_a_trial_that_fails_is_data_and_the_others_go_on(
 ) -> None:
     path, missing = recipe(tmp_path), str(tmp_path / "missing")
     monkeypatch.chdir(tmp_path)
-    words = ["--set", f'model.name="{missing}",tiny', "--steps", "1", "--model.warm_up_steps", "1"]
+    words = ["--set", f'model.name="{missing}",tiny', "--steps", "1", "--model.sft_warmup_steps", "1"]
     assert main(["sweep", str(path), *words, "--evaluation.when", "never"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "failed: " in said

@@ -330,7 +330,7 @@ def test_a_device_that_is_not_there_is_refused_by_its_setting() -> None:
 
 
 def test_warm_up_of_a_model_that_is_not_tiny_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.warm_up_steps = 5 .*model\.name = smollm2-135m"):
+    with pytest.raises(ConfigError, match=r"model\.sft_warmup_steps = 5 .*model\.name = smollm2-135m"):
         load_model(ModelSettings(sft_warmup_steps=5))
 
 

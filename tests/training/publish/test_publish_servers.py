@@ -54,7 +54,7 @@ def test_a_run_ends_with_its_weights_in_every_server(way: str, pair: list[Servin
     chosen |= {f"pool__{name}": value for name, value in {"urls": [one.url for one in pair], **QUICK}.items()}
     if way == "folder":
         chosen["publish__path"] = str(tmp_path / "shared")
-    watcher = train(tmp_path / "run", engine__kind="pool", publish__way=way, **chosen)
+    watcher = train(tmp_path / "run", engine__kind="pool", publish__transport=way, **chosen)
     assert list(watcher.steps) == [1, 2, 3]
     wanted = expected(tmp_path / "run" / "checkpoints" / "step_3")
     versions = set()
@@ -161,7 +161,7 @@ def test_a_server_refuses_a_folder_that_was_changed_on_the_way(pair: list[Servin
 
 def test_an_adapter_reaches_a_server_of_the_runs_own_and_answers_are_drained(tmp_path: Path) -> None:
     chosen: dict[str, Any] = {"model__lora__rank": 4, "steps": 2, "evaluation__when": "never"}
-    chosen |= {"publish__way": "adapter", "publish__in_flight": "drain"}
+    chosen |= {"publish__transport": "adapter", "publish__in_flight": "drain"}
     train(tmp_path / "run", engine__kind="process", **chosen)
     published = list((tmp_path / "run" / "weights").glob("version_*"))
     assert published and all((folder / "adapter_model.safetensors").is_file() for folder in published)

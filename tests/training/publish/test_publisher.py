@@ -334,7 +334,7 @@ def test_a_run_trains_on_while_weights_travel_and_never_while_they_are_read(
     monkeypatch.setattr(FolderTransport, "take", slow_take)
     monkeypatch.setattr(FolderTransport, "give", slow_give)
     monkeypatch.setattr(Trainer, "step", watched_step)
-    watcher = train(tmp_path / "run", steps=4, publish__way="folder", evaluation__when="never")
+    watcher = train(tmp_path / "run", steps=4, publish__transport="folder", evaluation__when="never")
     assert list(watcher.steps) == [1, 2, 3, 4]
     assert trained_on, "the next step was trained before the weights of this one were live"
 
@@ -351,13 +351,13 @@ def _always() -> threading.Event:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--publish.way=adapter"], 'publish.way = "adapter" has no effect: without model.lora'),
-        (["--publish.way=folder", "--model.lora.rank=4"], 'publish.way = "folder" has no effect: with model.lora'),
-        (["--publish.way=broadcast"], 'publish.way = "broadcast" has no effect with engine.kind = "local"'),
-        (["--publish.way=broadcast", "--engine.kind=vllm"], 'publish.way = "broadcast" has no effect with vLLM'),
+        (["--publish.transport=adapter"], 'publish.transport = "adapter" has no effect: without model.lora'),
+        (["--publish.transport=folder", "--model.lora.rank=4"], 'publish.transport = "folder" has no effect: with model.lora'),
+        (["--publish.transport=broadcast"], 'publish.transport = "broadcast" has no effect with engine.kind = "local"'),
+        (["--publish.transport=broadcast", "--engine.kind=vllm"], 'publish.transport = "broadcast" has no effect with vLLM'),
         (["--publish.path=/tmp"], 'publish.path = "/tmp" has no effect: the engine takes a copy'),
-        (["--publish.path=/tmp", "--publish.way=broadcast", "--engine.kind=process"], "writes nothing"),
-        (["--publish.address=10.0.0.1"], 'publish.address = "10.0.0.1" cannot act: it belongs to way = "broadcast"'),
+        (["--publish.path=/tmp", "--publish.transport=broadcast", "--engine.kind=process"], "writes nothing"),
+        (["--publish.bind_address=10.0.0.1"], 'publish.bind_address = "10.0.0.1" cannot act: it belongs to way = "broadcast"'),
         (["--publish.in_flight=wait"], "publish.in_flight"),
     ],
 )
@@ -370,9 +370,9 @@ def test_a_way_that_cannot_act_is_refused(words: list[str], message: str) -> Non
 @pytest.mark.parametrize(
     "words",
     [
-        ["--publish.way=adapter", "--model.lora.rank=4"],
-        ["--publish.way=folder", "--publish.path=/shared"],
-        ["--publish.way=broadcast", "--engine.kind=process", "--publish.address=10.0.0.1"],
+        ["--publish.transport=adapter", "--model.lora.rank=4"],
+        ["--publish.transport=folder", "--publish.path=/shared"],
+        ["--publish.transport=broadcast", "--engine.kind=process", "--publish.bind_address=10.0.0.1"],
         ["--publish.in_flight=drain"],
     ],
 )
