@@ -92,7 +92,11 @@ class Case:
     async def scheduled(self) -> None:
         groups = self.in_flight // (GROUP * (AHEAD + 1))
         settings = SchedulerSettings(
-            groups_per_step=groups, group_size=GROUP, max_in_flight=self.in_flight, max_off_policy_steps=AHEAD, window_batches=1
+            groups_per_step=groups,
+            group_size=GROUP,
+            max_in_flight=self.in_flight,
+            max_off_policy_steps=AHEAD,
+            window_batches=1,
         )
         numbers = iter(range(self.rollouts * 2))
 

@@ -51,7 +51,7 @@ async def compare(python: str, rounds: int) -> bool:
     try:
         words = [sys.executable, "-m", "keel.cli", "serve", MODEL, "--port", "0", "--with-parent"]
         async with run_managed_server(words) as server:
-            keel = HttpEngine((await server.find())[0])
+            keel = HttpEngine((await server.fetch_urls())[0])
             sides: dict[str, Engine] = {"vLLM": vllm, "keel serve": keel}
             rates: dict[str, list[float]] = {name: [] for name in sides}
             for turn in range(rounds + 1):

@@ -62,7 +62,7 @@ class LocalBackend:
         self.trainer = trainer or TrainerSettings()
         self.checkpoints = checkpoints or CheckpointSettings()
         self.engine = engine or EngineSettings()
-        _check_no_effect_settings(self.engine, ("kind", "dtype", "publish_every", "python"), "engine")
+        _check_no_effect_settings(self.engine, ("kind", "dtype", "vllm_python"), "engine")
         _check_no_effect_settings(self.checkpoints, ("every",), "checkpoints")
         self.seed = seed
         self._sessions: dict[str, _ModelSession] = {}

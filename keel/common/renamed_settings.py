@@ -12,11 +12,64 @@ from typing import Any
 Parts = tuple[str, ...]
 
 RENAMED_KEYS: dict[str, str] = {
+    "stall_after": "stall_timeout",
+    "scheduler.groups": "scheduler.groups_per_step",
+    "scheduler.stale": "scheduler.on_stale",
+    "scheduler.window": "scheduler.window_batches",
+    "scheduler.halt_after": "scheduler.max_empty_steps",
+    "scheduler.watchdog": "scheduler.rollout_timeout",
+    "environments.*.limits.turns": "environments.*.limits.max_turns",
+    "environments.*.limits.tokens": "environments.*.limits.max_sequence_tokens",
+    "environments.*.limits.seconds": "environments.*.limits.timeout",
+    "environments.*.limits.over_length": "environments.*.limits.on_overlength",
+    "engine.kernels": "engine.native_kernels",
+    "engine.python": "engine.vllm_python",
+    "engine.publish_every": "publish.every",
+    "publish.way": "publish.transport",
+    "publish.address": "publish.bind_address",
+    "pool.wait": "pool.ready_timeout",
+    "pool.attempts": "pool.max_attempts",
+    "pool.interval": "pool.poll_interval",
+    "pool.list_url": "pool.discovery_url",
+    "pool.server": "pool.backend",
+    "evaluation.tasks": "evaluation.num_tasks",
+    "evaluation.samples": "evaluation.samples_per_task",
+    "metrics.custom": "metrics.custom_sink",
     "advantages.no_signal": "advantages.zero_variance_groups",
+    "trainer.max_tokens": "trainer.max_tokens_per_micro_batch",
+    "trainer.updates": "trainer.optimizer_steps",
+    "trainer.entropy": "trainer.compute_entropy",
+    "trainer.keep_memory": "trainer.retain_freed_memory",
+    "trainer.optimizer.decay": "trainer.optimizer.lr_schedule",
+    "trainer.optimizer.floor": "trainer.optimizer.min_lr_ratio",
+    "model.warm_up_steps": "model.sft_warmup_steps",
+    "launch.wait": "launch.placement_timeout",
+    "launch.start": "launch.startup_timeout",
+    "launch.silence": "launch.health_timeout",
+    "launch.forgive": "launch.restart_reset_after",
+    "launch.grace": "launch.shutdown_timeout",
+    "launch.engine.kernels": "launch.engine.native_kernels",
+    "launch.engine.options": "launch.engine.extra_args",
+    "objective.gates.*.on": "objective.gates.*.statistic",
+    "objective.gates.*.of": "objective.gates.*.between",
+    "objective.weights.*.of": "objective.weights.*.between",
+    "objective.penalties.*.on": "objective.penalties.*.estimator",
+    "objective.penalties.*.of": "objective.penalties.*.between",
+    "objective.reduction.divide_by": "objective.reduction.denominator",
+    "objective.max_unusable_share": "objective.max_invalid_logprob_fraction",
+    "objective.metric_tokens": "objective.metrics_sample_size",
 }
 
-RENAMED_VALUES: dict[str, dict[Any, Any]] = {}
-"""For example {"environments.*.limits.over_length": {"refuse": "drop"}}."""
+RENAMED_VALUES: dict[str, dict[Any, Any]] = {
+    "scheduler.on_stale": {"refuse": "drop"},
+    "environments.*.limits.on_overlength": {"refuse": "drop", "cut": "truncate"},
+    "engine.native_kernels": {"torch": "off"},
+    "launch.engine.native_kernels": {"torch": "off"},
+    "publish.in_flight": {"go_on": "continue"},
+    "evaluation.when": {"ends": "start_and_end"},
+    "objective.denominator": {"members": "trainable"},
+    "objective.reduction.denominator": {"members": "trainable"},
+}
 
 
 def renamed_key(name: str) -> str | None:

@@ -55,7 +55,7 @@ class EngineComponentSettings(ComponentSettings):
 
     int8: bool = False
     """keel: linear layers in int8. Taken from `engine.int8` when that is set."""
-    native_kernels: Literal["auto", "torch"] = "auto"
+    native_kernels: Literal["auto", "off"] = "auto"
     """keel: in C where there is a compiler, or torch's own. Taken from `engine.native_kernels` when that is set."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the weights that sample; auto: as the model that is trained. Taken from `engine.dtype` when that is set."""

@@ -81,7 +81,7 @@ class EpisodeLimits(Settings):
     """Answers of the policy."""
     max_sequence_tokens: Count = 4096
     """Tokens of a training sample, prompt included."""
-    on_overlength: Literal["refuse", "cut"] = "refuse"
+    on_overlength: Literal["drop", "truncate"] = "drop"
     """A sample that is longer is left out, or cut at the limit; both are counted."""
     timeout: Seconds = 600.0
     """Wall time."""
@@ -126,7 +126,7 @@ class SchedulerSettings(Settings):
     """When attempts are used up, train the survivors if at least so many remain; not given: only whole groups."""
     max_off_policy_steps: NonNegative = 2
     """Versions that the oldest token of a group may be behind when its batch is cut; 0: synchronous."""
-    on_stale: Literal["refuse", "resample"] = "resample"
+    on_stale: Literal["drop", "resample"] = "resample"
     """What becomes of a group that is older: its task is dropped, or sampled again."""
     window_batches: NonNegative = 1
     """Batches are cut in order of dispatch, and a group may overtake at most those of so many batches before it."""
@@ -164,14 +164,12 @@ class EngineSettings(Settings):
     int8: bool = False
     """local and process: linear layers in int8 while sampling, by torch: no longer quite the policy that is trained.
     Without VNNI instructions it is slower than float32 by the kernels in C."""
-    native_kernels: Literal["auto", "torch"] = "auto"
+    native_kernels: Literal["auto", "off"] = "auto"
     """local and process, in float32 on CPU: auto: those in C where there is a compiler, for which every weight of a
     linear layer is held a second time; torch: torch's own, slower and in half the memory."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the weights that sample; auto: as the model that is trained. Another one is a mismatch, for the gates to
     see."""
-    publish_every: Count = 1
-    """Optimizer steps between two publications of weights; more than 1 makes samples stale on purpose."""
     vllm_python: str = ".venv-vllm/bin/python"
     """vllm: the interpreter of the environment that vLLM is in."""
 
@@ -180,8 +178,8 @@ class EngineSettings(Settings):
         if self.int8 and self.kind not in ("local", "process"):
             raise setting_error('{int8} cannot act: kind = "' + self.kind + '" samples by itself', int8=self.int8)
         if self.native_kernels != "auto" and self.kind not in ("local", "process"):
-            why = 'cannot act: kind = "' + self.kind + '" samples by itself; servers take keel serve --kernels'
-            raise setting_error("{kernels} " + why, kernels=self.native_kernels)
+            why = 'cannot act: kind = "' + self.kind + '" samples by itself; servers take keel serve --native-kernels'
+            raise setting_error("{native_kernels} " + why, native_kernels=self.native_kernels)
         if self.dtype != "auto" and self.kind == "pool":
             raise setting_error(
                 "{dtype} cannot act: the servers of a pool were started with their own", dtype=self.dtype
@@ -192,10 +190,12 @@ class EngineSettings(Settings):
 class PublishSettings(Settings):
     """How new weights reach the engines; see docs/engines.md."""
 
+    every: Count = 1
+    """Optimizer steps between two publications; above 1 the samples are deliberately stale."""
     transport: Literal["auto", "adapter", "folder", "broadcast"] = "auto"
     """adapter: the adapter alone, as a folder; folder: all weights, as a folder; broadcast: all weights, by
     torch.distributed, to servers of ours; auto: adapter with model.lora, in one process a copy, else folder."""
-    in_flight: Literal["go_on", "drain"] = "go_on"
+    in_flight: Literal["continue", "drain"] = "continue"
     """What becomes of answers under way: their later tokens are of the new version; or they end first while new ones
     wait, and each answer is of one version."""
     path: Annotated[str, Field(min_length=1)] | None = None

@@ -50,7 +50,7 @@ class AdvantageSettings(Settings):
 class EvaluationSettings(Settings):
     """How the policy does on tasks it never trains on."""
 
-    when: Literal["always", "ends", "never"] = "always"
+    when: Literal["always", "start_and_end", "never"] = "always"
     """always: at the start, every so many steps and at the end; ends: at the start and the end; never."""
     every: Annotated[int, Field(ge=1)] = 10
     """always: steps between two evaluations."""
@@ -171,7 +171,10 @@ class RunSettings(Settings):
                 tokens = f"environments.{name}.limits.max_sequence_tokens"
                 raise setting_error(
                     f"{{{tokens}}} must not be above {{trainer.max_tokens_per_micro_batch}}: a longer sample fits no micro-batch",
-                    {tokens: environment.limits.max_sequence_tokens, "trainer.max_tokens_per_micro_batch": self.trainer.max_tokens_per_micro_batch},
+                    {
+                        tokens: environment.limits.max_sequence_tokens,
+                        "trainer.max_tokens_per_micro_batch": self.trainer.max_tokens_per_micro_batch,
+                    },
                 )
         self._check_transport()
         if self.references and not reads("reference"):

@@ -7,11 +7,11 @@ tell the truth.
 
 from keel.objectives.preset import ObjectivePreset
 
-RATIO_GATE = {"on": "ratio", "low": "$ratio_low", "high": "$ratio_high"}
+RATIO_GATE = {"statistic": "ratio", "low": "$ratio_low", "high": "$ratio_high"}
 CLIP = {"surrogate": "clip", "anchor": "$anchor", "eps": "$eps", "eps_high": "$eps_high"}
 CLIP_ON_PROXIMAL = CLIP | {"anchor": "proximal"}
 SEQUENCE_CLIP = CLIP | {"level": "sequence"}
-LOG_RATIO_PENALTY = {"on": "log_ratio_squared", "coef": "$kl_tau"}
+LOG_RATIO_PENALTY = {"estimator": "log_ratio_squared", "coef": "$kl_tau"}
 
 _PRESETS = [
     ObjectivePreset(
@@ -19,7 +19,7 @@ _PRESETS = [
         title="two-sided ratio mask",
         source="INTELLECT-3, arXiv 2512.16144, eq. 1",
         parameters={"ratio_low": 0.2, "ratio_high": 5.0, "rollout_min_ratio": None},
-        parts={"gates": [RATIO_GATE, {"on": "ratio", "low": "$rollout_min_ratio", "scope": "sequence"}]},
+        parts={"gates": [RATIO_GATE, {"statistic": "ratio", "low": "$rollout_min_ratio", "scope": "sequence"}]},
     ),
     ObjectivePreset(
         name="ipo_kl",
@@ -33,7 +33,7 @@ _PRESETS = [
         title="probability-difference mask, whatever the advantage",
         source="symmetric DPPO-Binary-TV, arXiv 2602.04879",
         parameters={"diff_low": 0.2, "diff_high": 0.2},
-        parts={"gates": [{"on": "probability_difference", "low": "-$diff_low", "high": "$diff_high"}]},
+        parts={"gates": [{"statistic": "probability_difference", "low": "-$diff_low", "high": "$diff_high"}]},
     ),
     ObjectivePreset(
         name="dppo_kl",
@@ -42,8 +42,8 @@ _PRESETS = [
         parameters={"mask_low": 0.2, "mask_high": 0.2, "kl_tau": 1e-3},
         parts={
             "gates": [
-                {"on": "probability_difference", "high": "$mask_high", "when": "positive_advantage"},
-                {"on": "probability_difference", "low": "-$mask_low", "when": "negative_advantage"},
+                {"statistic": "probability_difference", "high": "$mask_high", "when": "positive_advantage"},
+                {"statistic": "probability_difference", "low": "-$mask_low", "when": "negative_advantage"},
             ],
             "penalties": [LOG_RATIO_PENALTY | {"scope": "all"}],
         },
@@ -54,7 +54,7 @@ _PRESETS = [
         source="DeepSeek-V3.2, arXiv 2512.02556",
         parameters={"opsm_delta": 1e-4, "eps": 0.2, "eps_high": None, "anchor": "sampler"},
         parts={
-            "gates": [{"on": "sequence_kl", "high": "$opsm_delta", "when": "negative_advantage"}],
+            "gates": [{"statistic": "sequence_kl", "high": "$opsm_delta", "when": "negative_advantage"}],
             "policy": CLIP,
         },
     ),
@@ -64,7 +64,7 @@ _PRESETS = [
         source="prime-rl",
         parameters={"threshold": 0.1, "kl_tau": 1e-3},
         parts={
-            "gates": [{"on": "probability_difference", "low": "-$threshold", "high": "$threshold"}],
+            "gates": [{"statistic": "probability_difference", "low": "-$threshold", "high": "$threshold"}],
             "penalties": [LOG_RATIO_PENALTY | {"scope": "all"}],
         },
     ),
@@ -128,7 +128,7 @@ _PRESETS = [
         source="Yao et al. 2025, truncated importance sampling for rollout-training mismatch",
         parameters={"level": "token", "cap": 2.0, "eps": 0.2, "eps_high": None},
         parts={
-            "weights": [{"of": "proximal/sampler", "level": "$level", "high": "$cap"}],
+            "weights": [{"between": "proximal/sampler", "level": "$level", "high": "$cap"}],
             "policy": CLIP_ON_PROXIMAL,
         },
     ),
@@ -139,9 +139,15 @@ _PRESETS = [
         parameters={"level": "token", "ratio_low": 0.5, "ratio_high": 2.0, "eps": 0.2, "eps_high": None},
         parts={
             "gates": [
-                {"on": "ratio", "level": "$level", "of": "proximal/sampler", "low": "$ratio_low", "high": "$ratio_high"}
+                {
+                    "statistic": "ratio",
+                    "level": "$level",
+                    "between": "proximal/sampler",
+                    "low": "$ratio_low",
+                    "high": "$ratio_high",
+                }
             ],
-            "weights": [{"of": "proximal/sampler", "level": "$level"}],
+            "weights": [{"between": "proximal/sampler", "level": "$level"}],
             "policy": CLIP_ON_PROXIMAL,
         },
         note="A token or sequence inside the band keeps its full importance weight.",
@@ -151,14 +157,14 @@ _PRESETS = [
         title="a sequence leaves when one of its tokens became all but impossible",
         source="verl, rollout correction",
         parameters={"rollout_min_ratio": 1e-4, "eps": 0.2, "eps_high": None, "anchor": "sampler"},
-        parts={"gates": [{"on": "ratio", "low": "$rollout_min_ratio", "scope": "sequence"}], "policy": CLIP},
+        parts={"gates": [{"statistic": "ratio", "low": "$rollout_min_ratio", "scope": "sequence"}], "policy": CLIP},
     ),
     ObjectivePreset(
         name="kpop",
         title="symmetric binary-KL mask",
         source="KPop",
         parameters={"phi": 0.5},
-        parts={"gates": [{"on": "symmetric_binary_kl", "high": "$phi"}]},
+        parts={"gates": [{"statistic": "symmetric_binary_kl", "high": "$phi"}]},
     ),
     ObjectivePreset(
         name="dppo_binary_kl",
@@ -167,8 +173,8 @@ _PRESETS = [
         parameters={"mask_low": 0.05, "mask_high": 0.05},
         parts={
             "gates": [
-                {"on": "signed_binary_kl", "high": "$mask_high", "when": "positive_advantage"},
-                {"on": "signed_binary_kl", "low": "-$mask_low", "when": "negative_advantage"},
+                {"statistic": "signed_binary_kl", "high": "$mask_high", "when": "positive_advantage"},
+                {"statistic": "signed_binary_kl", "low": "-$mask_low", "when": "negative_advantage"},
             ]
         },
     ),
@@ -177,7 +183,7 @@ _PRESETS = [
         title="the largest squared log-ratios leave until the mean of the rest is small",
         source="M2PO, arXiv 2510.01161",
         parameters={"tau": 0.04},
-        parts={"gates": [{"on": "second_moment", "high": "$tau"}]},
+        parts={"gates": [{"statistic": "second_moment", "high": "$tau"}]},
         note="Decided over the step; tokens with the same d^2 leave together.",
     ),
     ObjectivePreset(
@@ -239,14 +245,14 @@ _PRESETS = [
         title="clip around the proximal policy, importance weight from the sampler",
         source="Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298",
         parameters={"eps": 0.2, "eps_high": None, "cap": 5.0},
-        parts={"weights": [{"of": "proximal/sampler", "high": "$cap"}], "policy": CLIP_ON_PROXIMAL},
+        parts={"weights": [{"between": "proximal/sampler", "high": "$cap"}], "policy": CLIP_ON_PROXIMAL},
     ),
     ObjectivePreset(
         name="decoupled_ppo_loglinear",
         title="decoupled PPO with the proximal policy interpolated by staleness",
         source="A-3PO, arXiv 2512.06547",
         parameters={"eps": 0.2, "eps_high": None, "cap": 5.0, "proximal": "interpolated"},
-        parts={"weights": [{"of": "proximal/sampler", "high": "$cap"}], "policy": CLIP_ON_PROXIMAL},
+        parts={"weights": [{"between": "proximal/sampler", "high": "$cap"}], "policy": CLIP_ON_PROXIMAL},
     ),
     ObjectivePreset(
         name="on_policy_distillation",

@@ -27,7 +27,7 @@ class Gate(Settings):
     between: LogRatio = "policy/sampler"
     """The two policies compared."""
     level: Level = "token"
-    """on "ratio": which ratio."""
+    """statistic "ratio": the ratio of the token, of the sequence, or its geometric mean."""
     low: float | None = None
     """Refuse below this value."""
     high: float | None = None
@@ -41,37 +41,37 @@ class Gate(Settings):
     @classmethod
     def _default_scope(cls, data: object) -> object:
         if isinstance(data, dict) and "scope" not in data:
-            on, level = data.get("on"), data.get("level", "token")
-            statistic = STATISTICS.get((on, level)) if isinstance(on, str) and isinstance(level, str) else None
-            if statistic is not None:  # anything else is refused when its field is validated
-                return {**data, "scope": statistic.scopes[0]}
+            name, level = data.get("statistic"), data.get("level", "token")
+            spec = STATISTICS.get((name, level)) if isinstance(name, str) and isinstance(level, str) else None
+            if spec is not None:  # an unknown statistic fails the validation of its own field
+                return {**data, "scope": spec.scopes[0]}
         return data
 
     @property
-    def statistic(self) -> GateStatistic:
-        """What the table of statistics holds about `on` at `level`."""
+    def spec(self) -> GateStatistic:
+        """The entry of the table of gate statistics for `statistic` at `level`."""
         return gate_statistic(self.statistic, self.level)
 
     @model_validator(mode="after")
     def _check_bounds_and_scope(self) -> Self:
         if self.low is None and self.high is None:
-            raise setting_error("{on}: a gate needs a low or a high bound", on=self.statistic)
+            raise setting_error("{statistic}: a gate needs a low or a high bound", statistic=self.statistic)
         if self.low is not None and self.high is not None and self.low > self.high:
             raise setting_error("{low} must be below {high}", low=self.low, high=self.high)
         if (self.statistic, self.level) not in STATISTICS:
-            owners = " or ".join(f'"{on}"' for on, level in STATISTICS if level == self.level)
-            raise setting_error(f"{{level}} cannot act: it belongs to on = {owners}", level=self.level)
-        statistic = self.statistic
-        if statistic.in_log_space and self.low is not None and self.low < 0:
+            owners = " or ".join(f'"{name}"' for name, level in STATISTICS if level == self.level)
+            raise setting_error(f"{{level}} cannot act: it belongs to statistic = {owners}", level=self.level)
+        spec = self.spec
+        if spec.in_log_space and self.low is not None and self.low < 0:
             raise setting_error("{low} must not be negative: it bounds a ratio", low=self.low)
-        if statistic.in_log_space and self.high is not None and self.high <= 0:
+        if spec.in_log_space and self.high is not None and self.high <= 0:
             raise setting_error("{high} must be positive: it bounds a ratio", high=self.high)
-        if statistic.direction == "distance" and self.low is not None:
+        if spec.direction == "distance" and self.low is not None:
             raise setting_error("{low} cannot act: the statistic is a distance and has only a high bound", low=self.low)
-        if statistic.direction == "distance" and self.high is not None and self.high < 0:
+        if spec.direction == "distance" and self.high is not None and self.high < 0:
             raise setting_error("{high} must not be negative: it bounds a distance", high=self.high)
-        if self.scope not in statistic.scopes:
-            owner = statistic.scopes[0]
+        if self.scope not in spec.scopes:
+            owner = spec.scopes[0]
             raise setting_error(
                 f"{{scope}}: this statistic belongs to the {owner} and decides for it", scope=self.scope
             )
@@ -186,16 +186,16 @@ class Penalty(Settings):
     @model_validator(mode="before")
     @classmethod
     def _set_default_policies(cls, data: object) -> object:
-        if isinstance(data, dict) and "of" not in data and data.get("on") == "log_ratio_squared":
-            return {**data, "of": "policy/sampler"}
+        if isinstance(data, dict) and "between" not in data and data.get("estimator") == "log_ratio_squared":
+            return {**data, "between": "policy/sampler"}
         return data
 
     @model_validator(mode="after")
     def _check_ratio_correction(self) -> Self:
         if self.estimator == "k1" and not self.ratio_correction:
             raise setting_error(
-                "{on} cannot go with {ratio_correction}: the gradient would not contain the reference",
-                on=self.estimator,
+                "{estimator} cannot go with {ratio_correction}: the gradient would not contain the reference",
+                estimator=self.estimator,
                 ratio_correction=self.ratio_correction,
             )
         if self.estimator == "log_ratio_squared" and self.ratio_correction:
@@ -208,7 +208,7 @@ class Reduction(Settings):
 
     over: Literal["tokens", "sequences", "constant"] = "tokens"
     """Mean over the step's tokens; mean of the sequences' token means; or sum / (sequences * length)."""
-    denominator: Literal["members", "kept"] = "members"
+    denominator: Literal["trainable", "kept"] = "trainable"
     """Whether the tokens that a gate refused still count."""
     length: Positive | None = None
     """over "constant": the constant length that divides each sequence."""
@@ -274,7 +274,7 @@ class Composition(AdvantageTransforms):
             if self.weights:
                 raise setting_error("{weights}: cross_entropy takes no weights", weights=len(self.weights))
         if self.reduction.denominator == "kept" and not self.gates and not self.reads("sampler"):
-            raise setting_error("{denominator} (denominator) cannot act: nothing here drops a token", denominator="kept")
+            raise setting_error("{denominator} cannot act: nothing here drops a token", denominator="kept")
         if self.policy.level == "sequence" and any(weight.level == "token" for weight in self.weights):
             raise setting_error(
                 "{level}: a sequence-level policy term takes no token-level weights", level=self.policy.level

@@ -108,7 +108,7 @@ def dropped(composition: Composition, names: ParameterLookup = lambda _path: Non
 
 def _sentence(gate: Gate, names: ParameterLookup, place: KeyPath) -> str:
     low, high = (_parameter_or_number(names, (*place, bound), getattr(gate, bound)) for bound in ("low", "high"))
-    statistic, pair = gate.statistic, RATIO_NOTATIONS[gate.between]._asdict()
+    statistic, pair = gate.spec, RATIO_NOTATIONS[gate.between]._asdict()
     value = statistic.formula.format(**pair)
     if gate.scope == "step":
         return f"the tokens of the step with the largest {value}, until the mean of the rest is at most {high}"
@@ -221,7 +221,9 @@ def _weight_suffix(index: int) -> str:
 def _penalty_formula(penalty: Penalty, names: ParameterLookup, index: int) -> str:
     coef = _parameter_or_number(names, ("penalties", index, "coef"), penalty.coef)
     x = RATIO_NOTATIONS[penalty.between].log_ratio
-    measure = {"log_ratio_squared": f"{x}^2", "k1": x, "k2": f"{x}^2 / 2", "k3": f"(exp(-{x}) + {x} - 1)"}[penalty.estimator]
+    measure = {"log_ratio_squared": f"{x}^2", "k1": x, "k2": f"{x}^2 / 2", "k3": f"(exp(-{x}) + {x} - 1)"}[
+        penalty.estimator
+    ]
     return f"{coef} * r * {measure}" if penalty.ratio_correction else f"{coef} * {measure}"
 
 

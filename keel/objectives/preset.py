@@ -50,7 +50,7 @@ class CommonParameters(AdvantageTransforms):
 
     reduction: Literal["tokens", "sequences", "constant"] = "tokens"
     """Mean over the step's tokens; mean of the sequences' token means; or sum / (sequences * length)."""
-    denominator: Literal["members", "kept"] = "members"
+    denominator: Literal["trainable", "kept"] = "trainable"
     """Whether the tokens that a gate refused still count in what divides."""
     length: Positive | None = None
     """The constant length of reduction "constant"."""
@@ -72,7 +72,7 @@ class CommonParameters(AdvantageTransforms):
 
 
 REFERENCE_KL_PENALTY = {
-    "on": "$reference_kl_estimator",
+    "estimator": "$reference_kl_estimator",
     "coef": "$reference_kl_coef",
     "ratio_correction": "$reference_kl_correction",
 }

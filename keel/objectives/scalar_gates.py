@@ -31,7 +31,7 @@ def dropped_side(gate: Gate, p: float, q: float, advantage: float) -> Side | Non
         return None
     if gate.when == "negative_advantage" and not advantage < 0:
         return None
-    statistic = gate.statistic
+    statistic = gate.spec
     crossed = _crossed_bound(statistic.scalar(p, q), gate.low, gate.high)
     if crossed is None or statistic.direction == "rising":
         return crossed

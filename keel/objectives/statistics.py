@@ -65,9 +65,9 @@ class LensHistogram:
 
 @dataclass(frozen=True, kw_only=True)
 class GateStatistic:
-    """A statistic that a gate can bound. `on` and `level` are the fields of the same name of `Gate`."""
+    """A statistic that a gate can bound. `name` and `level` are the fields `statistic` and `level` of `Gate`."""
 
-    on: str
+    name: str
     level: Level = "token"
     scopes: tuple[Scope, ...]
     """Where a gate on it may decide; the first is the default. At scope "step" the largest values are dropped until the
@@ -101,7 +101,7 @@ class GateStatistic:
     @property
     def label(self) -> str:
         """Name in messages and reason codes: "ratio", "geometric ratio"."""
-        return self.on if self.level == "token" else f"{self.level} {self.on}"
+        return self.name if self.level == "token" else f"{self.level} {self.name}"
 
     def comparable_bounds(self, low: float | None, high: float | None) -> tuple[float | None, float | None]:
         """Convert the bounds of a gate to the space of `tensor`. A low bound of 0 on a ratio is no bound."""
@@ -111,16 +111,16 @@ class GateStatistic:
 
 
 def statistic_names() -> tuple[str, ...]:
-    """Return the values that `Gate.on` may take, in the order of the table."""
-    return tuple(dict.fromkeys(on for on, _ in STATISTICS))
+    """Return the values that `Gate.statistic` may take, in the order of the table."""
+    return tuple(dict.fromkeys(name for name, _ in STATISTICS))
 
 
-def gate_statistic(on: str, level: str = "token") -> GateStatistic:
+def gate_statistic(name: str, level: str = "token") -> GateStatistic:
     """Look up a statistic; a name or level that is not in the table is an error."""
-    statistic = STATISTICS.get((on, level))
+    statistic = STATISTICS.get((name, level))
     if statistic is None:
         known = ", ".join(entry.label for entry in STATISTICS.values())
-        raise ConfigError(f'on = "{on}" at level = "{level}" is not a gate statistic; known: {known}')
+        raise ConfigError(f'statistic = "{name}" at level = "{level}" is not a gate statistic; known: {known}')
     return statistic
 
 
@@ -197,7 +197,7 @@ _POLICY_TO_SAMPLER = f"greatest({_KL.format('l', 'b')}, 0)"
 
 _ENTRIES = (
     GateStatistic(
-        on="ratio",
+        name="ratio",
         scopes=("token", "sequence"),
         direction="rising",
         tensor=log_ratio_of_token,
@@ -209,7 +209,7 @@ _ENTRIES = (
         ),
     ),
     GateStatistic(
-        on="probability_difference",
+        name="probability_difference",
         scopes=("token", "sequence"),
         direction="rising",
         tensor=_probability_difference,
@@ -225,7 +225,7 @@ _ENTRIES = (
         ),
     ),
     GateStatistic(
-        on="binary_kl",
+        name="binary_kl",
         scopes=("token", "sequence"),
         direction="distance",
         tensor=_binary_kl,
@@ -236,7 +236,7 @@ _ENTRIES = (
         ),
     ),
     GateStatistic(
-        on="signed_binary_kl",
+        name="signed_binary_kl",
         scopes=("token", "sequence"),
         direction="rising",
         tensor=_signed_binary_kl,
@@ -250,7 +250,7 @@ _ENTRIES = (
         ),
     ),
     GateStatistic(
-        on="symmetric_binary_kl",
+        name="symmetric_binary_kl",
         scopes=("token", "sequence"),
         direction="distance",
         tensor=_symmetric_binary_kl,
@@ -264,7 +264,7 @@ _ENTRIES = (
         ),
     ),
     GateStatistic(
-        on="sequence_kl",
+        name="sequence_kl",
         scopes=("sequence",),
         # mean(b - l) grows as the policy's probabilities fall
         direction="falling",
@@ -277,7 +277,7 @@ _ENTRIES = (
         ),
     ),
     GateStatistic(
-        on="ratio",
+        name="ratio",
         level="geometric",
         scopes=("sequence",),
         direction="rising",
@@ -291,7 +291,7 @@ _ENTRIES = (
         ),
     ),
     GateStatistic(
-        on="ratio",
+        name="ratio",
         level="sequence",
         scopes=("sequence",),
         direction="rising",
@@ -303,7 +303,7 @@ _ENTRIES = (
         histogram=LensHistogram(name="sequence_ratio", title="product of ratios of a sample", sql="d", scale=0.1),
     ),
     GateStatistic(
-        on="second_moment",
+        name="second_moment",
         scopes=("step",),
         direction="distance",
         tensor=_squared_log_ratio,
@@ -313,5 +313,5 @@ _ENTRIES = (
     ),
 )
 
-STATISTICS: dict[tuple[str, str], GateStatistic] = {(entry.on, entry.level): entry for entry in _ENTRIES}
-"""Every gate statistic by `Gate.on` and `Gate.level`, in the order of documentation and of the lens."""
+STATISTICS: dict[tuple[str, str], GateStatistic] = {(entry.name, entry.level): entry for entry in _ENTRIES}
+"""Every gate statistic by `Gate.statistic` and `Gate.level`, in the order of documentation and of the lens."""

@@ -149,8 +149,8 @@ class EpisodeTrajectory:
             if path.split_reason != FIRST_SAMPLE:
                 counts[f"split_{path.split_reason}"] += 1
             if len(path.token_ids) > limits.max_sequence_tokens:
-                counts["truncated_samples" if limits.on_overlength == "cut" else "dropped_samples"] += 1
-                if limits.on_overlength == "refuse":
+                counts["truncated_samples" if limits.on_overlength == "truncate" else "dropped_samples"] += 1
+                if limits.on_overlength == "drop":
                     continue
             sample = self._build_sample(path, limits.max_sequence_tokens, trained)
             if any(sample.trainable):
@@ -162,8 +162,8 @@ class EpisodeTrajectory:
             samples=len(kept),
             sampled_tokens=len(self._sampled_tokens),
             trained_tokens=len(trained),
-            dropped_tokens=lost if limits.on_overlength == "refuse" else 0,
-            truncated_tokens=lost if limits.on_overlength == "cut" else 0,
+            dropped_tokens=lost if limits.on_overlength == "drop" else 0,
+            truncated_tokens=lost if limits.on_overlength == "truncate" else 0,
         )
         return TrajectorySamples(tuple(kept), dict(counts))
 

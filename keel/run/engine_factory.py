@@ -64,7 +64,9 @@ async def open_engine(settings: RunSettings, model: Model, folder: Path) -> Asyn
         elif kind == "vllm":
             rank = settings.model.lora.rank if settings.model.lora else None
             dtype = settings.engine.dtype if settings.engine.dtype != "auto" else dtype_name(model.dtype)
-            engine = await start_vllm(settings.engine.vllm_python, str(model.source.folder), dtype=dtype, max_lora_rank=rank)
+            engine = await start_vllm(
+                settings.engine.vllm_python, str(model.source.folder), dtype=dtype, max_lora_rank=rank
+            )
         else:
             engine = _make_pool(settings, way)
         stack.push_async_callback(engine.close)
@@ -140,6 +142,6 @@ async def _run_server(
 def server_argv(engine: EngineSettings, model: Model, folder: Path) -> list[str]:
     """What makes a server compute as the settings say, with weights from below the folder."""
     words = ["keel.cli", "serve", str(model.source.folder), "--name", "policy", "--port", "0", "--with-parent"]
-    words += ["--max-batch", str(engine.max_batch), "--kernels", engine.native_kernels, "--weights-from", str(folder)]
+    words += ["--max-batch", str(engine.max_batch), "--native-kernels", engine.native_kernels, "--weights-from", str(folder)]
     words += ["--dtype", engine.dtype if engine.dtype != "auto" else dtype_name(model.dtype)]
     return [*words, "--int8"] if engine.int8 else words

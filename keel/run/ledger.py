@@ -50,7 +50,9 @@ CREATE TABLE evaluations (
 ) STRICT;
 """
 
-CHECKSUMS_SQL = "CREATE TABLE IF NOT EXISTS checksums (step INTEGER PRIMARY KEY, content TEXT NOT NULL, record_hash TEXT) STRICT"
+CHECKSUMS_SQL = (
+    "CREATE TABLE IF NOT EXISTS checksums (step INTEGER PRIMARY KEY, content TEXT NOT NULL, record_hash TEXT) STRICT"
+)
 """Hashes of what a step wrote here, and of its parquet file. A ledger of an older version gets it when it goes on."""
 
 RunStatus = Literal["running", "stopped", "finished", "failed"]

@@ -257,7 +257,7 @@ class TrainingRun:
         """The policy as it is on held-out tasks, once a step."""
         chosen = self.settings.evaluation
         done = {(step, name) for step, name, _ in self.ledger.evaluations()}
-        if chosen.when == "never" or (self.step > 0 and not final and chosen.when == "ends"):
+        if chosen.when == "never" or (self.step > 0 and not final and chosen.when == "start_and_end"):
             return
         for name, arena in self.environments.items():
             if (self.step, name) in done:
@@ -370,7 +370,13 @@ class TrainingRun:
             # what had ended in an earlier life, and was dispatched under another name in this one
             lost = [
                 SampleRecord(
-                    group, group.rpartition("#")[0], one.task_id, member, attempt, reason="interrupted", reward=one.reward
+                    group,
+                    group.rpartition("#")[0],
+                    one.task_id,
+                    member,
+                    attempt,
+                    reason="interrupted",
+                    reward=one.reward,
                 )
                 for group, member, attempt, one in self.ledger.unresolved()
             ]

@@ -221,7 +221,18 @@ def _to_records(table: pa.Table) -> list[SampleRecord]:
                 temperature=found["temperature"],
                 split_reason=found["split_reason"],
             )
-        names = ("group", "environment", "task_id", "member", "attempt", "sample", "outcome", "reason", "error", "reward")
+        names = (
+            "group",
+            "environment",
+            "task_id",
+            "member",
+            "attempt",
+            "sample",
+            "outcome",
+            "reason",
+            "error",
+            "reward",
+        )
         rows.append(SampleRecord(**{name: found[name] for name in (*names, "advantage", "turns")}, data=data))
     return rows
 

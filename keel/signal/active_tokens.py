@@ -73,7 +73,7 @@ class ActiveTokens:
             members = members & torch.isin(batch.role, roles)
         self.num_trainable = count_true(members)
         everyone = self.num_trainable == len(batch)
-        self.trainable_index: Int[Tensor, "members"] | None = None if everyone else members.nonzero().squeeze(1)
+        self.trainable_index: Int[Tensor, "trainable"] | None = None if everyone else members.nonzero().squeeze(1)
         self.index: Int[Tensor, "n"] | None = self.trainable_index
         self.newest_version = (
             int(self.take(batch.version).max()) if batch.version is not None and self.num_trainable else None

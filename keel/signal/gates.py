@@ -29,7 +29,7 @@ def reason_names(gates: Sequence[Gate]) -> tuple[str, ...]:
     """What each reason code means."""
     names = ["trained", "not trainable", "other role", "invalid sampler log-prob"]
     for position, gate in enumerate(gates):
-        label = gate.statistic.label
+        label = gate.spec.label
         scope = "" if gate.scope == "token" else f", {gate.scope}"
         names += [f"gate {position} ({label}{scope}) low", f"gate {position} ({label}{scope}) high"]
     return tuple(names)
@@ -38,7 +38,7 @@ def reason_names(gates: Sequence[Gate]) -> tuple[str, ...]:
 def token_values(gate: Gate, view: ActiveTokens) -> Float[Tensor, "n"]:
     """Return the gate's statistic for each token, or what a statistic of sequences sums. Not to be modified."""
     over, under = (view.logprob(who) for who in gate.between.split("/"))
-    return gate.statistic.tensor(view.log_ratio(gate.between), over, under)
+    return gate.spec.tensor(view.log_ratio(gate.between), over, under)
 
 
 def token_violations(gate: Gate, view: ActiveTokens, threshold: float | None = None) -> LowHigh:
@@ -50,36 +50,36 @@ def token_violations(gate: Gate, view: ActiveTokens, threshold: float | None = N
     if gate.scope == "step":
         assert threshold is not None
         high = threshold
-    return _sides(gate.statistic, token_values(gate, view), view.log_ratio(gate.between), low, high)
+    return _sides(gate.spec, token_values(gate, view), view.log_ratio(gate.between), low, high)
 
 
 def sequence_columns(gate: Gate) -> set[str]:
     """Name the per-sequence sums that a gate on a statistic of sequences reads."""
     columns = {_sum_column(gate)}
-    if gate.statistic.direction == "distance":
+    if gate.spec.direction == "distance":
         columns.add(f"sum {gate.between}")  # its sign gives the side
     return columns
 
 
 def sum_sequences(gate: Gate, view: ActiveTokens) -> dict[str, Tensor]:
     """Sum the gate's token values over each sequence; nothing where they are log-ratios, which others sum too."""
-    if gate.statistic.tensor is log_ratio_of_token:
+    if gate.spec.tensor is log_ratio_of_token:
         return {}
     return {_sum_column(gate): view.segments.sum(token_values(gate, view))}
 
 
 def _sum_column(gate: Gate) -> str:
-    statistic = gate.statistic
+    statistic = gate.spec
     return f"sum {gate.between}" if statistic.tensor is log_ratio_of_token else f"sum {statistic.label} {gate.between}"
 
 
 def sequence_violations(gate: Gate, position: int, table: SequenceTable) -> LowHigh:
     """Return which sequences a gate at sequence scope drops."""
-    statistic = gate.statistic
+    statistic = gate.spec
     if statistic.sequence is None:
         low, high = table[f"low {position}"] > 0, table[f"high {position}"] > 0
         return _restrict_to_advantage_sign(gate, table["sum advantage"], low, high)
-    values = statistic.sequence(table[_sum_column(gate)], table["usable"].clamp(min=1))
+    values = statistic.sequence(table[_sum_column(gate)], table["valid"].clamp(min=1))
     log_ratio = table[f"sum {gate.between}"] if statistic.direction == "distance" else values
     return _restrict_to_advantage_sign(
         gate, table["sum advantage"], *_sides(statistic, values, log_ratio, gate.low, gate.high)

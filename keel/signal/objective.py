@@ -31,7 +31,7 @@ from keel.signal.token_batch import TokenBatch
 def objective(name: str | Composition | ObjectiveSettings | Mapping[str, Any], /, **parameters: Any) -> "Objective":
     """An objective from a recipe's name and parameters, or from a composition.
 
-    `objective("icepop", ratio_high=8.0)` or `objective({"gates": [{"on": "ratio", "low": 0.2}]})`. Beside its
+    `objective("icepop", ratio_high=8.0)` or `objective({"gates": [{"statistic": "ratio", "low": 0.2}]})`. Beside its
     parameters a recipe takes `gates`, `weights` and `penalties`, which are added to its own.
     """
     if isinstance(name, str):
@@ -200,7 +200,7 @@ def _token_scale(totals: StepTotals, rows: SequenceTable | None, dtype: torch.dt
     if reduction.over != "sequences":
         return 1.0 / totals.denominator()
     assert rows is not None
-    lengths = rows["members" if reduction.denominator == "members" else "kept"].clamp(min=1)
+    lengths = rows["trainable" if reduction.denominator == "trainable" else "kept"].clamp(min=1)
     return (1.0 / totals.denominator()) / lengths.to(dtype)
 
 
@@ -274,7 +274,7 @@ def _sequence_weight(weight: ImportanceWeight, rows: SequenceTable) -> Tensor:
     """A weight for each sequence."""
     log_ratio = rows[f"sum {weight.between}"]
     if weight.level == "geometric":
-        log_ratio = log_ratio / rows["usable"].clamp(min=1)
+        log_ratio = log_ratio / rows["valid"].clamp(min=1)
     return _weight_from_log_ratio(weight, log_ratio, rows["sum advantage"])
 
 

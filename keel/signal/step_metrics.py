@@ -119,9 +119,9 @@ def _optional_reference_log_ratio(view: ActiveTokens) -> Tensor | None:
 def _sequence_fraction_in_view(view: ActiveTokens, totals: StepTotals) -> Tensor | None:
     """Which part of each sequence lies in this view, so that a sequence split over micro-batches counts once."""
     rows = totals.rows_of_view(view)
-    if rows is None or "usable" not in rows.columns:
+    if rows is None or "valid" not in rows.columns:
         return None
-    return view.segments.count() / rows["usable"].clamp(min=1)
+    return view.segments.count() / rows["valid"].clamp(min=1)
 
 
 def _dropped_tokens(view: ActiveTokens, decision: GateResult) -> Counter[int]:

@@ -75,7 +75,7 @@ class StepTotals:
             divisor = float(self.num_trainable if self.num_kept is None else self.num_kept)
         else:
             assert self.sequence_table is not None
-            counts = self.sequence_table.columns.get("members" if reduction.denominator == "members" else "kept")
+            counts = self.sequence_table.columns.get("trainable" if reduction.denominator == "trainable" else "kept")
             sequences = 0.0 if counts is None else float((counts > 0).sum())  # no column: a step without any batch
             divisor = sequences * (reduction.length or 1.0)
         return max(divisor, 1.0)
@@ -138,16 +138,16 @@ def _required_columns(composition: Composition) -> set[str]:
     for position, gate in enumerate(composition.gates):
         if gate.scope != "sequence":
             continue
-        columns |= {"usable", "sum advantage"}
-        if gate.statistic.sequence is not None:
+        columns |= {"valid", "sum advantage"}
+        if gate.spec.sequence is not None:
             columns |= sequence_columns(gate)
         else:
             columns |= {f"low {position}", f"high {position}"}
     for weight in composition.weights:
         if weight.level != "token":
-            columns |= {"usable", f"sum {weight.between}", "sum advantage"}
+            columns |= {"valid", f"sum {weight.between}", "sum advantage"}
     if composition.reduction.over != "tokens":
-        columns.add("members")
+        columns.add("trainable")
     return columns
 
 
@@ -155,27 +155,27 @@ def _sequence_sums(totals: StepTotals, view: ActiveTokens, columns: set[str]) ->
     """One view's part of the table."""
     segments = view.segments
     sums: dict[str, Tensor] = {}
-    if "usable" in columns:
-        sums["usable"] = segments.count()
+    if "valid" in columns:
+        sums["valid"] = segments.count()
     if "sum advantage" in columns:
         sums["sum advantage"] = segments.sum(totals.advantage(view))
     for pair in ("policy/sampler", "policy/proximal", "proximal/sampler"):
         if f"sum {pair}" in columns:
             sums[f"sum {pair}"] = segments.sum(view.log_ratio(pair))
     for position, gate in enumerate(totals.composition.gates):
-        if gate.statistic.sequence is not None:
+        if gate.spec.sequence is not None:
             sums |= sum_sequences(gate, view)
         if f"low {position}" in columns:
             for name, side in zip(("low", "high"), token_violations(gate, view), strict=True):
                 zeros = torch.zeros(len(segments), device=segments.ids.device)
                 sums[f"{name} {position}"] = zeros if side is None else segments.sum(side)
     table = SequenceTable(segments.ids, sums)
-    if "members" not in columns:
+    if "trainable" not in columns:
         return table
-    members = SequenceTable(view.trainable_segments.ids, {"members": view.trainable_segments.count()})
+    trainable = SequenceTable(view.trainable_segments.ids, {"trainable": view.trainable_segments.count()})
     if view.num_invalid_logprobs:
-        return SequenceTable.merge([members, table])
-    return SequenceTable(table.ids, table.columns | members.columns)
+        return SequenceTable.merge([trainable, table])
+    return SequenceTable(table.ids, table.columns | trainable.columns)
 
 
 def _count_kept(totals: StepTotals, views: Sequence[ActiveTokens], gather: Gather) -> None:

@@ -197,12 +197,16 @@ def _check_allocator() -> list[DoctorCheck]:
     name, version = platform.libc_ver()
     other = [part for part in ("jemalloc", "tcmalloc", "mimalloc") if part in os.environ.get("LD_PRELOAD", "")]
     if other:
-        return [DoctorCheck("allocator", "ok", f"{other[0]} by LD_PRELOAD; trainer.retain_freed_memory does not reach it")]
+        return [
+            DoctorCheck("allocator", "ok", f"{other[0]} by LD_PRELOAD; trainer.retain_freed_memory does not reach it")
+        ]
     if retain_freed_memory(True):
         return [DoctorCheck("allocator", "ok", f"{name} {version}, keeps freed memory when asked")]
     advice = "steps on CPU take longer here; Linux with glibc, or jemalloc by LD_PRELOAD, is faster"
     return [
-        DoctorCheck("allocator", "warning", f"{name or 'unknown'} {version}: trainer.retain_freed_memory cannot act", advice)
+        DoctorCheck(
+            "allocator", "warning", f"{name or 'unknown'} {version}: trainer.retain_freed_memory cannot act", advice
+        )
     ]
 
 

@@ -259,12 +259,12 @@ def test_where_there_is_nothing_to_plot_it_says_so(run: Any, name: str, sentence
 
 
 def test_gates_on_different_policies_are_not_drawn_over_each_other() -> None:
-    text = drawn("icepop", gates=[{"on": "ratio", "of": "proximal/sampler", "high": 2.0}])
+    text = drawn("icepop", gates=[{"statistic": "ratio", "between": "proximal/sampler", "high": 2.0}])
     assert text == "No plot: the gates compare different pairs of policies."
 
 
 def test_the_plot_says_what_it_leaves_out() -> None:
-    text = drawn("icepop", rollout_min_ratio=0.01, gates=[{"on": "second_moment", "high": 0.1}])
+    text = drawn("icepop", rollout_min_ratio=0.01, gates=[{"statistic": "second_moment", "high": 0.1}])
     assert "A gate that decides over the step is not shown." in text
     assert "this is a sequence of one token" in text
 
@@ -274,13 +274,13 @@ def test_the_plot_says_what_it_leaves_out() -> None:
 FILES = {
     "recipe": '[objective]\nname = "ipo_kl"\nkl_tau = 0.5\n',
     "unread default": '[objective]\nname = "dr_grpo"\nreduction = "tokens"\n',
-    "extended": '[objective]\nname = "icepop"\nroles = [1, 2]\ngates = [{on = "binary_kl", high = 0.1}]\n',
+    "extended": '[objective]\nname = "icepop"\nroles = [1, 2]\ngates = [{statistic = "binary_kl", high = 0.1}]\n',
     "composition": """
 [objective]
-gates = [{on = "ratio", low = 0.2}, {on = "sequence_kl", high = 1e-5, when = "negative_advantage"}]
+gates = [{statistic = "ratio", low = 0.2}, {statistic = "sequence_kl", high = 1e-5, when = "negative_advantage"}]
 weights = [{level = "sequence", high = 2}]
 policy = {surrogate = "clip", eps = 0.2, dual_clip = 3}
-penalties = [{on = "k1", coef = 0.1, ratio_correction = true}]
+penalties = [{estimator = "k1", coef = 0.1, ratio_correction = true}]
 reduction = {over = "constant", length = 100}
 [advantages]
 name = "moving_baseline"

@@ -52,7 +52,9 @@ def test_the_command_prints_a_prediction_a_table_and_json(tmp_path: Path, capsys
     file, own = tmp_path / "run.toml", tmp_path / "own.toml"
     file.write_text("steps = 8\n[sampling]\nmax_tokens = 64\n[scheduler]\ngroups_per_step = 2\ngroup_size = 2\n")
     own.write_text('length = "fixed:20"\nengines = 3\n')
-    assert main(["simulate", str(file), "--assume", str(own), "--engines", "2", "--scheduler.groups_per_step", "3"]) == 0
+    assert (
+        main(["simulate", str(file), "--assume", str(own), "--engines", "2", "--scheduler.groups_per_step", "3"]) == 0
+    )
     text = capsys.readouterr().out
     for word in ("speed", "engines", "trainer", "staleness", "dropped", "wasted", "bottleneck", "to change"):
         assert any(line.startswith(word) for line in text.splitlines()), word

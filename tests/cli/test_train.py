@@ -118,7 +118,7 @@ def test_the_same_loop_with_a_pool_of_servers(tmp_path: Path) -> None:
         apps.append(build_app(engine, own.tokenizer, model="m", allowed_folders=AllowedFolders([tmp_path])))
     with serving(apps[0]) as first, serving(apps[1]) as second:
         watcher = train(
-            tmp_path / "run", steps=3, engine__kind="pool", pool__urls=[first, second], evaluation__when="ends"
+            tmp_path / "run", steps=3, engine__kind="pool", pool__urls=[first, second], evaluation__when="start_and_end"
         )
     assert list(watcher.steps) == [1, 2, 3]
     assert all(numbers["dropped"] == numbers.get("dropped/zero_variance", 0) for numbers in watcher.steps.values())

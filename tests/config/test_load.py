@@ -66,7 +66,7 @@ def test_rows_say_where_each_value_came_from(toml: Path) -> None:
 
 
 def test_rows_tell_given_and_default_fields_of_one_gate_apart(toml: Path) -> None:
-    toml.write_text('[objective]\ngates = [{on = "ratio", low = 0.2, high = 5.0}]\n')
+    toml.write_text('[objective]\ngates = [{statistic = "ratio", low = 0.2, high = 5.0}]\n')
     rows = {path: origin for path, _, origin in load_settings(toml, ["--objective.gates.0.low", "0.1"]).rows()}
     assert rows["objective.gates.0.low"] == "command line"
     assert rows["objective.gates.0.high"] == str(toml)
@@ -74,23 +74,23 @@ def test_rows_tell_given_and_default_fields_of_one_gate_apart(toml: Path) -> Non
 
 
 def test_a_table_given_on_the_command_line_replaces_the_origins_of_the_file(toml: Path) -> None:
-    toml.write_text('[objective]\ngates = [{on = "ratio", low = 0.2, high = 5.0}]\n')
-    loaded = load_settings(toml, ["--objective.gates", '[{on = "binary_kl", high = 0.1}]'])
+    toml.write_text('[objective]\ngates = [{statistic = "ratio", low = 0.2, high = 5.0}]\n')
+    loaded = load_settings(toml, ["--objective.gates", '[{statistic = "binary_kl", high = 0.1}]'])
     rows = {path: (value, origin) for path, value, origin in loaded.rows()}
-    assert rows["objective.gates.0.on"] == ("binary_kl", "command line")
+    assert rows["objective.gates.0.statistic"] == ("binary_kl", "command line")
     assert rows["objective.gates.0.when"] == ("always", "default")
     assert rows["objective.gates.0.low"] == (None, "default")
 
 
 def test_a_number_in_an_override_steps_into_a_list(toml: Path) -> None:
-    toml.write_text('[objective]\ngates = [{on = "ratio", low = 0.2}, {on = "binary_kl", high = 0.1}]\n')
+    toml.write_text('[objective]\ngates = [{statistic = "ratio", low = 0.2}, {statistic = "binary_kl", high = 0.1}]\n')
     gates = load_settings(toml, ["--objective.gates.1.high", "0.7"]).settings.objective.composition.gates
     assert (gates[0].low, gates[1].high) == (0.2, 0.7)
 
 
 @pytest.mark.parametrize("position", ["2", "-1", "first", "²"])
 def test_a_position_outside_the_list_is_refused(toml: Path, position: str) -> None:
-    toml.write_text('[objective]\ngates = [{on = "ratio", low = 0.2}, {on = "binary_kl", high = 0.1}]\n')
+    toml.write_text('[objective]\ngates = [{statistic = "ratio", low = 0.2}, {statistic = "binary_kl", high = 0.1}]\n')
     message = refused(toml, f"--objective.gates.{position}.high", "1")
     assert message == f"--objective.gates.{position}.high: {position} is not a position in a list of 2"
 
@@ -184,12 +184,12 @@ def renames(monkeypatch: pytest.MonkeyPatch) -> None:
         "servers": "pool",
         "sampler.heat": "sampling.temperature",
         "sampler.longest": "sampling.max_tokens",
-        "publish.transport": "publish.transport",
+        "publish.how": "publish.transport",
         "scheduler.old": "scheduler.on_stale",
         "objective.low": "objective.ratio_low",
     }
     values = {
-        "environments.*.limits.on_overlength": {"leave": "cut"},
+        "environments.*.limits.on_overlength": {"leave": "truncate"},
         "scheduler.on_stale": {"again": "resample"},
         "steps": {"few": 10},
     }
@@ -218,7 +218,7 @@ def renames(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             '--environments.sums.limits.on_overlength="leave"',
             'environments.sums.limits.on_overlength = "leave" was renamed;'
-            ' write environments.sums.limits.on_overlength = "cut"',
+            ' write environments.sums.limits.on_overlength = "truncate"',
         ),
         ('--steps="few"', 'steps = "few" was renamed; write steps = 10'),
     ],
@@ -289,7 +289,7 @@ def test_sampling_of_an_environment_is_refused_under_its_full_name() -> None:
 
 
 def test_an_unknown_key_inside_a_part_is_refused_too() -> None:
-    message = refused_table(gates=[{"on": "ratio", "lo": 0.2}])
+    message = refused_table(gates=[{"statistic": "ratio", "lo": 0.2}])
     assert message == "objective.gates.0.lo is not a setting; did you mean low?"
 
 
@@ -305,7 +305,7 @@ def test_low_above_high_names_both_parameters(name: str) -> None:
 
 
 def test_low_above_high_in_an_added_gate_is_named_by_its_own_position() -> None:
-    message = refused_table(name="icepop", gates=[{"on": "ratio", "low": 3.0, "high": 1.0}])
+    message = refused_table(name="icepop", gates=[{"statistic": "ratio", "low": 3.0, "high": 1.0}])
     assert message == "objective.gates.0.low = 3.0 must be below objective.gates.0.high = 1.0"
 
 
@@ -324,31 +324,31 @@ def test_a_value_of_the_wrong_kind_is_named(value: str) -> None:
     )
 
 
-GATE: dict[str, Any] = {"on": "ratio", "low": 0.5}
+GATE: dict[str, Any] = {"statistic": "ratio", "low": 0.5}
 CLIP: dict[str, Any] = {"surrogate": "clip", "eps": 0.2}
 ENTROPY: dict[str, Any] = {"surrogate": "cross_entropy", "anchor": "none"}
 GAMMA = {"k_positive": 1, "rate_positive": 1, "k_negative": 1, "rate_negative": 1}
-K3 = {"on": "k3", "coef": 0.1}
+K3 = {"estimator": "k3", "coef": 0.1}
 
 CANNOT_ACT: list[tuple[dict[str, Any], str]] = [
-    ({"gates": [{"on": "ratio"}]}, 'objective.gates.0.on = "ratio": a gate needs a low or a high bound'),
-    ({"gates": [{"on": "ratio", "low": -0.1}]}, "low = -0.1 must not be negative: it bounds a ratio"),
-    ({"gates": [{"on": "ratio", "high": 0.0}]}, "high = 0.0 must be positive: it bounds a ratio"),
+    ({"gates": [{"statistic": "ratio"}]}, 'objective.gates.0.statistic = "ratio": a gate needs a low or a high bound'),
+    ({"gates": [{"statistic": "ratio", "low": -0.1}]}, "low = -0.1 must not be negative: it bounds a ratio"),
+    ({"gates": [{"statistic": "ratio", "high": 0.0}]}, "high = 0.0 must be positive: it bounds a ratio"),
     (
-        {"gates": [{"on": "binary_kl", "high": 1, "level": "geometric", "scope": "sequence"}]},
-        'level = "geometric" cannot act: it belongs to on = "ratio"',
+        {"gates": [{"statistic": "binary_kl", "high": 1, "level": "geometric", "scope": "sequence"}]},
+        'level = "geometric" cannot act: it belongs to statistic = "ratio"',
     ),
     (
-        {"gates": [{"on": "binary_kl", "low": 0.1, "high": 1}]},
+        {"gates": [{"statistic": "binary_kl", "low": 0.1, "high": 1}]},
         "low = 0.1 cannot act: the statistic is a distance and has only a high bound",
     ),
-    ({"gates": [{"on": "second_moment", "high": -1}]}, "high = -1.0 must not be negative: it bounds a distance"),
+    ({"gates": [{"statistic": "second_moment", "high": -1}]}, "high = -1.0 must not be negative: it bounds a distance"),
     (
-        {"gates": [{"on": "sequence_kl", "high": 1, "scope": "token"}]},
+        {"gates": [{"statistic": "sequence_kl", "high": 1, "scope": "token"}]},
         'scope = "token": this statistic belongs to the sequence and decides for it',
     ),
     (
-        {"gates": [{"on": "second_moment", "high": 1, "when": "positive_advantage"}]},
+        {"gates": [{"statistic": "second_moment", "high": 1, "when": "positive_advantage"}]},
         'when = "positive_advantage": a gate over the step applies to every advantage',
     ),
     ({"weights": [{"low": 2.0, "high": 1.0}]}, "weights.0.low = 2.0 must be below objective.weights.0.high = 1.0"),
@@ -370,12 +370,12 @@ CANNOT_ACT: list[tuple[dict[str, Any], str]] = [
         'level = "sequence" needs a ratio, and objective.policy.surrogate = "log_prob" has none',
     ),
     ({"policy": {"token_clip": 0.4}}, 'token_clip = 0.4 cannot act: it belongs to level = "sequence"'),
-    ({"penalties": [{"on": "k1", "coef": 1.0}]}, 'on = "k1" cannot go with'),
+    ({"penalties": [{"estimator": "k1", "coef": 1.0}]}, 'estimator = "k1" cannot go with'),
     (
-        {"penalties": [{"on": "log_ratio_squared", "coef": 1, "ratio_correction": True}]},
+        {"penalties": [{"estimator": "log_ratio_squared", "coef": 1, "ratio_correction": True}]},
         "ratio_correction = true cannot act: it belongs to k1, k2 and k3",
     ),
-    ({"penalties": [{"on": "k3"}]}, "objective.penalties.0.coef is missing"),
+    ({"penalties": [{"estimator": "k3"}]}, "objective.penalties.0.coef is missing"),
     ({"reduction": {"over": "constant"}}, 'reduction.over = "constant" needs length'),
     ({"reduction": {"length": 5}}, 'reduction.length = 5.0 cannot act: it belongs to over = "constant"'),
     ({"kl_penalty_source": "sampled"}, 'kl_penalty_source = "sampled" cannot act while kl_penalty_coef = 0'),
@@ -404,7 +404,7 @@ CANNOT_ACT: list[tuple[dict[str, Any], str]] = [
         {"name": "icepop", "reference_kl_coef": 0.1, "reference_kl_estimator": "k1"},
         'objective.reference_kl_estimator = "k1" cannot go with objective.reference_kl_correction = false',
     ),
-    ({"name": "icepop", "gates": {"on": "ratio"}}, "must be a list of tables"),
+    ({"name": "icepop", "gates": {"statistic": "ratio"}}, "must be a list of tables"),
 ]
 
 
@@ -422,7 +422,7 @@ def test_an_estimators_option_belongs_to_it(name: str, field: str) -> None:
 
 
 def test_an_added_gate_lets_a_recipes_option_act() -> None:
-    added = [{"on": "ratio", "of": "proximal/sampler", "high": 2.0}]
+    added = [{"statistic": "ratio", "between": "proximal/sampler", "high": 2.0}]
     assert "nothing here uses the proximal policy" in refused_table(name="icepop", proximal="interpolated")
     _, _, composition = resolve_objective({"name": "icepop", "proximal": "interpolated", "gates": added})
     assert [gate.between for gate in composition.gates] == ["policy/sampler", "proximal/sampler"]
@@ -431,7 +431,11 @@ def test_an_added_gate_lets_a_recipes_option_act() -> None:
 def test_what_is_added_to_a_recipe_comes_after_its_own_parts() -> None:
     table = {"name": "dppo_kl", "gates": [GATE], "weights": [{"high": 2.0}], "penalties": [K3]}
     _, _, composition = resolve_objective(table)
-    assert [gate.statistic for gate in composition.gates] == ["probability_difference", "probability_difference", "ratio"]
+    assert [gate.statistic for gate in composition.gates] == [
+        "probability_difference",
+        "probability_difference",
+        "ratio",
+    ]
     assert [penalty.estimator for penalty in composition.penalties] == ["log_ratio_squared", "k3"]
     assert composition.weights[0].high == 2.0
 

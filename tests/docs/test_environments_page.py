@@ -89,7 +89,9 @@ def test_the_errors_of_the_page_are_the_errors(page):
     environment = load("my_environments:Backwards", tries=3)
     text = PAGE.read_text()
     missing = play(environment, Task("t", {}), ScriptedEngine())
-    asked = play(environment, environment.tasks("train")[0], ScriptedEngine("x", "x"), limits=EpisodeLimits(max_turns=2))
+    asked = play(
+        environment, environment.tasks("train")[0], ScriptedEngine("x", "x"), limits=EpisodeLimits(max_turns=2)
+    )
     for rollout in (missing, asked):
         assert f"| `{rollout.error_kind}` |" in text
         assert f"`{rollout.error}`" in text

@@ -15,7 +15,7 @@ from keel.errors import ModelError
 from keel.training.model.checkpoint import Checkpoints
 
 BITS = ("model.safetensors", "training/optimizer.safetensors")
-COLUMNS = ["step", "group", "member", "attempt", "sample", "OUT"]
+COLUMNS = ["step", "group", "member", "attempt", "sample", "outcome"]
 
 
 def after_a_kill(run: Path) -> list[str]:
@@ -83,11 +83,13 @@ def _of_the_records(db: sqlite3.Connection, run: Path, steps: int) -> list[str]:
     told: Counter[tuple[str, int, int, int]] = Counter()
     for step in range(1, steps + 1):
         rows = pq.read_table(run / "rollouts" / f"step_{step:06d}.parquet", columns=COLUMNS).to_pylist()
-        trained = [row for row in rows if row["OUT"] == "trained"]
+        trained = [row for row in rows if row["outcome"] == "trained"]
         told.update({(row["group"], row["member"], row["attempt"], row["step"]): 1 for row in trained})
         samples = Counter((row["group"], row["member"], row["attempt"], row["sample"]) for row in trained)
         wrong += [f"{name} is {count} times in record {step}" for name, count in samples.items() if count > 1]
-    ledger = set(db.execute("SELECT \"group\", member, attempt, step FROM rollouts WHERE outcome = 'trained'").fetchall())
+    ledger = set(
+        db.execute("SELECT \"group\", member, attempt, step FROM rollouts WHERE outcome = 'trained'").fetchall()
+    )
     if set(told) != ledger:
         wrong.append(f"ledger and records disagree about {sorted(set(told) ^ ledger)[:5]}")
     return wrong

@@ -97,7 +97,11 @@ def episodes(lives: Lives, folder: Path, fault: str, options: dict[str, object],
     result = Result(fault)
     world = World(lives, folder, steps=6, scheduler__max_off_policy_steps=1)
     words = [f"--environments.tokens.options.{name}={json.dumps(value)}" for name, value in options.items()]
-    world.words += [*words, f"--environments.tokens.limits.timeout={seconds}", f"--scheduler.rollout_timeout={seconds + 1}"]
+    world.words += [
+        *words,
+        f"--environments.tokens.limits.timeout={seconds}",
+        f"--scheduler.rollout_timeout={seconds + 1}",
+    ]
     ends(world, world.start(), result)
     result.injected = refused(world.run, ("exception", "timeout", "empty", "engine"))
     return result

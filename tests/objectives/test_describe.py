@@ -31,28 +31,33 @@ VARIANTS: list[dict[str, Any]] = [
     {"reduction": "constant", "length": 3, "reference_kl_coef": 0.1, "reference_kl_estimator": "k2"},
 ]
 COMPOSITIONS: list[dict[str, Any]] = [
-    {"penalties": [{"on": "k3", "of": "policy/proximal", "coef": -0.3}]},
+    {"penalties": [{"estimator": "k3", "between": "policy/proximal", "coef": -0.3}]},
     {
-        "gates": [{"on": "ratio", "level": "geometric", "low": 0.7, "high": 1.4}],
+        "gates": [{"statistic": "ratio", "level": "geometric", "low": 0.7, "high": 1.4}],
         "weights": [
             {"level": "sequence", "low": 0.5, "high": 2.0},
-            {"level": "geometric", "low": 0.9, "of": "policy/proximal"},
+            {"level": "geometric", "low": 0.9, "between": "policy/proximal"},
         ],
         "policy": {"surrogate": "clip", "level": "sequence", "anchor": "proximal", "eps": 0.05, "dual_clip": 2.0},
-        "penalties": [{"on": "log_ratio_squared", "coef": 0.01, "scope": "all"}, {"on": "k2", "coef": 0.2}],
+        "penalties": [
+            {"estimator": "log_ratio_squared", "coef": 0.01, "scope": "all"},
+            {"estimator": "k2", "coef": 0.2},
+        ],
         "reduction": {"over": "sequences", "denominator": "kept"},
     },
     {
-        "gates": [{"on": "binary_kl", "of": "proximal/sampler", "high": 0.05, "when": "positive_advantage"}],
+        "gates": [
+            {"statistic": "binary_kl", "between": "proximal/sampler", "high": 0.05, "when": "positive_advantage"}
+        ],
         "weights": [{"kernel": "gamma", "k_positive": 1, "rate_positive": 2, "k_negative": 3, "rate_negative": 0.5}]
         * 2,
         "policy": {"surrogate": "soft", "tau_positive": 1.0, "tau_negative": 2.0},
-        "penalties": [{"on": "k1", "coef": 0.1, "ratio_correction": True, "scope": "all"}],
+        "penalties": [{"estimator": "k1", "coef": 0.1, "ratio_correction": True, "scope": "all"}],
         "adv_tau": 2.0,
         "proximal": "interpolated",
     },
     {
-        "gates": [{"on": "ratio", "high": 1.3, "scope": "sequence"}],
+        "gates": [{"statistic": "ratio", "high": 1.3, "scope": "sequence"}],
         "policy": {"surrogate": "cross_entropy", "anchor": "none"},
     },
 ]
@@ -299,9 +304,11 @@ def test_divisor_follows_reduction_and_denominator(given: dict[str, Any], diviso
 
 
 def test_parameters_show_as_names_and_plain_numbers_as_numbers() -> None:
-    words = describe_preset(PRESETS["icepop"], {"gates": [{"on": "probability_difference", "low": -0.1, "high": 0.1}]})
+    words = describe_preset(
+        PRESETS["icepop"], {"gates": [{"statistic": "probability_difference", "low": -0.1, "high": 0.1}]}
+    )
     assert words.dropped == ("token when r < ratio_low or r > ratio_high", "token when |p - q| > 0.1")
-    _, _, composition = resolve_objective({"gates": [{"on": "ratio", "high": 5.0}]})
+    _, _, composition = resolve_objective({"gates": [{"statistic": "ratio", "high": 5.0}]})
     plain = describe(composition)
     assert plain.dropped == ("token when r > 5",)
     assert plain.formula == "-sum keep * A * r / N"
@@ -332,9 +339,9 @@ def gate(**fields: Any) -> Gate:
     return Gate.model_validate(fields)
 
 
-BAND = gate(on="ratio", low=0.2, high=5.0)
-DIFFERENCE = gate(on="probability_difference", low=-0.25, high=0.25)
-OPSM = gate(on="sequence_kl", high=1e-4, when="negative_advantage")
+BAND = gate(statistic="ratio", low=0.2, high=5.0)
+DIFFERENCE = gate(statistic="probability_difference", low=-0.25, high=0.25)
+OPSM = gate(statistic="sequence_kl", high=1e-4, when="negative_advantage")
 HALF_TO_QUARTER = 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)
 """KLb(1/2, 1/4)."""
 QUARTER_TO_HALF = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
@@ -348,31 +355,31 @@ QUARTER_TO_HALF = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
         (BAND, 0.09, 0.5, 1, "low"),
         (BAND, 0.5, 0.1, -1, None),  # r = 5, on the bound
         (BAND, 0.51, 0.1, -1, "high"),
-        (gate(on="ratio", low=0.5, scope="sequence"), 0.2, 0.5, 0, "low"),
-        (gate(on="ratio", level="geometric", high=2.0), 0.9, 0.4, 0, "high"),
+        (gate(statistic="ratio", low=0.5, scope="sequence"), 0.2, 0.5, 0, "low"),
+        (gate(statistic="ratio", level="geometric", high=2.0), 0.9, 0.4, 0, "high"),
         (DIFFERENCE, 0.25, 0.5, 1, None),
         (DIFFERENCE, 0.24, 0.5, 1, "low"),
         (DIFFERENCE, 0.75, 0.5, -1, None),
         (DIFFERENCE, 0.76, 0.5, -1, "high"),
-        (gate(on="probability_difference", high=0.2, when="positive_advantage"), 0.9, 0.1, 1, "high"),
-        (gate(on="probability_difference", high=0.2, when="positive_advantage"), 0.9, 0.1, 0, None),
-        (gate(on="probability_difference", high=0.2, when="positive_advantage"), 0.9, 0.1, -1, None),
-        (gate(on="probability_difference", low=-0.2, when="negative_advantage"), 0.1, 0.9, -1, "low"),
-        (gate(on="probability_difference", low=-0.2, when="negative_advantage"), 0.1, 0.9, 0, None),
+        (gate(statistic="probability_difference", high=0.2, when="positive_advantage"), 0.9, 0.1, 1, "high"),
+        (gate(statistic="probability_difference", high=0.2, when="positive_advantage"), 0.9, 0.1, 0, None),
+        (gate(statistic="probability_difference", high=0.2, when="positive_advantage"), 0.9, 0.1, -1, None),
+        (gate(statistic="probability_difference", low=-0.2, when="negative_advantage"), 0.1, 0.9, -1, "low"),
+        (gate(statistic="probability_difference", low=-0.2, when="negative_advantage"), 0.1, 0.9, 0, None),
         (OPSM, math.exp(-1), 1.0, -1, "low"),  # b = 0, l = -1: sequence KL 1
         (OPSM, math.exp(-1), 1.0, 1, None),
         (OPSM, 0.9, 0.5, -1, None),
-        (gate(on="sequence_kl", low=-0.1), 0.9, 0.5, 1, "high"),
-        (gate(on="binary_kl", high=HALF_TO_QUARTER - 1e-9), 0.25, 0.5, 1, "low"),
-        (gate(on="binary_kl", high=HALF_TO_QUARTER + 1e-9), 0.25, 0.5, 1, None),
-        (gate(on="binary_kl", high=QUARTER_TO_HALF - 1e-9), 0.5, 0.25, 1, "high"),
-        (gate(on="symmetric_binary_kl", high=HALF_TO_QUARTER - 1e-9), 0.5, 0.25, 1, "high"),
-        (gate(on="symmetric_binary_kl", high=HALF_TO_QUARTER + 1e-9), 0.5, 0.25, 1, None),
-        (gate(on="signed_binary_kl", high=QUARTER_TO_HALF - 1e-9), 0.5, 0.25, 1, "high"),
-        (gate(on="signed_binary_kl", high=0.01), 0.25, 0.5, 1, None),
-        (gate(on="signed_binary_kl", low=-0.01), 0.25, 0.5, 1, "low"),
-        (gate(on="binary_kl", high=100.0), 1.0, 0.5, 1, "high"),  # certain under the policy only: infinite
-        (gate(on="second_moment", high=0.0), 0.01, 0.9, 1, None),
+        (gate(statistic="sequence_kl", low=-0.1), 0.9, 0.5, 1, "high"),
+        (gate(statistic="binary_kl", high=HALF_TO_QUARTER - 1e-9), 0.25, 0.5, 1, "low"),
+        (gate(statistic="binary_kl", high=HALF_TO_QUARTER + 1e-9), 0.25, 0.5, 1, None),
+        (gate(statistic="binary_kl", high=QUARTER_TO_HALF - 1e-9), 0.5, 0.25, 1, "high"),
+        (gate(statistic="symmetric_binary_kl", high=HALF_TO_QUARTER - 1e-9), 0.5, 0.25, 1, "high"),
+        (gate(statistic="symmetric_binary_kl", high=HALF_TO_QUARTER + 1e-9), 0.5, 0.25, 1, None),
+        (gate(statistic="signed_binary_kl", high=QUARTER_TO_HALF - 1e-9), 0.5, 0.25, 1, "high"),
+        (gate(statistic="signed_binary_kl", high=0.01), 0.25, 0.5, 1, None),
+        (gate(statistic="signed_binary_kl", low=-0.01), 0.25, 0.5, 1, "low"),
+        (gate(statistic="binary_kl", high=100.0), 1.0, 0.5, 1, "high"),  # certain under the policy only: infinite
+        (gate(statistic="second_moment", high=0.0), 0.01, 0.9, 1, None),
     ],
 )
 def test_scalar_rule_at_points_known_in_closed_form(

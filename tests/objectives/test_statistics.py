@@ -102,16 +102,16 @@ def near(values: list[float]) -> Any:
 
 @ENTRY
 def test_an_entry_is_complete(statistic: GateStatistic) -> None:
-    assert STATISTICS[statistic.on, statistic.level] is statistic
-    assert gate_statistic(statistic.on, statistic.level) is statistic
+    assert STATISTICS[statistic.name, statistic.level] is statistic
+    assert gate_statistic(statistic.name, statistic.level) is statistic
     assert statistic.histogram.title
     assert statistic.histogram.scale > 0
     for pair in RATIO_NOTATIONS.values():
         for formula in (statistic.formula, statistic.magnitude_formula or "|x|"):
             assert "{" not in formula.format(**pair._asdict())
-    default = Gate.model_validate({"on": statistic.on, "level": statistic.level, "high": 0.5})
+    default = Gate.model_validate({"statistic": statistic.name, "level": statistic.level, "high": 0.5})
     assert default.scope == statistic.scopes[0]
-    assert default.statistic is statistic
+    assert default.spec is statistic
 
 
 def test_histogram_names_are_unique() -> None:
@@ -159,7 +159,7 @@ def test_gates_drop_what_the_scalar_function_puts_outside_the_bounds(
     bounds = {"high": data.draw(st.sampled_from(between))} if between else {"high": values[-1] + 1}
     if between and statistic.direction != "distance" and data.draw(st.booleans()):
         bounds["low"] = data.draw(st.sampled_from([bound for bound in between if bound <= bounds["high"]]))
-    gate = Gate.model_validate({"on": statistic.on, "level": statistic.level, "scope": scope, **bounds})
+    gate = Gate.model_validate({"statistic": statistic.name, "level": statistic.level, "scope": scope, **bounds})
     rule = keel.objective(Composition(gates=[gate]))
     result = rule(a_step(points, list(range(len(points)))))
     if scope == "step":
@@ -209,12 +209,12 @@ def test_an_entry_without_one_of_its_forms_cannot_be_created() -> None:
 
 def test_an_unknown_name_is_an_error_everywhere_and_never_another_gate() -> None:
     with pytest.raises(
-        ConfigError, match='on = "ratios" at level = "token" is not a gate statistic; known: ratio, pro'
+        ConfigError, match='statistic = "ratios" at level = "token" is not a gate statistic; known: ratio, pro'
     ):
         gate_statistic("ratios")
-    with pytest.raises(ConfigError, match=r'gates\.0\.on = "ratios": input should be'):
-        resolve_objective({"gates": [{"on": "ratios", "high": 1.0}]})
-    unchecked = Gate.model_construct(on="ratios", high=1.0)
+    with pytest.raises(ConfigError, match=r'gates\.0\.statistic = "ratios": input should be'):
+        resolve_objective({"gates": [{"statistic": "ratios", "high": 1.0}]})
+    unchecked = Gate.model_construct(statistic="ratios", high=1.0)
     composition = Composition.model_construct(gates=[unchecked])
     for use in (
         lambda: dropped_side(unchecked, 0.5, 0.5, 1.0),
@@ -226,20 +226,20 @@ def test_an_unknown_name_is_an_error_everywhere_and_never_another_gate() -> None
             use()
 
 
-@pytest.mark.parametrize("value", ["ratios", 3, None, ["ratio"], {"on": "ratio"}, True])
+@pytest.mark.parametrize("value", ["ratios", 3, None, ["ratio"], {"statistic": "ratio"}, True])
 def test_a_wrong_name_is_reported_as_a_literal_would(value: Any) -> None:
     class Model(BaseModel):
         on: Literal[statistic_names()]  # type: ignore[valid-type]
 
     with pytest.raises(ValidationError) as expected:
-        Model.model_validate({"on": value})
+        Model.model_validate({"statistic": value})
     with pytest.raises(ValidationError) as found:
-        Gate.model_validate({"on": value, "high": 1.0})
+        Gate.model_validate({"statistic": value, "high": 1.0})
     assert found.value.errors(include_url=False) == expected.value.errors(include_url=False)
 
 
 def test_json_schema_lists_the_names() -> None:
-    assert Gate.model_json_schema()["properties"]["on"]["enum"] == list(statistic_names())
+    assert Gate.model_json_schema()["properties"]["statistic"]["enum"] == list(statistic_names())
 
 
 def names_in(node: ast.AST) -> set[str]:
@@ -255,8 +255,8 @@ def decides_by_name(node: ast.AST) -> bool:
     "ratio" is a weight's kernel and a histogram of the lens too, so it counts only next to a field `on`.
     """
     if isinstance(node, ast.Compare):
-        about_on = any(getattr(part, "attr", getattr(part, "id", "")) == "on" for part in ast.walk(node))
-        return bool(names_in(node) - (set() if about_on else {"ratio"}))
+        about_statistic = any(getattr(part, "attr", getattr(part, "id", "")) == "statistic" for part in ast.walk(node))
+        return bool(names_in(node) - (set() if about_statistic else {"ratio"}))
     if isinstance(node, ast.Dict):
         return len(set().union(*(names_in(key) for key in node.keys if key is not None))) > 2
     return isinstance(node, ast.MatchValue) and bool(names_in(node))
@@ -276,12 +276,12 @@ def test_no_module_but_the_table_decides_by_the_name_of_a_statistic() -> None:
 @pytest.mark.parametrize(
     ("code", "decides"),
     [
-        ('gate.on == "ratio"', True),
-        ('gate.on in ("binary_kl", "second_moment")', True),
-        ('{"ratio": 1, "binary_kl": 2, "sequence_kl": 3}[gate.on]', True),
-        ('match gate.on:\n    case "sequence_kl": pass', True),
+        ('gate.statistic == "ratio"', True),
+        ('gate.statistic in ("binary_kl", "second_moment")', True),
+        ('{"ratio": 1, "binary_kl": 2, "sequence_kl": 3}[gate.statistic]', True),
+        ('match gate.statistic:\n    case "sequence_kl": pass', True),
         ('weight.kernel == "ratio"', False),
-        ('{"on": "sequence_kl", "high": 1e-4}', False),
+        ('{"statistic": "sequence_kl", "high": 1e-4}', False),
     ],
 )
 def test_the_search_finds_what_it_is_for(code: str, decides: bool) -> None:
@@ -296,7 +296,7 @@ def _absolute_ratio_change(log_ratio: Tensor, over: Tensor, under: Tensor) -> Te
 
 
 RATIO_CHANGE = GateStatistic(
-    on="ratio_change",
+    name="ratio_change",
     scopes=("token", "sequence", "step"),
     direction="distance",
     tensor=_absolute_ratio_change,
@@ -305,7 +305,7 @@ RATIO_CHANGE = GateStatistic(
     histogram=LensHistogram(name="ratio_change", title="change of the ratio", sql="abs(exp(l - b) - 1)", scale=0.1),
 )
 MEAN_BINARY_KL = GateStatistic(
-    on="mean_binary_kl",
+    name="mean_binary_kl",
     scopes=("sequence",),
     direction="distance",
     tensor=lambda log_ratio, over, under: binary_kl(under, over),
@@ -325,7 +325,7 @@ MEAN_BINARY_KL = GateStatistic(
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     for entry in (RATIO_CHANGE, MEAN_BINARY_KL):
-        monkeypatch.setitem(STATISTICS, (entry.on, entry.level), entry)
+        monkeypatch.setitem(STATISTICS, (entry.name, entry.level), entry)
 
 
 POINTS = [(0.5, 0.5), (0.7, 0.5), (0.3, 0.5), (0.55, 0.5)]
@@ -337,51 +337,51 @@ def reasons(table: dict[str, Any], sequence: list[int]) -> list[str]:
     return [rule.reasons[code] for code in rule(a_step(POINTS, sequence)).reasons.tolist()]
 
 
-@pytest.mark.parametrize("entry", [RATIO_CHANGE, MEAN_BINARY_KL], ids=lambda entry: entry.on)
+@pytest.mark.parametrize("entry", [RATIO_CHANGE, MEAN_BINARY_KL], ids=lambda entry: entry.name)
 def test_a_statistic_outside_the_table_is_unknown(entry: GateStatistic) -> None:
-    with pytest.raises(ConfigError, match=f'gates.0.on = "{entry.on}": input should be'):
-        resolve_objective({"gates": [{"on": entry.on, "high": 0.2}]})
+    with pytest.raises(ConfigError, match=f'gates.0.statistic = "{entry.name}": input should be'):
+        resolve_objective({"gates": [{"statistic": entry.name, "high": 0.2}]})
 
 
 @pytest.mark.usefixtures("added")
 class TestAddedEntry:
     """Nothing but the table was changed."""
 
-    @pytest.mark.parametrize("entry", [RATIO_CHANGE, MEAN_BINARY_KL], ids=lambda entry: entry.on)
+    @pytest.mark.parametrize("entry", [RATIO_CHANGE, MEAN_BINARY_KL], ids=lambda entry: entry.name)
     def test_it_is_validated_by_its_entry(self, entry: GateStatistic) -> None:
-        assert f"`{entry.on}`" in render_markdown()
+        assert f"`{entry.name}`" in render_markdown()
         with pytest.raises(ConfigError, match="the statistic is a distance and has only a high bound"):
-            resolve_objective({"gates": [{"on": entry.on, "low": 0.1, "high": 0.2}]})
-        with pytest.raises(ConfigError, match='level = "geometric" cannot act: it belongs to on = "ratio"'):
-            resolve_objective({"gates": [{"on": entry.on, "high": 0.2, "level": "geometric"}]})
+            resolve_objective({"gates": [{"statistic": entry.name, "low": 0.1, "high": 0.2}]})
+        with pytest.raises(ConfigError, match='level = "geometric" cannot act: it belongs to statistic = "ratio"'):
+            resolve_objective({"gates": [{"statistic": entry.name, "high": 0.2, "level": "geometric"}]})
 
     def test_gates_use_it_for_tokens(self) -> None:
         name = "gate 0 (ratio_change)"
-        gate = {"on": "ratio_change", "high": 0.2}
+        gate = {"statistic": "ratio_change", "high": 0.2}
         assert reasons(gate, [0, 0, 0, 0]) == ["trained", f"{name} high", f"{name} low", "trained"]
 
     def test_gates_use_it_for_whole_sequences(self) -> None:
         name = "gate 0 (ratio_change, sequence)"
-        gate = {"on": "ratio_change", "high": 0.2, "scope": "sequence"}
+        gate = {"statistic": "ratio_change", "high": 0.2, "scope": "sequence"}
         assert reasons(gate, [0, 0, 1, 2]) == [f"{name} high", f"{name} high", f"{name} low", "trained"]
 
     def test_gates_use_it_over_the_step(self) -> None:
         name = "gate 0 (ratio_change, step)"
-        gate = {"on": "ratio_change", "high": 0.06, "scope": "step"}
+        gate = {"statistic": "ratio_change", "high": 0.06, "scope": "step"}
         assert reasons(gate, [0, 1, 2, 3]) == ["trained", f"{name} high", f"{name} low", "trained"]
 
     def test_gates_use_it_as_a_mean_over_sequences(self) -> None:
         """KLb(0.5, p) is 0, 0.0872, 0.0872 and 0.0050: the sequences' means are 0.0436 and 0.0461."""
         name = "gate 0 (mean_binary_kl, sequence)"
-        gate = {"on": "mean_binary_kl", "high": 0.045}
+        gate = {"statistic": "mean_binary_kl", "high": 0.045}
         assert reasons(gate, [0, 0, 1, 1]) == ["trained", "trained", f"{name} low", f"{name} low"]
         assert reasons(gate | {"high": 0.04}, [0, 0, 1, 1])[0] == f"{name} high"
 
     def test_descriptions_use_it(self) -> None:
         gates = [
-            {"on": "ratio_change", "high": 0.2},
-            {"on": "ratio_change", "high": 0.2, "scope": "sequence", "of": "proximal/sampler"},
-            {"on": "mean_binary_kl", "high": 0.1, "when": "negative_advantage"},
+            {"statistic": "ratio_change", "high": 0.2},
+            {"statistic": "ratio_change", "high": 0.2, "scope": "sequence", "between": "proximal/sampler"},
+            {"statistic": "mean_binary_kl", "high": 0.1, "when": "negative_advantage"},
         ]
         text = describe(Composition.model_validate({"gates": gates}))
         assert text.dropped == (
@@ -393,21 +393,21 @@ class TestAddedEntry:
 
     def test_plots_use_it(self) -> None:
         """A change of the ratio of at most 0.9 is the ratio band from 0.1 to 1.9."""
-        change = Composition.model_validate({"gates": [{"on": "ratio_change", "high": 0.9}]})
-        band = Composition.model_validate({"gates": [{"on": "ratio", "low": 0.1, "high": 1.9}]})
+        change = Composition.model_validate({"gates": [{"statistic": "ratio_change", "high": 0.9}]})
+        band = Composition.model_validate({"gates": [{"statistic": "ratio", "low": 0.1, "high": 1.9}]})
         assert draw_dropped_region(change).plain == draw_dropped_region(band).plain
         assert {"+", "-"} <= set(draw_dropped_region(change).plain)
 
     def test_the_audit_uses_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        rule = Composition.model_validate({"gates": [{"on": "ratio_change", "high": 0.5}]})
+        rule = Composition.model_validate({"gates": [{"statistic": "ratio_change", "high": 0.5}]})
         assert audit(rule).passed
         wrong = dataclasses.replace(RATIO_CHANGE, scalar=lambda p, q: abs(p - q))
         monkeypatch.setitem(STATISTICS, ("ratio_change", "token"), wrong)
         assert not audit(rule).passed
 
-    @pytest.mark.parametrize("entry", [RATIO_CHANGE, MEAN_BINARY_KL], ids=lambda entry: entry.on)
+    @pytest.mark.parametrize("entry", [RATIO_CHANGE, MEAN_BINARY_KL], ids=lambda entry: entry.name)
     def test_the_lens_draws_its_band_and_counts_its_values(self, entry: GateStatistic, tmp_path: Path) -> None:
-        gates = f'[{{on = "{entry.on}", high = 0.25}}]'
+        gates = f'[{{statistic = "{entry.name}", high = 0.25}}]'
         make_run(tmp_path / "run", noise=0.4, objective="reinforce", overrides=("--objective.gates", gates))
         lens = Lens(tmp_path, read_seconds=60)
         try:
@@ -433,7 +433,7 @@ def trained_sequences(run: Path) -> list[list[tuple[float, float]]]:
     found = []
     for file in sorted((run / "rollouts").iterdir()):
         for row in pq.read_table(file).to_pylist():
-            if row["fate"] == "trained":
+            if row["outcome"] == "trained":
                 pairs = zip(row["logprobs"], row["sampler_logprobs"], strict=True)
                 found.append([(math.exp(policy), math.exp(sampler)) for policy, sampler in pairs if policy is not None])
     return found

@@ -139,7 +139,7 @@ def test_samples_that_are_all_too_long_are_over_length():
     assert rollout.error_kind == "over_length"
     assert rollout.reward == 1.0
     assert rollout.counts["dropped_tokens"] == 51
-    cut = run(one_answer, "x" * 50 + END, limits=EpisodeLimits(max_sequence_tokens=60, on_overlength="cut"))
+    cut = run(one_answer, "x" * 50 + END, limits=EpisodeLimits(max_sequence_tokens=60, on_overlength="truncate"))
     assert cut.error_kind is None
     assert len(cut.samples[0]) == 60
     assert cut.counts["truncated_tokens"] > 0

@@ -87,7 +87,7 @@ def test_what_does_not_train_has_no_version_and_no_logprob(turns):
             assert sample.trainable[place] or sample.logprobs[place] == 0.0
 
 
-@given(episodes(), st.integers(1, 12), st.sampled_from(["refuse", "cut"]))
+@given(episodes(), st.integers(1, 12), st.sampled_from(["drop", "truncate"]))
 @settings(max_examples=300)
 def test_no_sample_is_over_length_and_what_was_lost_is_counted(turns, limit, rule):
     made = trajectory(turns).build_samples(EpisodeLimits(max_sequence_tokens=limit, on_overlength=rule))
@@ -99,7 +99,7 @@ def test_no_sample_is_over_length_and_what_was_lost_is_counted(turns, limit, rul
     # nothing is lost for any other reason than the length of what it stands in
     if counts["sampled_tokens"] > counts["trained_tokens"]:
         assert counts["dropped_samples"] + counts["truncated_samples"] > 0
-    if rule == "cut":
+    if rule == "truncate":
         within = sum(min(len(answer.token_ids), max(0, limit - len(prompt))) for prompt, answer in turns)
         assert counts["trained_tokens"] == within
 
@@ -143,7 +143,7 @@ def test_shared_tokens_train_in_the_second_when_the_first_is_refused():
 def test_a_sample_cut_before_its_first_answer_is_left_out_and_counted():
     made = EpisodeTrajectory()
     made.add_turn([1, 2, 3], generation([4, 5]))
-    result = made.build_samples(EpisodeLimits(max_sequence_tokens=3, on_overlength="cut"))
+    result = made.build_samples(EpisodeLimits(max_sequence_tokens=3, on_overlength="truncate"))
     assert result.samples == ()
     assert (result.counts["truncated_samples"], result.counts["truncated_tokens"]) == (1, 2)
 

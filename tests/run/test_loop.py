@@ -49,7 +49,7 @@ def test_every_rollout_has_one_fate_and_the_files_agree_with_the_ledger(run: tup
     found = fates(folder)
     assert len({row[:3] for row in found}) == len(found)
     in_files = {
-        (row["group"], row["member"], row["attempt"]): (row["OUT"], row["reason"], row["step"])
+        (row["group"], row["member"], row["attempt"]): (row["outcome"], row["reason"], row["step"])
         for step in range(1, 7)
         for row in table(folder, step)
     }
@@ -70,7 +70,7 @@ def test_a_steps_file_says_of_every_token_what_became_of_it(run: tuple[Path, Wat
             assert all(
                 (version >= 0) == trains for version, trains in zip(row["versions"], row["trainable"], strict=True)
             )
-            if row["OUT"] == "trained":
+            if row["outcome"] == "trained":
                 known = [value is not None for value in row["logprobs"]]
                 assert known == row["trainable"] == [value is not None for value in row["kept"]]
                 assert max(row["versions"]) <= row["version"]
@@ -85,7 +85,7 @@ def test_the_sampler_and_the_trainer_agree_on_fresh_tokens(run: tuple[Path, Watc
         for step in range(1, 7)
         for row in table(folder, step)
         # an answer that new weights reached half-way goes on with the keys of the old ones
-        if row["OUT"] == "trained" and set(row["versions"]) <= {-1, row["version"]}
+        if row["outcome"] == "trained" and set(row["versions"]) <= {-1, row["version"]}
         for mine, theirs, version in zip(row["logprobs"], row["sampler_logprobs"], row["versions"], strict=True)
         if version == row["version"]
     ]
@@ -163,7 +163,7 @@ def test_lora_reaches_the_engine_and_a_step_reference_acts(tmp_path: Path) -> No
         references__first__source="step:0",
         trainer__optimizer__lr=0.01,
     )
-    rows = [row for step in range(1, 5) for row in table(tmp_path / "run", step) if row["OUT"] == "trained"]
+    rows = [row for step in range(1, 5) for row in table(tmp_path / "run", step) if row["outcome"] == "trained"]
     assert all(row["version"] == max(row["versions"]) for row in rows), "all were sampled from the newest adapter"
     fresh = [
         abs(mine - theirs)
@@ -194,7 +194,9 @@ def test_two_environments_share_a_run_by_their_weights(tmp_path: Path) -> None:
 
 def test_steps_that_train_nothing_end_the_run_with_their_reason(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=r"2 steps in a row trained nothing.*zero_variance 16"):
-        train(tmp_path / "run", scheduler__max_empty_steps=2, environments__larger_number__name="tests.run.test_loop:Flat")
+        train(
+            tmp_path / "run", scheduler__max_empty_steps=2, environments__larger_number__name="tests.run.test_loop:Flat"
+        )
     with Ledger_open(tmp_path / "run") as ledger:
         assert ledger.get_meta("status") == "failed"
         assert ledger.last_step == 2
@@ -281,9 +283,9 @@ def test_the_learning_run_learns_and_shuffled_advantages_do_not(
 
 @pytest.mark.parametrize("kind", ["process"])
 def test_the_same_loop_with_an_engine_in_a_process_of_its_own(tmp_path: Path, kind: str) -> None:
-    watcher = train(tmp_path / "run", steps=3, engine__kind=kind, evaluation__when="ends")
+    watcher = train(tmp_path / "run", steps=3, engine__kind=kind, evaluation__when="start_and_end")
     assert list(watcher.steps) == [1, 2, 3]
-    rows = [row for step in (1, 2, 3) for row in table(tmp_path / "run", step) if row["OUT"] == "trained"]
+    rows = [row for step in (1, 2, 3) for row in table(tmp_path / "run", step) if row["outcome"] == "trained"]
     assert {version for row in rows for version in row["versions"]} - {-1, 0}, "weights were published"
     left = list((tmp_path / "run" / "weights").glob("version_*"))
     assert 1 <= len(left) <= 2
@@ -321,11 +323,14 @@ def test_changed_settings_are_shown_and_have_to_be_allowed(tmp_path: Path) -> No
     [
         ('engine.kind = "pool"', "engine.*pool"),
         ("publish.every = 4", "publish_every = 4"),
-        ("trainer.max_tokens_per_micro_batch = 100", r"larger_number\.limits\.tokens = 4096 .* trainer\.max_tokens = 100"),
+        (
+            "trainer.max_tokens_per_micro_batch = 100",
+            r"larger_number\.limits\.tokens = 4096 .* trainer\.max_tokens = 100",
+        ),
         ('references.a.source = "base"', "references"),
         ('teacher.name = "tiny"', "teacher"),
         ('engine.kind = "vllm"\nengine.int8 = true', "int8"),
-        ('engine.kind = "vllm"\nengine.kernels = "torch"', 'kernels = "torch" cannot act'),
+        ('engine.kind = "vllm"\nengine.native_kernels = "off"', 'native_kernels = "off" cannot act'),
     ],
 )
 def test_settings_that_cannot_act_together_are_refused(tmp_path: Path, text: str, message: str) -> None:

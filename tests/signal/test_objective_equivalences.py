@@ -153,38 +153,43 @@ def test_kl_penalty_is_the_adjusted_advantage() -> None:
 
 SPELLED: dict[str, tuple[dict[str, Any], Rule]] = {
     "icepop": (
-        {"gates": [{"on": "ratio", "low": 0.2, "high": 5.0}], "policy": {"surrogate": "linear"}},
+        {"gates": [{"statistic": "ratio", "low": 0.2, "high": 5.0}], "policy": {"surrogate": "linear"}},
         ("icepop", {}),
     ),
     "icepop with rollout_min_ratio": (
-        {"gates": [{"on": "ratio", "low": 0.2, "high": 5.0}, {"on": "ratio", "low": 0.3, "scope": "sequence"}]},
+        {
+            "gates": [
+                {"statistic": "ratio", "low": 0.2, "high": 5.0},
+                {"statistic": "ratio", "low": 0.3, "scope": "sequence"},
+            ]
+        },
         ("icepop", {"rollout_min_ratio": 0.3}),
     ),
     "ipo_kl": (
         {
-            "gates": [{"on": "ratio", "low": 0.2, "high": 5.0}],
-            "penalties": [{"on": "log_ratio_squared", "coef": 1e-3, "scope": "kept"}],
-            "reduction": {"over": "tokens", "denominator": "members"},
+            "gates": [{"statistic": "ratio", "low": 0.2, "high": 5.0}],
+            "penalties": [{"estimator": "log_ratio_squared", "coef": 1e-3, "scope": "kept"}],
+            "reduction": {"over": "tokens", "denominator": "trainable"},
         },
         ("ipo_kl", {}),
     ),
     "dppo_tv": (
-        {"gates": [{"on": "probability_difference", "low": -0.2, "high": 0.2}]},
+        {"gates": [{"statistic": "probability_difference", "low": -0.2, "high": 0.2}]},
         ("dppo_tv", {}),
     ),
     "dppo_kl": (
         {
             "gates": [
-                {"on": "probability_difference", "high": 0.2, "when": "positive_advantage"},
-                {"on": "probability_difference", "low": -0.2, "when": "negative_advantage"},
+                {"statistic": "probability_difference", "high": 0.2, "when": "positive_advantage"},
+                {"statistic": "probability_difference", "low": -0.2, "when": "negative_advantage"},
             ],
-            "penalties": [{"on": "log_ratio_squared", "coef": 1e-3, "scope": "all"}],
+            "penalties": [{"estimator": "log_ratio_squared", "coef": 1e-3, "scope": "all"}],
         },
         ("dppo_kl", {}),
     ),
     "opsm": (
         {
-            "gates": [{"on": "sequence_kl", "high": 1e-4, "when": "negative_advantage"}],
+            "gates": [{"statistic": "sequence_kl", "high": 1e-4, "when": "negative_advantage"}],
             "policy": {"surrogate": "clip", "eps": 0.2},
         },
         ("opsm", {}),
@@ -202,12 +207,12 @@ SPELLED: dict[str, tuple[dict[str, Any], Rule]] = {
     ),
     "tis, sequence": (
         {
-            "weights": [{"of": "proximal/sampler", "level": "sequence", "high": 2.0}],
+            "weights": [{"between": "proximal/sampler", "level": "sequence", "high": 2.0}],
             "policy": {"surrogate": "clip", "anchor": "proximal", "eps": 0.2},
         },
         ("tis", {"level": "sequence"}),
     ),
-    "m2po": ({"gates": [{"on": "second_moment", "high": 0.04}]}, ("m2po", {})),
+    "m2po": ({"gates": [{"statistic": "second_moment", "high": 0.04}]}, ("m2po", {})),
     "sapo": (
         {
             "policy": {"surrogate": "soft", "tau_positive": 1.0, "tau_negative": 1.05},
@@ -222,7 +227,7 @@ SPELLED: dict[str, tuple[dict[str, Any], Rule]] = {
     "grpo with its reference KL": (
         {
             "policy": {"surrogate": "clip", "eps": 0.2},
-            "penalties": [{"on": "k3", "coef": 0.04}],
+            "penalties": [{"estimator": "k3", "coef": 0.04}],
             "reduction": {"over": "sequences"},
         },
         ("grpo", {"reference_kl_coef": 0.04}),
@@ -254,9 +259,9 @@ def test_user_composition_equals_the_recipe_it_spells_out(spelled: str) -> None:
 
 def test_recipe_extended_by_a_gate_equals_both_rules_spelled_out() -> None:
     step = random_step(23, spread=1.5)
-    gate = {"on": "sequence_kl", "high": 1e-4, "when": "negative_advantage"}
+    gate = {"statistic": "sequence_kl", "high": 1e-4, "when": "negative_advantage"}
     extended = keel.objective("icepop", gates=[gate])
-    spelled = keel.objective({"gates": [{"on": "ratio", "low": 0.2, "high": 5.0}, gate]})
+    spelled = keel.objective({"gates": [{"statistic": "ratio", "low": 0.2, "high": 5.0}, gate]})
     assert_same(extended, spelled, step)
     kept: Tensor = extended(step).keep
     assert torch.equal(kept, keel.objective("icepop")(step).keep & keel.objective("opsm")(step).keep)
@@ -264,7 +269,7 @@ def test_recipe_extended_by_a_gate_equals_both_rules_spelled_out() -> None:
 
 
 def test_composition_object_is_as_good_as_its_table() -> None:
-    table = {"gates": [{"on": "ratio", "high": 2.0}], "adv_tau": 2.0}
+    table = {"gates": [{"statistic": "ratio", "high": 2.0}], "adv_tau": 2.0}
     composition = keel.Composition(gates=[keel.Gate(statistic="ratio", high=2.0)], adv_tau=2.0)
     assert_same(keel.objective(composition), keel.objective(table), random_step(24))
 
@@ -275,7 +280,7 @@ def test_mistake_in_a_table_is_keels_own_error_and_names_the_setting() -> None:
     with pytest.raises(
         keel.ConfigError, match=r"objective\.gates\.0\.low = 6\.0 must be below objective\.gates\.0\.high"
     ):
-        keel.objective({"gates": [{"on": "ratio", "low": 6.0, "high": 5.0}]})
+        keel.objective({"gates": [{"statistic": "ratio", "low": 6.0, "high": 5.0}]})
 
 
 def test_low_bound_above_its_high_bound_is_refused_by_the_names_of_the_recipe() -> None:

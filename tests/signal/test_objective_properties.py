@@ -308,7 +308,7 @@ def test_sequence_decision_holds_for_all_its_trainable_tokens(case: str, step: k
 @every_case
 @given(step=steps())
 def test_when_no_token_survives_there_is_no_loss_and_no_gradient(case: str, step: keel.TokenBatch) -> None:
-    refuse_all = [{"on": "ratio", "low": 1e30}]
+    refuse_all = [{"statistic": "ratio", "low": 1e30}]
     rule = objective(case, gates=[*CASES[case][1].get("gates", []), *refuse_all])
     loss, gradient, result = run(rule, step)
     assert result.kept_tokens == 0
@@ -369,7 +369,7 @@ def test_token_without_a_sampler_logprob_is_dropped_and_counted(case: str, data:
     assert not (result.reasons[~lost] == INVALID_LOGPROB).any()
     unusable = result.metrics["signal/invalid_logprob_tokens"]
     assert (unusable.sum, unusable.count) == (int(lost.sum()), int(members.sum()))
-    if rule.composition.reduction.over == "tokens" and rule.composition.reduction.denominator == "members":
+    if rule.composition.reduction.over == "tokens" and rule.composition.reduction.denominator == "trainable":
         # as if it had never been trainable, except that it still divides
         rest_loss, rest_gradient, _ = run(rule, step.replace(trainable=~lost))
         share = int((members & ~lost).sum()) / max(int(members.sum()), 1)
@@ -388,9 +388,13 @@ def test_step_is_refused_above_the_share_of_unusable_tokens(case: str) -> None:
     sampler[first] = math.nan
     assert objective(case)(step.replace(sampler_logprobs=sampler)).loss.isfinite()
     sampler[second] = -math.inf
-    with pytest.raises(keel.SignalRefused, match=rf"2 of {members} trainable .* objective\.max_invalid_logprob_fraction = 0\.01"):
+    with pytest.raises(
+        keel.SignalRefused, match=rf"2 of {members} trainable .* objective\.max_invalid_logprob_fraction = 0\.01"
+    ):
         objective(case)(step.replace(sampler_logprobs=sampler))
-    assert objective(case, max_invalid_logprob_fraction=2 / members)(step.replace(sampler_logprobs=sampler)).loss.isfinite()
+    assert objective(case, max_invalid_logprob_fraction=2 / members)(
+        step.replace(sampler_logprobs=sampler)
+    ).loss.isfinite()
 
 
 def test_refusal_looks_at_the_whole_step_and_not_at_one_micro_batch() -> None:
@@ -565,7 +569,7 @@ def test_log_ratios_of_a_thousand_give_finite_numbers_in_any_composition(
 @settings(max_examples=60)
 @given(table=compositions())
 def test_gradient_of_any_composition_without_stops_is_the_finite_difference_of_its_loss(table: dict[str, Any]) -> None:
-    still = [weight for weight in table["weights"] if weight["of"] == "proximal/sampler"]
+    still = [weight for weight in table["weights"] if weight["between"] == "proximal/sampler"]
     rule = keel.objective(table | {"weights": still, "teacher_tau": 0.0})
     step, width = random_step(61, lengths=(3, 2, 3, 4), spread=0.6), 1e-6
     gradient = rule(step).gradient

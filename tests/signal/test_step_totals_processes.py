@@ -21,7 +21,12 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "m2po": ("m2po", {}),
     "gspo, kept": (
         "gspo",
-        {"eps": 0.2, "eps_high": 0.3, "denominator": "kept", "gates": [{"on": "ratio", "low": 0.4, "high": 2.5}]},
+        {
+            "eps": 0.2,
+            "eps_high": 0.3,
+            "denominator": "kept",
+            "gates": [{"statistic": "ratio", "low": 0.4, "high": 2.5}],
+        },
     ),
     "kl_penalty": ("icepop", {"kl_penalty_coef": 0.3}),
     "loglinear": ("decoupled_ppo_loglinear", {"denominator": "kept", "reduction": "sequences"}),

@@ -80,7 +80,9 @@ def write_run(folder: Path, rows: Iterable[Row]) -> Path:
     for step, members in by_step.items():
         written = [_record(number, one) for number, one in enumerate(members)]
         written.append(records.SampleRecord("lost", "env", "t", 0, 0, outcome="dropped", reason="stale"))
-        pieces = {token: text for one in members for token, text in zip(one["token_ids"], one["token_text"], strict=True)}
+        pieces = {
+            token: text for one in members for token, text in zip(one["token_ids"], one["token_text"], strict=True)
+        }
         records.write_step(folder / "rollouts", step, members[0]["version"], written, pieces)
     return folder
 

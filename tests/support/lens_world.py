@@ -163,7 +163,7 @@ def account(row: SampleRecord, gates: Any, step: int, chance: random.Random, noi
         for place, gate in enumerate(gates):
             side = dropped_side(gate, math.exp(l), math.exp(b), row.advantage)
             if side is not None:
-                kept = f"gate {place} ({gate.on}) {side}"
+                kept = f"gate {place} ({gate.statistic}) {side}"
                 break
         columns["logprobs"].append(l)
         columns["entropy"].append(chance.expovariate(2.0))

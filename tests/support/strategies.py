@@ -29,7 +29,7 @@ FLOATS = (
     "entropy",
 )
 IDS = ("sequence", "group", "version", "token_ids", "role")
-BAND = {"on": "ratio", "low": 0.4, "high": 2.5}
+BAND = {"statistic": "ratio", "low": 0.4, "high": 2.5}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "icepop, rollout_min_ratio": ("icepop", {"rollout_min_ratio": 0.15}),
@@ -244,7 +244,7 @@ PAIRS = ("policy/sampler", "policy/proximal", "proximal/sampler")
 def gates(draw: st.DrawFn) -> dict[str, Any]:
     """Any gate that can be written down, with bounds off the grid."""
     on = draw(st.sampled_from(sorted(statistic_names())))
-    gate: dict[str, Any] = {"on": on, "of": draw(st.sampled_from(PAIRS))}
+    gate: dict[str, Any] = {"statistic": on, "between": draw(st.sampled_from(PAIRS))}
     low, high = BOUNDS.get(on) or default_bounds(on)
     sides = draw(st.sampled_from(["low", "high", "both"])) if low is not None else "high"
     gate |= {"low": low} if sides in ("low", "both") else {}
@@ -296,27 +296,27 @@ def compositions(draw: st.DrawFn) -> dict[str, Any]:
         policy["token_clip"] = draw(st.sampled_from([None, 0.43]))
     levels = ["sequence", "geometric"] if policy.get("level") == "sequence" else ["token", "sequence", "geometric"]
     weight = st.fixed_dictionaries(
-        {"of": st.sampled_from(PAIRS), "level": st.sampled_from(levels)},
+        {"between": st.sampled_from(PAIRS), "level": st.sampled_from(levels)},
         optional={"low": st.just(0.47), "high": st.just(1.9)},
     )
     gamma = {"kernel": "gamma", "k_positive": 1.5, "rate_positive": 2.5, "k_negative": 2.5, "rate_negative": 1.5}
     penalty = st.fixed_dictionaries(
         {
-            "on": st.just("log_ratio_squared"),
-            "of": st.sampled_from(["policy/sampler", "policy/proximal", "policy/reference"]),
+            "estimator": st.just("log_ratio_squared"),
+            "between": st.sampled_from(["policy/sampler", "policy/proximal", "policy/reference"]),
             "coef": st.sampled_from([0.01, 0.3]),
             "scope": st.sampled_from(["kept", "all"]),
         }
     ) | st.fixed_dictionaries(
         {
-            "on": st.sampled_from(["k1", "k2", "k3"]),
+            "estimator": st.sampled_from(["k1", "k2", "k3"]),
             "coef": st.sampled_from([0.01, 0.3]),
             "scope": st.sampled_from(["kept", "all"]),
             "ratio_correction": st.just(True),
         }
     )
     over = draw(st.sampled_from(["tokens", "sequences", "constant"]))
-    reduction: dict[str, Any] = {"over": over, "denominator": draw(st.sampled_from(["members", "kept"]))}
+    reduction: dict[str, Any] = {"over": over, "denominator": draw(st.sampled_from(["trainable", "kept"]))}
     return {
         "gates": draw(st.lists(gates(), max_size=3)),
         "weights": draw(st.lists(weight | weight.map(lambda each: each | gamma), max_size=2)),

@@ -65,7 +65,7 @@ it is refused: its gradient does not contain the reference.
 
 **What divides.** With S the step's sequences and n the trainable tokens of a token's own sequence:
 
-| reduction | denominator = members | denominator = kept |
+| reduction | denominator = trainable | denominator = kept |
 | --- | --- | --- |
 | tokens | N, the step's trainable tokens, dropped ones included | the step's kept tokens |
 | sequences | S * n, the mean of the sequences' token means | sequences with a kept token * own kept tokens |
@@ -96,7 +96,7 @@ out. In TOML, a recipe with one more gate (`gates`, `weights` and `penalties` ar
 [objective]
 name = "ipo_kl"
 kl_tau = 1e-3
-gates = [{on = "sequence_kl", high = 1e-4, when = "negative_advantage"}]
+gates = [{statistic = "sequence_kl", high = 1e-4, when = "negative_advantage"}]
 ```
 
 and the same rule without a recipe:
@@ -104,12 +104,12 @@ and the same rule without a recipe:
 ```toml
 [objective]
 gates = [
-  {on = "ratio", low = 0.2, high = 5.0},
-  {on = "sequence_kl", high = 1e-4, when = "negative_advantage"},
+  {statistic = "ratio", low = 0.2, high = 5.0},
+  {statistic = "sequence_kl", high = 1e-4, when = "negative_advantage"},
 ]
 policy = {surrogate = "linear", anchor = "sampler"}
-penalties = [{on = "log_ratio_squared", coef = 1e-3, scope = "kept"}]
-reduction = {over = "tokens", denominator = "members"}
+penalties = [{estimator = "log_ratio_squared", coef = 1e-3, scope = "kept"}]
+reduction = {over = "tokens", denominator = "trainable"}
 ```
 
 `keel config FILE` prints what a file resolves to, with the origin of every value. In Python:
@@ -129,10 +129,10 @@ batch = keel.TokenBatch(
 objective = keel.objective(
     {
         "gates": [
-            {"on": "ratio", "low": 0.2, "high": 5.0},
-            {"on": "sequence_kl", "high": 1e-4, "when": "negative_advantage"},
+            {"statistic": "ratio", "low": 0.2, "high": 5.0},
+            {"statistic": "sequence_kl", "high": 1e-4, "when": "negative_advantage"},
         ],
-        "penalties": [{"on": "log_ratio_squared", "coef": 1e-3}],
+        "penalties": [{"estimator": "log_ratio_squared", "coef": 1e-3}],
     }
 )
 result = objective(batch)

@@ -55,9 +55,9 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--int8", action="store_true", help="linear layers in int8: not quite the same model")
     parser.add_argument(
-        "--kernels",
+        "--native-kernels",
         default="auto",
-        choices=("auto", "torch"),
+        choices=("auto", "off"),
         help="float32 on CPU: auto: in C where there is a compiler, which holds weights twice; torch: torch's own",
     )
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float64 (default: auto)")
@@ -116,7 +116,7 @@ def build_model_app(args: argparse.Namespace, key: str | None) -> Any:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     try:
-        settings = EngineSettings(int8=args.int8, native_kernels=args.kernels, max_batch=args.max_batch)
+        settings = EngineSettings(int8=args.int8, native_kernels=args.native_kernels, max_batch=args.max_batch)
         wanted = ModelSettings(name=args.model, dtype=args.dtype, device=args.device)
     except ValidationError as error:
         raise to_config_error(error) from None

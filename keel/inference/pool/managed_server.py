@@ -28,7 +28,9 @@ MAX_START_ATTEMPTS = 3
 RESTART_BACKOFF, MAX_RESTART_BACKOFF = 0.5, 30.0
 """Seconds before it is started again, doubled each time it ended before it had answered for as long."""
 
-POOL_SETTINGS = PoolSettings(urls=["http://127.0.0.1:1"], poll_interval=1.0, health_timeout=60.0, ready_timeout=START_TIMEOUT)
+POOL_SETTINGS = PoolSettings(
+    urls=["http://127.0.0.1:1"], poll_interval=1.0, health_timeout=60.0, ready_timeout=START_TIMEOUT
+)
 """Of the pool; its one URL is never asked, because members are found by `Served`."""
 
 

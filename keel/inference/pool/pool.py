@@ -174,7 +174,9 @@ class Pool:
             if member is not None and self._is_usable(member):
                 return member
             if now >= start + self.settings.ready_timeout:
-                raise EngineError(f"no member was ready for {self.settings.ready_timeout:g} s (pool.ready_timeout):{self._describe()}")
+                raise EngineError(
+                    f"no member was ready for {self.settings.ready_timeout:g} s (pool.ready_timeout):{self._describe()}"
+                )
             self._waiting += 1
             if member is not None:
                 member.waiting_requests += 1

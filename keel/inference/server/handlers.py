@@ -134,7 +134,9 @@ class RequestHandlers:
                 "keel_version", "gauge", "Policy version of the weights that are live.", health.version
             ),
             single_value_family("keel_completions_running", "gauge", "Answers being sampled.", health.running),
-            single_value_family("keel_completions_waiting", "gauge", "Answers that wait for their turn.", health.waiting),
+            single_value_family(
+                "keel_completions_waiting", "gauge", "Answers that wait for their turn.", health.waiting
+            ),
             single_value_family(
                 "keel_completions_in_flight", "gauge", "Answers that clients wait for.", self.capacity.in_flight
             ),

@@ -244,7 +244,7 @@ class Scheduler:
         if lagging:
             group.clear("dropped")
             return False
-        if self.settings.on_stale == "refuse":
+        if self.settings.on_stale == "drop":
             group.clear("gone")
             self._group_queue.remove(group)
             return True
@@ -336,7 +336,10 @@ class Scheduler:
         if slot.group.state == "open":
             slot.task = None
             self._on_failure(
-                slot, None, "timeout", f"no result after scheduler.rollout_timeout = {self.settings.rollout_timeout:g} s"
+                slot,
+                None,
+                "timeout",
+                f"no result after scheduler.rollout_timeout = {self.settings.rollout_timeout:g} s",
             )
         self._fill_in_flight()
         self._wake()

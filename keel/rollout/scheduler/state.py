@@ -18,7 +18,17 @@ RolloutLookup = Callable[[str, int, int], RolloutLike | None]
 FORMAT = 2
 """Of a snapshot; a change that an older version could not read, or that cannot read an older one, raises it."""
 
-GROUP_FIELDS = ("number", "environment", "task_index", "task_id", "version", "oldest_version", "overtaken", "retry_rounds", "state")
+GROUP_FIELDS = (
+    "number",
+    "environment",
+    "task_index",
+    "task_id",
+    "version",
+    "oldest_version",
+    "overtaken",
+    "retry_rounds",
+    "state",
+)
 SLOT_FIELDS = ("member", "attempt", "failures", "state", "reason", "error")
 DROPPED_FIELDS = tuple(field.name for field in fields(DroppedRollout) if field.name != "rollout")
 
@@ -61,7 +71,8 @@ def load_state(
         for written in snapshot["dropped"]
     ]
     groups = [
-        _load_group(written, tasks[written["environment"], written["task_index"]], lookup) for written in snapshot["groups"]
+        _load_group(written, tasks[written["environment"], written["task_index"]], lookup)
+        for written in snapshot["groups"]
     ]
     return groups, refused
 

@@ -104,7 +104,9 @@ def _import_custom_sink(path: str) -> SinkFactory:
             " next to the recipe, in the current folder or on PYTHONPATH"
         ) from error
     if not callable(found):
-        raise ConfigError(f'metrics.custom_sink = "{path}" is a {type(found).__name__}; it must make a sink when called')
+        raise ConfigError(
+            f'metrics.custom_sink = "{path}" is a {type(found).__name__}; it must make a sink when called'
+        )
 
     def opened(about: RunInfo) -> Sink:
         sink: Sink = found(about.folder, about.settings)

@@ -49,7 +49,9 @@ COLUMNS = {
             "versions", "either", _INT, False, "version that sampled each token, or all; staleness counts from it"
         ),
         TokenColumn("group", "sequence", pa.string(), False, "the group of sequences of the same task"),
-        TokenColumn("token_text", "tokens", pa.binary(), False, "the text of each token; not given: token_ids are shown"),
+        TokenColumn(
+            "token_text", "tokens", pa.binary(), False, "the text of each token; not given: token_ids are shown"
+        ),
         TokenColumn("token_ids", "tokens", _INT, False, "the tokens; with --model they are computed again"),
         TokenColumn("reference_logprobs", "tokens", _FLOAT, False, "under a frozen reference"),
         TokenColumn("teacher_logprobs", "tokens", _FLOAT, False, "under a teacher"),

@@ -117,7 +117,7 @@ class LaunchPlan:
         words = ["-m", "keel.cli", "serve", self.model, "--name", "policy", "--host", host, "--port", str(port)]
         words += ["--api-key-file", str(self.key_file), "--dtype", dtype, "--max-batch", str(settings.engine.max_batch)]
         words += ["--weights-from", str(self.run_folder)]
-        words += ["--kernels", asked.native_kernels]
+        words += ["--native-kernels", asked.native_kernels]
         words += ["--int8"] if asked.int8 else []
         return Command((*words, *asked.extra_args), health_url=health)
 

@@ -181,7 +181,9 @@ class RayCluster:
     def _check_agent(self, name: str) -> None:
         """Wait for the holder, and refuse a node that could not do its part."""
         try:
-            where: NodeInfo = self._ray.get(self._agents[name].node_info.remote(), timeout=self._plan.launch.placement_timeout)
+            where: NodeInfo = self._ray.get(
+                self._agents[name].node_info.remote(), timeout=self._plan.launch.placement_timeout
+            )
         except self._ray.exceptions.RayError as error:
             self._forget_agent(name)
             raise NodeLost(f"has no place: {_first_line(error)}") from None

@@ -99,7 +99,7 @@ def _bands(composition: Composition) -> Iterator[tuple[str, Band, str]]:
 
 
 def _gate(place: int, gate: Gate) -> tuple[str, Band, str]:
-    label, statistic = f"gate {place}", gate.statistic
+    label, statistic = f"gate {place}", gate.spec
     band = Band("gate", *statistic.comparable_bounds(gate.low, gate.high), gate.when, label)
     if gate.scope == "step":
         note = f"{label} ({statistic.label}) has no fixed band: its bound follows from the tokens of each step"

@@ -112,8 +112,8 @@ def _candidates(
         yield f"bandwidth {faster.bandwidth:g}", settings, faster
         every = 2 * settings.publish.every
         if every - 1 <= schedule.max_off_policy_steps:
-            engine = settings.engine.model_copy(update={"publish_every": every})
-            yield f"publish.every {every}", settings.model_copy(update={"engine": engine}), assumed
+            publish = settings.publish.model_copy(update={"every": every})
+            yield f"publish.every {every}", settings.model_copy(update={"publish": publish}), assumed
     if prediction.dropped.get("stale", 0.0) > NEGLIGIBLE_SHARE and prediction.waiting <= NEGLIGIBLE_SHARE:
         more = schedule.max_off_policy_steps + 1
         yield f"scheduler.max_off_policy_steps {more}", _with_scheduler(settings, max_off_policy_steps=more), assumed

@@ -171,7 +171,9 @@ def _failure_rates(run_folder: Path) -> dict[str, Any]:
             " outcome = 'trained' GROUP BY 1",
         )
     )
-    ended = sum(count for reason, count in counts.items() if reason not in ("run_ended", "interrupted", "group_dropped"))
+    ended = sum(
+        count for reason, count in counts.items() if reason not in ("run_ended", "interrupted", "group_dropped")
+    )
     failed = sum(counts.get(kind, 0) for kind in FAILURE_REASONS)
     return {
         "rollout_failures": min(failed / max(ended, 1), 0.999),
@@ -186,13 +188,16 @@ def _measured_run(run_folder: Path, settings: RunSettings, steps: Sequence[dict[
         if not _had_eval_or_checkpoint(settings, int(before["step"]))
     ]
     counts = {
-        reason: count for reason, count in _query(run_folder, OUTCOMES_QUERY) if reason not in ("run_ended", "interrupted")
+        reason: count
+        for reason, count in _query(run_folder, OUTCOMES_QUERY)
+        if reason not in ("run_ended", "interrupted")
     }
     tokens = sum(one.get("trainable_tokens", 0.0) for one in steps[1:])
     return MeasuredRun(
         steps=len(steps),
         step_seconds=float(np.mean(apart)) if apart else float("nan"),
-        staleness=sum(one.get("trainable_tokens", 0.0) * one.get("staleness", 0.0) for one in steps[1:]) / max(tokens, 1.0),
+        staleness=sum(one.get("trainable_tokens", 0.0) * one.get("staleness", 0.0) for one in steps[1:])
+        / max(tokens, 1.0),
         dropped_share=1 - counts.get("trained", 0) / max(sum(counts.values()), 1),
     )
 

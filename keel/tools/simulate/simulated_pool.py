@@ -105,7 +105,7 @@ class SimulatedPool:
             request.fails_with, request.truncated = "exception", False
             request.tokens = int(request.tokens * where)
         elif assumed.prompt_tokens + request.tokens > limits.max_sequence_tokens:
-            if limits.on_overlength == "refuse":
+            if limits.on_overlength == "drop":
                 request.fails_with = "over_length"
             else:
                 request.tokens, request.truncated = max(limits.max_sequence_tokens - assumed.prompt_tokens, 0), True

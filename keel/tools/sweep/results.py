@@ -199,13 +199,17 @@ def _compute_measures(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     rewards = [one["reward"] for one in steps if math.isfinite(one.get("reward", math.nan))]
     lost = ("is_masked", "signal/invalid_logprob_tokens")
     # a step that trained nothing has no mean of anything
-    trained = [one for one in steps if one.get("trainable_tokens", 0.0) > 0 and math.isfinite(one.get("is_masked", math.nan))]
+    trained = [
+        one for one in steps if one.get("trainable_tokens", 0.0) > 0 and math.isfinite(one.get("is_masked", math.nan))
+    ]
     return {
         "training": statistics.fmean(rewards[-max(len(rewards) // 5, 1) :]) if rewards else math.nan,
         "mismatch": _token_mean(trained, "mismatch_kl"),
         "dropped_low": _token_mean(trained, "is_masked_low"),
         "dropped_high": _token_mean(trained, "is_masked_high"),
-        "tokens": math.fsum(one["trainable_tokens"] * (1 - sum(one.get(name, 0.0) for name in lost)) for one in trained),
+        "tokens": math.fsum(
+            one["trainable_tokens"] * (1 - sum(one.get(name, 0.0) for name in lost)) for one in trained
+        ),
         "seconds": math.fsum(one.get("seconds", 0.0) for one in steps),
     }
 

@@ -156,7 +156,9 @@ class OptimizerStep:
         for batch in plan:
             with torch.no_grad():
                 hidden = self.forward.hidden(batch)
-            scores = self.forward.head.score(hidden, batch.targets, batch.temperature, entropy=self.settings.compute_entropy)
+            scores = self.forward.head.score(
+                hidden, batch.targets, batch.temperature, entropy=self.settings.compute_entropy
+            )
             self._store_scores(batch, scores.logprobs, scores.entropy)
         self._merge_ranks(plan)
         result = self._evaluate_objective()

@@ -90,7 +90,9 @@ class Trainer:
             except StepRefused as error:
                 if not done:
                     raise
-                taken = f"{sum(one.stepped for one in done)} of trainer.optimizer_steps = {len(parts)} were taken before"
+                taken = (
+                    f"{sum(one.stepped for one in done)} of trainer.optimizer_steps = {len(parts)} were taken before"
+                )
                 raise StepRefused(f"{error}; {taken}", error.samples) from error
             self.steps += done[-1].stepped
         return StepReport(
@@ -151,7 +153,9 @@ class Trainer:
         return load_model(settings, self.seed, world=self.world, trainer=self.settings)
 
     def _make_forward(self, model: Model) -> Forward:
-        return Forward(model, max_tokens=self.settings.max_tokens_per_micro_batch, share_prefixes=self.settings.share_prefixes)
+        return Forward(
+            model, max_tokens=self.settings.max_tokens_per_micro_batch, share_prefixes=self.settings.share_prefixes
+        )
 
     def _frozen_logprobs(self, model: Model, tokens: TrainableTokens) -> Tensor:
         """Log-probs under a model that does not train, or the policy while an adapter of it is switched."""

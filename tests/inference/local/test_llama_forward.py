@@ -163,7 +163,7 @@ def test_kernels_torch_is_obeyed_and_int8_packs_nothing() -> None:
     async def decoder_of(engine: LocalEngine) -> Any:
         return engine._batch.decoder
 
-    plain = ask(tiny(), decoder_of, kernels="torch")
+    plain = ask(tiny(), decoder_of, native_kernels="off")
     assert not plain.compiled
     small = ask(tiny(), decoder_of, int8=True)
     assert small.compiled

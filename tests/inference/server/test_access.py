@@ -359,7 +359,7 @@ def test_a_pools_key_is_nowhere_but_in_its_file(
             engine__kind="pool",
             pool__urls=[url],
             pool__api_key_file=str(file),
-            evaluation__when="ends",
+            evaluation__when="start_and_end",
             metrics__tensorboard=True,
         )
         assert client.get(f"{url}/metrics").status_code == 401

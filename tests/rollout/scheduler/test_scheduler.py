@@ -224,7 +224,9 @@ def test_no_more_than_allowed_is_ever_in_flight() -> None:
 
 def test_environments_share_groups_by_weight() -> None:
     engine = Engine()
-    made = Scheduler(engine, sources(1.0, 3.0), SchedulerSettings(groups_per_step=8, group_size=1, max_off_policy_steps=0))
+    made = Scheduler(
+        engine, sources(1.0, 3.0), SchedulerSettings(groups_per_step=8, group_size=1, max_off_policy_steps=0)
+    )
     for batch in batches(made, range(3)):
         assert Counter(group.environment for group in batch.groups) == {"a": 2, "b": 6}
 
@@ -271,7 +273,7 @@ def test_a_group_far_down_the_line_does_not_overtake_more_than_the_window() -> N
 def test_staleness_counts_the_time_in_the_queue_and_is_checked_when_the_batch_is_cut() -> None:
     async def main() -> None:
         script = Script()
-        made = scheduler(script, group_size=1, max_off_policy_steps=1, stale="refuse")
+        made = scheduler(script, group_size=1, max_off_policy_steps=1, stale="drop")
         await made.next_batch(0)
         await asyncio.sleep(5)
         assert made.status().ready_groups == 2, "sampled ahead, at version 0, and ready"
@@ -310,7 +312,7 @@ def test_a_stale_group_is_sampled_again_in_its_place_with_all_its_retries() -> N
     run_virtually(main())
 
 
-@pytest.mark.parametrize("stale", ["refuse", "resample"])
+@pytest.mark.parametrize("stale", ["drop", "resample"])
 def test_an_engine_that_lags_behind_for_ever_leaves_batches_empty_and_does_not_hang(stale: str) -> None:
     made = scheduler(Script(version=0), stale=stale, halt_after=3)
 
@@ -597,7 +599,7 @@ def test_engines_that_are_behind_are_given_less_work_ahead_and_nothing_gets_too_
 
     async def main(told: bool) -> tuple[int, int]:
         engine, refused = Engine(), 0
-        limits = SchedulerSettings(groups_per_step=2, group_size=2, max_off_policy_steps=2, on_stale="refuse")
+        limits = SchedulerSettings(groups_per_step=2, group_size=2, max_off_policy_steps=2, on_stale="drop")
         scheduler = Scheduler(engine, sources(1.0), limits)
         if told:
             scheduler.set_engine_version(0)

@@ -39,7 +39,7 @@ def scheduler_settings(draw: st.DrawFn) -> SchedulerSettings:
         max_error_reschedule_attempts=attempts,
         min_group_size=None if attempts is None else draw(st.none() | st.integers(1, size)),
         max_off_policy_steps=draw(st.integers(0, 3)),
-        on_stale=draw(st.sampled_from(["refuse", "resample"])),
+        on_stale=draw(st.sampled_from(["drop", "resample"])),
         window_batches=draw(st.integers(0, 2)),
         max_empty_steps=draw(st.sampled_from([None, 2])),
         rollout_timeout=500.0,
@@ -379,7 +379,12 @@ def test_the_hint_of_the_line_never_hides_a_batch(size: int, window: int, seed: 
 @pytest.mark.parametrize("limit", [None, 1])
 def test_memory_does_not_grow_with_the_number_of_rollouts(limit: int | None) -> None:
     chosen = SchedulerSettings(
-        groups_per_step=4, group_size=4, max_in_flight=24, max_error_reschedule_attempts=limit, max_empty_steps=None, rollout_timeout=200.0
+        groups_per_step=4,
+        group_size=4,
+        max_in_flight=24,
+        max_error_reschedule_attempts=limit,
+        max_empty_steps=None,
+        rollout_timeout=200.0,
     )
     engine = Engine(3, 0, Faults(error=0.3, raises=0.1, slow=0.05, deaf=0.1, hangs=0.01))
     sizes = []

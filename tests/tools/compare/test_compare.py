@@ -301,8 +301,8 @@ def test_when_every_objective_is_refused_so_is_the_comparison(tokens: Path) -> N
 
 def test_objectives_take_parameters_and_files(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('[objective]\ngates = [{on = "ratio", high = 2.0}]\n')
-    text = f'icepop(ratio_low=0.1, ratio_high=8),grpo(anchor=sampler), {path}, ipo_kl(gates=[{{on="ratio", high=3}}])'
+    path.write_text('[objective]\ngates = [{statistic = "ratio", high = 2.0}]\n')
+    text = f'icepop(ratio_low=0.1, ratio_high=8),grpo(anchor=sampler), {path}, ipo_kl(gates=[{{statistic="ratio", high=3}}])'
     found = parse_candidates(text)
     assert [one.name.split("(")[0] for one in found] == ["icepop", "grpo", str(path), "ipo_kl"]
     assert [gate.high for gate in found[0].objective.composition.gates] == [8.0]

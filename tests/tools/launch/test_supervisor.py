@@ -57,10 +57,10 @@ def test_the_run_samples_from_the_servers_of_the_launch_behind_a_key_in_a_file(t
 
 
 def test_how_the_local_engine_computes_is_how_the_servers_do(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--engine.int8=true", "--engine.dtype=bfloat16", "--engine.native_kernels=torch")
+    plan = plan_of(tmp_path, "--engine.int8=true", "--engine.dtype=bfloat16", "--engine.native_kernels=off")
     words = plan.engine_command("127.0.0.1", 1).argv
     assert "--int8" in words and words[words.index("--dtype") + 1] == "bfloat16"
-    assert words[words.index("--kernels") + 1] == "torch"
+    assert words[words.index("--native-kernels") + 1] == "off"
     again = make_plan(_written(plan), [], plan.run_folder)
     assert again.engine_command("127.0.0.1", 1) == plan.engine_command("127.0.0.1", 1), "also when it is gone on with"
 
@@ -99,7 +99,10 @@ def test_the_first_rank_is_given_what_the_loop_needs_too(tmp_path: Path) -> None
         (["--launch.engnes=2"], "launch.engnes is not a setting; did you mean engines?"),
         (["--launch.engine.extra_args=['--api-key', 'x']"], "an option --api-key cannot act"),
         (["--engine.kind=vllm", "--launch.engine.int8=true"], "launch.engine.int8 = true cannot act"),
-        (["--engine.kind=vllm", "--launch.engine.native_kernels=torch"], 'launch.engine.native_kernels = "torch" cannot act'),
+        (
+            ["--engine.kind=vllm", "--launch.engine.native_kernels=off"],
+            'launch.engine.native_kernels = "torch" cannot act',
+        ),
     ],
 )
 def test_what_cannot_be_launched_is_refused_before_anything_starts(

@@ -120,7 +120,10 @@ def test_a_long_series_is_averaged_to_a_bounded_number_of_points(lens: Lens, mon
 
 
 def test_every_rollout_is_counted_under_its_fate(lens: Lens) -> None:
-    assert ask(lens, "outcomes", run="a") == {"rollouts": 64, "outcomes": {"trained": 47, "zero_variance": 16, "failed": 1}}
+    assert ask(lens, "outcomes", run="a") == {
+        "rollouts": 64,
+        "outcomes": {"trained": 47, "zero_variance": 16, "failed": 1},
+    }
     assert ask(lens, "outcomes", run="a")["rollouts"] == 64
 
 
@@ -182,11 +185,19 @@ def test_the_band_drawn_is_the_one_that_dropped(world: Path, lens: Lens) -> None
     [
         ({"name": "dppo_tv"}, "difference", None),
         ({"name": "dppo_kl"}, "difference", None),
-        ({"gates": [{"on": "binary_kl", "high": 0.05}]}, "binary_kl", (None, 0.05)),
-        ({"gates": [{"on": "symmetric_binary_kl", "high": 0.05}]}, "symmetric_binary_kl", (None, 0.05)),
-        ({"gates": [{"on": "sequence_kl", "high": 1e-4, "when": "negative_advantage"}]}, "sequence_kl", (None, 1e-4)),
-        ({"gates": [{"on": "ratio", "level": "geometric", "low": 0.5}]}, "geometric_ratio", (math.log(0.5), None)),
-        ({"gates": [{"on": "ratio", "low": 0.0, "high": 2.0}]}, "ratio", (None, math.log(2))),
+        ({"gates": [{"statistic": "binary_kl", "high": 0.05}]}, "binary_kl", (None, 0.05)),
+        ({"gates": [{"statistic": "symmetric_binary_kl", "high": 0.05}]}, "symmetric_binary_kl", (None, 0.05)),
+        (
+            {"gates": [{"statistic": "sequence_kl", "high": 1e-4, "when": "negative_advantage"}]},
+            "sequence_kl",
+            (None, 1e-4),
+        ),
+        (
+            {"gates": [{"statistic": "ratio", "level": "geometric", "low": 0.5}]},
+            "geometric_ratio",
+            (math.log(0.5), None),
+        ),
+        ({"gates": [{"statistic": "ratio", "low": 0.0, "high": 2.0}]}, "ratio", (None, math.log(2))),
         ({"policy": {"surrogate": "clip", "eps": 0.2}}, "ratio", (math.log(0.8), math.log(1.2))),
     ],
 )

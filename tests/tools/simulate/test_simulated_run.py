@@ -167,7 +167,7 @@ def test_drained_answers_are_of_one_version_and_others_of_several() -> None:
         return [len(answer.tokens_by_version) for answer in answers]
 
     assert run_virtually(parts("drain")) == [1, 1, 1, 1, 1]
-    assert run_virtually(parts("go_on"))[:4] == [2, 2, 2, 2]
+    assert run_virtually(parts("continue"))[:4] == [2, 2, 2, 2]
 
 
 # chance
@@ -232,7 +232,7 @@ def test_a_crash_is_an_error_only_where_nobody_asks_again() -> None:
         }
     ),
     ahead=st.integers(0, 3),
-    how=st.sampled_from(["go_on", "drain"]),
+    how=st.sampled_from(["continue", "drain"]),
     retries=st.sampled_from([None, 1]),
 )
 @settings(max_examples=60, deadline=None)

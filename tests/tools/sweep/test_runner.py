@@ -30,7 +30,7 @@ RECIPE = tiny(
     scheduler__max_off_policy_steps=0,
     trainer__optimizer__lr=3e-3,
     checkpoints={},
-    evaluation={"when": "ends", "tasks": 4},
+    evaluation={"when": "start_and_end", "num_tasks": 4},
 )
 NAMES = ["name=icepop-seed0", "name=icepop-seed1", "name=reinforce-seed0", "name=reinforce-seed1"]
 
@@ -198,7 +198,7 @@ def test_the_numbers_of_a_run_are_those_in_its_ledger_and_its_records(world: Wor
         reason
         for step in (1, 2, 3)
         for row in pq.read_table(world.folder / name / "rollouts" / f"step_00000{step}.parquet").to_pylist()
-        for reason in (row["kept"] or [] if row["OUT"] == "trained" else [])
+        for reason in (row["kept"] or [] if row["outcome"] == "trained" else [])
         if reason is not None
     ]
     assert kept

@@ -172,9 +172,9 @@ def test_an_adapter_reaches_a_server_of_the_runs_own_and_answers_are_drained(tmp
 def test_how_the_settings_sample_is_how_a_server_of_the_runs_own_is_started(tmp_path: Path) -> None:
     """The server's own parser reads the words, so that none is one that it does not know."""
     model = tiny()
-    asked = EngineSettings(kind="process", max_batch=7, native_kernels="torch", int8=True, dtype="bfloat16")
+    asked = EngineSettings(kind="process", max_batch=7, native_kernels="off", int8=True, dtype="bfloat16")
     given = build_parser().parse_args(server_argv(asked, model, tmp_path)[1:])
-    assert (given.max_batch, given.kernels, given.int8, given.dtype) == (7, "torch", True, "bfloat16")
+    assert (given.max_batch, given.native_kernels, given.int8, given.dtype) == (7, "off", True, "bfloat16")
     assert given.weights_from == [tmp_path]
     usual = build_parser().parse_args(server_argv(EngineSettings(kind="process"), model, tmp_path)[1:])
     assert (usual.kernels, usual.int8, usual.dtype) == ("auto", False, "float32")

@@ -352,12 +352,21 @@ def _always() -> threading.Event:
     ("words", "message"),
     [
         (["--publish.transport=adapter"], 'publish.transport = "adapter" has no effect: without model.lora'),
-        (["--publish.transport=folder", "--model.lora.rank=4"], 'publish.transport = "folder" has no effect: with model.lora'),
+        (
+            ["--publish.transport=folder", "--model.lora.rank=4"],
+            'publish.transport = "folder" has no effect: with model.lora',
+        ),
         (["--publish.transport=broadcast"], 'publish.transport = "broadcast" has no effect with engine.kind = "local"'),
-        (["--publish.transport=broadcast", "--engine.kind=vllm"], 'publish.transport = "broadcast" has no effect with vLLM'),
+        (
+            ["--publish.transport=broadcast", "--engine.kind=vllm"],
+            'publish.transport = "broadcast" has no effect with vLLM',
+        ),
         (["--publish.path=/tmp"], 'publish.path = "/tmp" has no effect: the engine takes a copy'),
         (["--publish.path=/tmp", "--publish.transport=broadcast", "--engine.kind=process"], "writes nothing"),
-        (["--publish.bind_address=10.0.0.1"], 'publish.bind_address = "10.0.0.1" cannot act: it belongs to way = "broadcast"'),
+        (
+            ["--publish.bind_address=10.0.0.1"],
+            'publish.bind_address = "10.0.0.1" cannot act: it belongs to way = "broadcast"',
+        ),
         (["--publish.in_flight=wait"], "publish.in_flight"),
     ],
 )

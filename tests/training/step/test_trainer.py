@@ -138,7 +138,7 @@ NOTHING = {
 @pytest.mark.parametrize("rule", ["icepop", "veto"])
 @pytest.mark.parametrize("why", NOTHING)
 def test_a_step_without_anything_to_learn_moves_nothing_and_says_why(why: str, rule: str) -> None:
-    parameters = {"gates": [{"on": "ratio", "low": 0.2, "high": 5.0}]} if rule == "veto" else {}
+    parameters = {"gates": [{"statistic": "ratio", "low": 0.2, "high": 5.0}]} if rule == "veto" else {}
     trainer, samples = trainer_of(), branching_samples()
     trainer.step(samples, OPEN)
     before = state_of(trainer)
