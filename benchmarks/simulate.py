@@ -35,7 +35,7 @@ def case(engines: int) -> Prediction:
             "engine": {"kind": "pool"},
             "pool": {"dns": "samplers.example.internal:8000"},
             "scheduler": {
-                "groups": rollouts // 8,
+                "groups_per_step": rollouts // 8,
                 "group_size": 8,
                 "max_in_flight": 4 * rollouts,
                 "max_off_policy_steps": 2,

@@ -206,9 +206,11 @@ class PublishSettings(Settings):
     @model_validator(mode="after")
     def _check_options_have_effect(self) -> Self:
         if self.path is not None and self.transport == "broadcast":
-            raise setting_error('{path} cannot act: way = "broadcast" writes nothing', path=self.path)
+            raise setting_error('{path} cannot act: transport = "broadcast" writes nothing', path=self.path)
         if self.bind_address != "127.0.0.1" and self.transport != "broadcast":
-            raise setting_error('{address} cannot act: it belongs to way = "broadcast"', address=self.bind_address)
+            raise setting_error(
+                '{bind_address} cannot act: it belongs to transport = "broadcast"', bind_address=self.bind_address
+            )
         return self
 
 
@@ -240,10 +242,10 @@ class PoolSettings(Settings):
 
     @model_validator(mode="after")
     def _check_single_source(self) -> Self:
-        given = [name for name in ("urls", "dns", "file", "list_url") if getattr(self, name)]
+        given = [name for name in ("urls", "dns", "file", "discovery_url") if getattr(self, name)]
         if len(given) != 1:
             raise setting_error(
-                f"a pool has one source of members; of {{urls}}, dns, file and list_url {', '.join(given) or 'none'} is"
+                f"a pool has one source of members; of {{urls}}, dns, file and discovery_url {', '.join(given) or 'none'} is"
                 " given",
                 urls=self.urls,
             )

@@ -36,9 +36,9 @@ class LengthSettings(Settings):
         if not isinstance(value, str):
             return value
         kind, *numbers = value.split(":")
-        names = {"fixed": ["mean"], "lognormal": ["mean", "spread"]}.get(kind)
+        names = {"fixed": ["mean"], "lognormal": ["mean", "sigma"]}.get(kind)
         if names is None or not 1 <= len(numbers) <= len(names):
-            raise setting_error("{kind}: write fixed:MEAN, lognormal:MEAN or lognormal:MEAN:SPREAD", kind=value)
+            raise setting_error("{kind}: write fixed:MEAN, lognormal:MEAN or lognormal:MEAN:SIGMA", kind=value)
         return {"kind": kind, **dict(zip(names, numbers, strict=False))}
 
     @model_validator(mode="after")
@@ -46,7 +46,7 @@ class LengthSettings(Settings):
         if (self.kind == "empirical") != bool(self.values):
             raise setting_error('{kind} and values belong together: kind = "empirical" has some', kind=self.kind)
         if self.sigma is not None and self.kind != "lognormal":
-            raise setting_error('{spread} cannot act: it belongs to kind = "lognormal"', spread=self.sigma)
+            raise setting_error('{sigma} cannot act: it belongs to kind = "lognormal"', sigma=self.sigma)
         if self.mean is not None and self.kind == "empirical":
             raise setting_error('{mean} cannot act: kind = "empirical" has the mean of its values', mean=self.mean)
         return self

@@ -67,20 +67,20 @@ class OptimizerSettings(Settings):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls after the warm-up, until total_steps."""
     total_steps: Count | None = None
-    """Where the decay ends; the rate stays at its floor afterwards."""
+    """Where the decay ends; the rate stays at min_lr_ratio * lr afterwards."""
     min_lr_ratio: Share | None = None
     """The share of lr at which a decay ends; not given: 0."""
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
         if self.lr_schedule == "constant":
-            for name in ("total_steps", "floor"):
+            for name in ("total_steps", "min_lr_ratio"):
                 if getattr(self, name) is not None:
                     raise setting_error(
-                        f'{{{name}}} cannot act while decay = "constant"', **{name: getattr(self, name)}
+                        f'{{{name}}} has no effect with lr_schedule = "constant"', **{name: getattr(self, name)}
                     )
         elif self.total_steps is None:
-            raise setting_error("{decay} needs total_steps", decay=self.lr_schedule)
+            raise setting_error("{lr_schedule} needs total_steps", lr_schedule=self.lr_schedule)
         elif self.total_steps <= self.warmup_steps:
             raise setting_error(
                 "{total_steps} must be above {warmup_steps}",

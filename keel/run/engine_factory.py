@@ -142,6 +142,13 @@ async def _run_server(
 def server_argv(engine: EngineSettings, model: Model, folder: Path) -> list[str]:
     """What makes a server compute as the settings say, with weights from below the folder."""
     words = ["keel.cli", "serve", str(model.source.folder), "--name", "policy", "--port", "0", "--with-parent"]
-    words += ["--max-batch", str(engine.max_batch), "--native-kernels", engine.native_kernels, "--weights-from", str(folder)]
+    words += [
+        "--max-batch",
+        str(engine.max_batch),
+        "--native-kernels",
+        engine.native_kernels,
+        "--weights-from",
+        str(folder),
+    ]
     words += ["--dtype", engine.dtype if engine.dtype != "auto" else dtype_name(model.dtype)]
     return [*words, "--int8"] if engine.int8 else words

@@ -365,7 +365,7 @@ def test_references_leave_nothing_behind_in_the_trained_network(tmp_path: Path) 
     ("given", "name"),
     [
         ({"engine": keel.config.EngineSettings(kind="process")}, "engine.kind = process"),
-        ({"engine": keel.config.EngineSettings(publish_every=2)}, "publish.every = 2"),
+        ({"engine": keel.config.EngineSettings(vllm_python="python3")}, "engine.vllm_python = python3"),
         ({"checkpoints": keel.CheckpointSettings(every=5)}, "checkpoints.every = 5"),
     ],
 )

@@ -99,7 +99,7 @@ def test_weights_and_adapters_are_loaded_into_all_members(run: Any, tmp_path: Pa
         (tmp_path / "adapter_config.json").write_text("{}")
         assert run(*urls, "--load", folder, "--version", "6", "--drain")[0] == 0
         fakes[0].fail = lambda: EngineError("the disk is gone")
-        code, out, _ = run(*urls, "--load", folder, "--version", "7", "--interval", "0.2")
+        code, out, _ = run(*urls, "--load", folder, "--version", "7", "--poll-interval", "0.2")
         assert code == 1 and "the disk is gone" in out and len(re.findall(r" ready +7 ", out)) == 1
         fakes[1].fail = fakes[0].fail
         code, _, err = run(*urls, "--load", folder, "--version", "8")
@@ -112,7 +112,7 @@ def test_a_vllm_member_takes_weights_too(run: Any, tmp_path: Path) -> None:
     with serving(vllm.app()) as url:
         refused = run(url, "--load", str(tmp_path), "--version", "5")
         assert refused[0] == 2 and "is no keel server" in refused[2]
-        code, out, _ = run(url, "--server", "vllm", "--load", str(tmp_path), "--version", "5")
+        code, out, _ = run(url, "--backend", "vllm", "--load", str(tmp_path), "--version", "5")
     assert code == 0 and re.search(r" ready +5 ", out)
     assert vllm.weights == str(tmp_path.resolve())
 
@@ -145,7 +145,7 @@ def test_members_come_from_a_file_a_name_or_a_list(run: Any, server: str, tmp_pa
     assert run("--file", str(file))[0] == 0
     assert run("--dns", server.removeprefix("http://"))[0] == 0
     with serving(Starlette(routes=[Route("/members", lambda _: JSONResponse([server]))])) as registry:
-        code, out, _ = run("--list-url", f"{registry}/members")
+        code, out, _ = run("--discovery-url", f"{registry}/members")
     assert code == 0
     assert server in out
 
@@ -172,12 +172,12 @@ def test_a_key_is_sent(run: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give the members as URLs, or with one of --dns, --file and --list-url"),
-        ([NOWHERE, "--dns", "a:1"], "give the members as URLs, or with one of --dns, --file and --list-url"),
+        ([], "give the members as URLs, or with one of --dns, --file and --discovery-url"),
+        ([NOWHERE, "--dns", "a:1"], "give the members as URLs, or with one of --dns, --file and --discovery-url"),
         (["127.0.0.1:8000"], 'pool.urls: "127.0.0.1:8000" is not a URL; give one like "http://10.0.0.1:8000"'),
         (["--dns", "engines"], 'pool.dns = "engines" is not a name and a port, such as "engines.internal:8000"'),
-        (["--list-url", "x"], 'pool.discovery_url: "x" is not a URL; give one like "http://10.0.0.1:8000"'),
-        ([NOWHERE, "--interval", "0"], "pool.poll_interval = 0.0: input should be greater than 0"),
+        (["--discovery-url", "x"], 'pool.discovery_url: "x" is not a URL; give one like "http://10.0.0.1:8000"'),
+        ([NOWHERE, "--poll-interval", "0"], "pool.poll_interval = 0.0: input should be greater than 0"),
         ([NOWHERE, "--timeout", "nan"], None),
         ([NOWHERE, "--version", "3"], "--version cannot act without --load DIR"),
         ([NOWHERE, "--drain"], "--drain cannot act without --load DIR"),
@@ -192,7 +192,7 @@ def test_bad_arguments_are_one_line_and_exit_code_2(run: Any, words: list[str], 
     assert err == f"keel: {message}\n" if message else re.fullmatch(r"keel: .+\n", err)
 
 
-@pytest.mark.parametrize("words", [["--dns", "a:1", "--file", "b"], ["--nothing"], ["--interval", "x"]])
+@pytest.mark.parametrize("words", [["--dns", "a:1", "--file", "b"], ["--nothing"], ["--poll-interval", "x"]])
 def test_what_argparse_refuses_is_exit_code_2(run: Any, words: list[str]) -> None:
     code, _, err = run(*words)
     assert code == 2

@@ -1,16 +1,17 @@
 """Settings: where values come from, which values are invalid and what the errors say."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
 import keel
 from keel.common import renamed_settings as renamed
 from keel.config import RunSettings, load_settings
 from keel.config.load import parse_overrides
 from keel.errors import ConfigError, KeelError
-from keel.objectives import PRESETS, Composition, resolve_objective
+from keel.objectives import PRESETS, Composition, ObjectiveSettings, resolve_objective
 from keel.objectives.preset import COMMON_NAMES, PRESET_PARAMETERS
 from keel.rollout.episode_runner import build_environments
 
@@ -232,11 +233,46 @@ def test_a_renamed_key_that_is_still_a_setting_loads() -> None:
     assert load_settings(overrides=["--publish.transport=folder"]).settings.publish.transport == "folder"
 
 
-def test_every_renamed_key_is_gone_and_its_new_name_exists() -> None:
-    known = {path for path, _, _ in load_settings(overrides=["--environments.x.weight=1"]).rows()}
-    for old, new in renamed.RENAMED_KEYS.items():
-        assert old.replace("*", "x") not in known, old
-        assert any(path == new.replace("*", "x") or path.startswith(new.replace("*", "x") + ".") for path in known), new
+def setting_exists(name: str) -> bool:
+    """Whether the settings of a run have this name; `*` is any key of a mapping or position in a list."""
+    models: list[Any] = [RunSettings]
+    for part in name.split("."):
+        if part != "*":
+            models = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+        models = [inner for model in models for inner in nested_models(model)] or models
+        if not models:
+            return False
+    return True
+
+
+def nested_models(annotation: Any) -> list[Any]:
+    """The settings classes inside an annotation such as `list[Gate]` or `PoolSettings | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation, *([Composition] if annotation is ObjectiveSettings else [])]
+    return [inner for argument in get_args(annotation) for inner in nested_models(argument)]
+
+
+@pytest.mark.parametrize(("old", "new"), renamed.RENAMED_KEYS.items())
+def test_a_renamed_key_is_gone_and_its_new_name_exists(old: str, new: str) -> None:
+    assert not setting_exists(old)
+    assert setting_exists(new)
+    if not old.startswith(("objective.gates", "objective.weights", "objective.penalties", "objective.reduction")):
+        old, new = old.replace("*", "x"), new.replace("*", "x")
+        assert f"{old} was renamed to {new}" in refused(None, f"--{old}=1")
+
+
+@pytest.mark.parametrize(
+    ("table", "old", "new"),
+    [
+        ('gates = [{on = "ratio", high = 2.0}]', "gates.0.on", "gates.0.statistic"),
+        ('gates = [{statistic = "ratio", of = "policy/proximal", high = 2.0}]', "gates.0.of", "gates.0.between"),
+        ('weights = [{of = "proximal/sampler"}]', "weights.0.of", "weights.0.between"),
+        ('penalties = [{on = "k2", coef = 0.1}]', "penalties.0.on", "penalties.0.estimator"),
+        ('gates = [], reduction = {divide_by = "kept"}', "reduction.divide_by", "reduction.denominator"),
+    ],
+)
+def test_a_renamed_key_inside_a_composition_is_named(table: str, old: str, new: str) -> None:
+    assert f"objective.{old} was renamed to objective.{new}" in refused(None, f"--objective={{{table}}}")
 
 
 @pytest.mark.parametrize(

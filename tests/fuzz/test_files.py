@@ -319,7 +319,7 @@ def test_a_rollout_that_unpacks_to_much_more_than_it_is_is_refused(whole: Path, 
 def test_a_parquet_file_that_unfolds_to_more_than_a_step_can_have_is_refused(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safe_read, "VALUES", 2**20)
+    monkeypatch.setattr(safe_read, "MAX_COLUMN_VALUES", 2**20)
     folder = shutil.copytree(whole, tmp_path / "run")
     path = folder / "rollouts/step_000001.parquet"
     few = pq.read_table(path).slice(0, 1)

@@ -229,7 +229,7 @@ def test_an_unknown_name_is_an_error_everywhere_and_never_another_gate() -> None
 @pytest.mark.parametrize("value", ["ratios", 3, None, ["ratio"], {"statistic": "ratio"}, True])
 def test_a_wrong_name_is_reported_as_a_literal_would(value: Any) -> None:
     class Model(BaseModel):
-        on: Literal[statistic_names()]  # type: ignore[valid-type]
+        statistic: Literal[statistic_names()]  # type: ignore[valid-type]
 
     with pytest.raises(ValidationError) as expected:
         Model.model_validate({"statistic": value})

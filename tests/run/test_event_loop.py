@@ -26,7 +26,7 @@ def test_what_it_returns_or_raises_is_handed_on() -> None:
 
 
 def test_a_task_that_ignores_its_end_is_left_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "MOMENT", 0.2)
+    monkeypatch.setattr(event_loop, "CANCEL_GRACE", 0.2)
     ended = []
 
     async def deaf() -> None:

@@ -124,7 +124,7 @@ def test_the_folder_says_what_the_run_is_doing_while_it_does_it(tmp_path: Path) 
             seen.append(json.loads(live.read_text()))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(LiveStatus, "say", say)
+        patched.setattr(LiveStatus, "write", say)
         train(tmp_path / "run", steps=2, evaluation__when="never")
     assert any(one["doing"].startswith("sampling: ") and one["engines"].startswith("version 0") for one in seen)
     assert not live.exists()
@@ -322,7 +322,7 @@ def test_changed_settings_are_shown_and_have_to_be_allowed(tmp_path: Path) -> No
     ("text", "message"),
     [
         ('engine.kind = "pool"', "engine.*pool"),
-        ("publish.every = 4", "publish_every = 4"),
+        ("publish.every = 4", "publish.every = 4"),
         (
             "trainer.max_tokens_per_micro_batch = 100",
             r"larger_number\.limits\.tokens = 4096 .* trainer\.max_tokens = 100",

@@ -125,7 +125,7 @@ def test_signs_are_counted_whatever_the_block(values: list[tuple[float, bool]], 
     numbers = torch.tensor([value for value, _ in values])
     mask = torch.tensor([inside for _, inside in values], dtype=torch.bool) if masked else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_ops, "BLOCK", block)
+        patch.setattr(cpu_ops, "BLOCK_ENTRIES", block)
         found = cpu_ops.count_signs(numbers, mask)
     ups = [value > 0 for value, _ in values]
     inside = sum(up and seen for up, (_, seen) in zip(ups, values, strict=True)) if masked else 0

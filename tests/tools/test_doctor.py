@@ -130,7 +130,7 @@ def test_a_step_and_sampling_are_really_timed(findings: list[DoctorCheck]) -> No
 
 
 def run_with(findings: list[DoctorCheck], monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(doctor, "examine", lambda _folder: findings)
+    monkeypatch.setattr(doctor, "run_checks", lambda _folder: findings)
     return main(["doctor", *words])
 
 

@@ -140,7 +140,7 @@ def _format_assumption(assumptions: SimulateSettings, name: str) -> str:
     if name == "length":
         if value.kind == "empirical":
             return f"of {len(value.values):,} rollouts, mean {sum(value.values) / len(value.values):,.1f}"
-        told = [value.kind, *(f"{one:g}" for one in (value.mean, value.spread) if one is not None)]
+        told = [value.kind, *(f"{one:g}" for one in (value.mean, value.sigma) if one is not None)]
         return ":".join(told)
     if value is None:
         return "none"

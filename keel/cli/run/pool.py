@@ -51,13 +51,15 @@ def add(subparsers: Any) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--dns", metavar="NAME:PORT", help="every address of this name is a member")
     source.add_argument("--file", metavar="FILE", help="a file with one URL a line")
-    source.add_argument("--list-url", metavar="URL", help="an address that answers with a JSON list of URLs")
+    source.add_argument("--discovery-url", metavar="URL", help="an address that answers with a JSON list of URLs")
     parser.add_argument("--watch", action="store_true", help="go on until interrupted")
     parser.add_argument("--json", action="store_true", help="for machines: one object, or one a look with --watch")
-    parser.add_argument("--interval", type=float, default=5.0, metavar="S", help="seconds between looks (default: 5)")
+    parser.add_argument(
+        "--poll-interval", type=float, default=5.0, metavar="S", help="seconds between looks (default: 5)"
+    )
     parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds for an answer (default: 5)")
     parser.add_argument(
-        "--server", choices=("keel", "vllm"), default="keel", help="what the members are (default: keel)"
+        "--backend", choices=("keel", "vllm"), default="keel", help="what the members are (default: keel)"
     )
     parser.add_argument("--load", metavar="DIR", type=Path, help="load weights or an adapter into all members first")
     parser.add_argument("--version", type=int, metavar="N", help="with --load: what answers say they were sampled by")
@@ -99,18 +101,18 @@ def make_pool_settings(args: argparse.Namespace) -> "PoolSettings":
     from keel.common.settings import to_config_error
     from keel.config import PoolSettings
 
-    given = [name for name in ("urls", "dns", "file", "list_url") if getattr(args, name)]
+    given = [name for name in ("urls", "dns", "file", "discovery_url") if getattr(args, name)]
     if len(given) != 1:
-        raise ConfigError("give the members as URLs, or with one of --dns, --file and --list-url")
+        raise ConfigError("give the members as URLs, or with one of --dns, --file and --discovery-url")
     try:
         return PoolSettings(
             urls=args.urls,
             dns=args.dns,
             file=args.file,
-            discovery_url=args.list_url,
-            poll_interval=args.interval,
+            discovery_url=args.discovery_url,
+            poll_interval=args.poll_interval,
             health_timeout=args.timeout,
-            backend=args.server,
+            backend=args.backend,
         )
     except ValidationError as error:
         raise to_config_error(error, ("pool",)) from None

@@ -172,7 +172,7 @@ class SimulatedRun:
         if limit is not None and len(steps) >= limit and not any(step.trained_rollouts for step in steps[-limit:]):
             raise KeelError(
                 f"the simulated run stops at step {len(steps)}, as a real one would: {limit} steps in a row trained"
-                f" nothing (scheduler.max_empty_steps = {limit}); look at no_signal = {self._assumed.zero_variance_share:g}"
+                f" nothing (scheduler.max_empty_steps = {limit}); look at zero_variance_share = {self._assumed.zero_variance_share:g}"
             )
 
     def _on_dispatch(self) -> None:

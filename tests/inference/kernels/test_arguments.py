@@ -31,8 +31,8 @@ def _no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     guard: Any = Guard()
     packing = packed_matmul._kernels()
     guard.pack_matrix, guard.panel_columns = packing.pack_matrix, packing.panel_columns
-    monkeypatch.setattr(packed_matmul, "_functions", lambda: guard)
-    monkeypatch.setattr(decode_attention, "_functions", lambda: guard)
+    monkeypatch.setattr(packed_matmul, "_kernels", lambda: guard)
+    monkeypatch.setattr(decode_attention, "_kernels", lambda: guard)
 
 
 def strided(tensor: Tensor) -> Tensor:
@@ -248,6 +248,6 @@ def test_values_of_another_type_or_width_do_not_fit_decode_attention() -> None:
 
 
 def test_without_a_library_wrappers_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_found", lambda: (None, "there is no C compiler"))
+    monkeypatch.setattr(build, "_load_once", lambda: (None, "there is no C compiler"))
     with pytest.raises(RuntimeError, match=r"native kernels are not available: there is no C compiler"):
         build.require_library()

@@ -43,7 +43,7 @@ def test_what_the_compiler_says_is_the_reason_and_nothing_is_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "FLAGS", [*build.COMPILER_FLAGS, "-include", "no_such_header.h"])
+    monkeypatch.setattr(build, "COMPILER_FLAGS", [*build.COMPILER_FLAGS, "-include", "no_such_header.h"])
     right = build._run  # the list of macros, which is asked for first, would fail by it too
     monkeypatch.setattr(build, "_run", lambda words: "" if "-dM" in words else right(words))
     found, why = build._load_once.__wrapped__()

@@ -117,9 +117,9 @@ def test_any_tree_in_any_parts_is_dense_attention(
 ) -> None:
     longer = [np.repeat(one, stretch) for one in found]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PANELS", 1)
-        patch.setattr(module, "ITEMS", items)
-        patch.setattr(module, "COPIES", 1000)
+        patch.setattr(module, "MIN_PANELS_PER_PART", 1)
+        patch.setattr(module, "TARGET_PARTS", items)
+        patch.setattr(module, "MAX_KEY_COPIES", 1000)
         check(build_tree(longer, share=share), *heads)
 
 
@@ -257,7 +257,7 @@ def test_tensors_are_served_only_when_they_fit() -> None:
 
 
 def test_without_the_library_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "library", lambda: None)
+    monkeypatch.setattr(module, "load_kernels", lambda: None)
     assert not tree_kernel_supports(*states(prompts()))
 
 
@@ -346,7 +346,7 @@ def test_parts_hold_every_panel_once_and_have_room_for_what_they_see(
     if not len(tree):
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PANELS", 1)
+        patch.setattr(module, "MIN_PANELS_PER_PART", 1)
         bounds, room, first, last = plan_of(tree).partition(key_heads, each, rows)
     assert bounds[0] == 0
     assert bounds[-1] == -(-len(tree) * each // rows)

@@ -123,7 +123,7 @@ def test_only_networks_whose_code_is_known_get_the_engines_own_pass() -> None:
 
 def test_an_own_pass_that_a_probe_finds_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     right = own_pass._rms_norm
-    monkeypatch.setattr(own_pass, "_normed", lambda states, norm: right(states, norm) * 1.1)
+    monkeypatch.setattr(own_pass, "_rms_norm", lambda states, norm: right(states, norm) * 1.1)
     model = tiny()
     decoder: Any = select_decoder(model.network, "tiny")
     assert isinstance(decoder, BatchedDecoder)
@@ -136,7 +136,7 @@ def test_an_own_pass_that_a_probe_finds_wrong_is_not_used(monkeypatch: pytest.Mo
 def test_kernels_that_a_probe_finds_wrong_are_not_used(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if wrong == "times":
         right = PackedMatrix.matmul
-        monkeypatch.setattr(PackedMatrix, "times", lambda self, left, **given: right(self, left, **given).mul_(2))
+        monkeypatch.setattr(PackedMatrix, "matmul", lambda self, left, **given: right(self, left, **given).mul_(2))
     else:
         monkeypatch.setattr(decode_attention, "attend_rows", lambda *given: given[-1].zero_())
     model = tiny()
@@ -148,7 +148,7 @@ def test_kernels_that_a_probe_finds_wrong_are_not_used(wrong: str, monkeypatch: 
 
 
 def test_without_a_compiler_everything_goes_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders, "library", lambda: None)
+    monkeypatch.setattr(decoders, "load_kernels", lambda: None)
     model = tiny()
     decoder: Any = select_decoder(model.network, "tiny")
     assert not decoder.compiled

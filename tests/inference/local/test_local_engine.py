@@ -120,7 +120,7 @@ def test_answers_longer_than_the_first_room_stay_exact() -> None:
 def test_long_answers_that_spill_stay_exact_and_reserve_nothing_for_others(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoders, "SPILL", 8)
+    monkeypatch.setattr(decoders, "SPILL_TOKENS", 8)
     model = tiny(family)
     asked = [(PROMPTS[n % 2], Sampling(max_tokens=size, seed=n)) for n, size in enumerate((40, 3, 20, 17, 9, 40))]
 

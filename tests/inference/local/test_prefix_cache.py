@@ -50,7 +50,7 @@ def test_the_next_turn_computes_only_what_is_new() -> None:
 
 @pytest.mark.parametrize("family", ["tiny", "tiny-gemma3", "tiny-gpt-oss"])
 def test_turns_on_kept_beginnings_are_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders, "DEEP", 3)  # the later turns stand on pieces that were put together
+    monkeypatch.setattr(decoders, "MAX_DEPTH", 3)  # the later turns stand on pieces that were put together
     model = tiny(family)
     decoder = counting(model)
     prompts, found = turns(decoder, 5)
@@ -59,7 +59,7 @@ def test_turns_on_kept_beginnings_are_exact(family: str, monkeypatch: pytest.Mon
 
 
 def test_a_long_answer_that_spilled_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders, "SPILL", 4)
+    monkeypatch.setattr(decoders, "SPILL_TOKENS", 4)
     model = tiny()
     decoder = counting(model)
     prompts, found = turns(decoder, 2, size=15)

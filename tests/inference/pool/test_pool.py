@@ -191,7 +191,7 @@ def test_what_waits_during_an_update_is_spread_over_all_members() -> None:
 
 
 def test_the_memory_of_groups_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "GROUPS", 50)
+    monkeypatch.setattr(pool_module, "MAX_TRACKED_GROUPS", 50)
 
     async def scene(world: World) -> None:
         for i in range(200):

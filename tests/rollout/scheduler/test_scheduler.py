@@ -47,7 +47,7 @@ class Script:
 
 
 def scheduler(run: Runner, tasks: Any = None, **given: Any) -> Scheduler:
-    chosen = {"groups": 2, "group_size": 2, "max_off_policy_steps": 0, **given}
+    chosen = {"groups_per_step": 2, "group_size": 2, "max_off_policy_steps": 0, **given}
     return Scheduler(run, [TaskSource("a", jobs(100) if tasks is None else tasks)], SchedulerSettings(**chosen))
 
 
@@ -100,7 +100,7 @@ def test_one_attempt_means_one_retry() -> None:
 
 def test_members_that_fail_in_the_same_round_count_once_however_far_apart() -> None:
     lines: dict[Any, Any] = {("task0", member, 0): "engine" for member in range(4)}
-    made = scheduler(Script(lines), groups=1, group_size=4, max_error_reschedule_attempts=1, max_in_flight=1)
+    made = scheduler(Script(lines), groups_per_step=1, group_size=4, max_error_reschedule_attempts=1, max_in_flight=1)
     (batch,) = batches(made)
     assert ids(batch) == ["task0"]
     assert batch.counters["retry_rounds"] == 1
@@ -146,7 +146,7 @@ def test_a_group_is_dropped_as_soon_as_too_few_can_succeed() -> None:
     script = Script({("task0", 0, 0): "empty", ("task0", 1, 0): 60.0, ("task0", 2, 0): 60.0})
 
     async def main() -> float:
-        made = scheduler(script, groups=1, group_size=3, max_error_reschedule_attempts=0, min_group_size=3)
+        made = scheduler(script, groups_per_step=1, group_size=3, max_error_reschedule_attempts=0, min_group_size=3)
         await made.next_batch(0)
         return asyncio.get_running_loop().time()
 
@@ -162,7 +162,7 @@ def test_it_halts_after_batches_in_a_row_with_nothing_to_train_on_and_says_why()
     lines: dict[Any, Any] = {
         (f"task{task}", member, 0): kind for task in (0, 1, 4, 5, 6, 7) for member, kind in enumerate(["timeout", 9.0])
     }
-    made = scheduler(Script(lines), max_error_reschedule_attempts=0, halt_after=2)
+    made = scheduler(Script(lines), max_error_reschedule_attempts=0, max_empty_steps=2)
 
     async def main() -> None:
         assert (await made.next_batch(0)).groups == []
@@ -207,7 +207,7 @@ def test_runners_that_return_junk_or_cannot_begin_have_failed_like_any_other() -
             raise OSError("no socket")
         return junk() if dispatch.member == 1 else "no awaitable"
 
-    (batch,) = batches(scheduler(run, groups=1, group_size=3))
+    (batch,) = batches(scheduler(run, groups_per_step=1, group_size=3))
     assert len(batch.groups) == 1
     assert [r.reason for r in batch.dropped] == ["exception"] * 3
     assert "no socket" in str([r.error for r in batch.dropped])
@@ -218,7 +218,7 @@ def test_runners_that_return_junk_or_cannot_begin_have_failed_like_any_other() -
 
 def test_no_more_than_allowed_is_ever_in_flight() -> None:
     engine = Engine()
-    batches(scheduler(engine, groups=5, group_size=4, max_in_flight=7, max_off_policy_steps=3), range(4))
+    batches(scheduler(engine, groups_per_step=5, group_size=4, max_in_flight=7, max_off_policy_steps=3), range(4))
     assert engine.most == 7
 
 
@@ -246,7 +246,7 @@ def test_groups_are_found_by_id_until_they_are_cut() -> None:
 
 def slow_first(window: int, batch_count: int, slow: float = 3.5) -> list[list[str]]:
     """One slow group among quick ones, a batch cut each second or so."""
-    made = scheduler(Script({("task0", 0, 0): slow}), group_size=1, window=window, max_off_policy_steps=8)
+    made = scheduler(Script({("task0", 0, 0): slow}), group_size=1, window_batches=window, max_off_policy_steps=8)
     return [ids(batch) for batch in batches(made, range(batch_count))]
 
 
@@ -261,7 +261,7 @@ def test_short_answers_overtake_a_long_one_by_a_window_of_batches_and_no_more() 
 
 def test_a_group_far_down_the_line_does_not_overtake_more_than_the_window() -> None:
     lines = {(f"task{task}", 0, 0): 9.0 for task in range(5)}
-    made = scheduler(Script(lines), group_size=1, window=1, max_off_policy_steps=8)
+    made = scheduler(Script(lines), group_size=1, window_batches=1, max_off_policy_steps=8)
     first, second = batches(made, range(2))
     assert ids(first) == ["task0", "task1"], "task5 and later had to wait: they may pass two groups, not four"
     assert ids(second) == ["task2", "task3"]
@@ -273,7 +273,7 @@ def test_a_group_far_down_the_line_does_not_overtake_more_than_the_window() -> N
 def test_staleness_counts_the_time_in_the_queue_and_is_checked_when_the_batch_is_cut() -> None:
     async def main() -> None:
         script = Script()
-        made = scheduler(script, group_size=1, max_off_policy_steps=1, stale="drop")
+        made = scheduler(script, group_size=1, max_off_policy_steps=1, on_stale="drop")
         await made.next_batch(0)
         await asyncio.sleep(5)
         assert made.status().ready_groups == 2, "sampled ahead, at version 0, and ready"
@@ -296,7 +296,7 @@ def test_exactly_as_old_as_allowed_is_not_stale() -> None:
 def test_a_stale_group_is_sampled_again_in_its_place_with_all_its_retries() -> None:
     async def main() -> None:
         script = Script({("task2", 0, 0): "empty", ("task2", 0, 2): "empty"})
-        made = scheduler(script, group_size=1, max_off_policy_steps=1, max_error_reschedule_attempts=1, window=0)
+        made = scheduler(script, group_size=1, max_off_policy_steps=1, max_error_reschedule_attempts=1, window_batches=0)
         await made.next_batch(0)
         await asyncio.sleep(5)
         script.version = 2
@@ -314,7 +314,7 @@ def test_a_stale_group_is_sampled_again_in_its_place_with_all_its_retries() -> N
 
 @pytest.mark.parametrize("stale", ["drop", "resample"])
 def test_an_engine_that_lags_behind_for_ever_leaves_batches_empty_and_does_not_hang(stale: str) -> None:
-    made = scheduler(Script(version=0), stale=stale, halt_after=3)
+    made = scheduler(Script(version=0), on_stale=stale, max_empty_steps=3)
 
     async def main() -> None:
         for _ in range(2):
@@ -365,7 +365,7 @@ def test_the_watchdog_gives_up_what_never_comes_back_even_if_it_cannot_be_cancel
         return Told(dispatch.group, dispatch.member, dispatch.attempt)
 
     async def main() -> None:
-        made = scheduler(run, watchdog=30.0, max_in_flight=2)
+        made = scheduler(run, rollout_timeout=30.0, max_in_flight=2)
         batch = await made.next_batch(0)
         assert asyncio.get_running_loop().time() == 30.0
         assert len(batch.groups) == 2

@@ -244,7 +244,7 @@ bounded = scheduler_settings().filter(lambda chosen: chosen.max_error_reschedule
 def test_a_group_trains_exactly_when_enough_members_succeed_within_their_attempts(
     chosen: SchedulerSettings, faults: Faults, seed: int
 ) -> None:
-    chosen = chosen.model_copy(update={"halt_after": None, "max_off_policy_steps": 20})
+    chosen = chosen.model_copy(update={"max_empty_steps": None, "max_off_policy_steps": 20})
     engine = Engine(seed, 0, replace(faults, lags=0.0, hangs=0.0))
     oracle, ledger = Oracle(engine, chosen), Ledger()
 
@@ -282,7 +282,7 @@ def test_a_group_trains_exactly_when_enough_members_succeed_within_their_attempt
 def test_synchronous_batches_are_those_of_the_outcomes_and_not_of_time(
     chosen: SchedulerSettings, faults: Faults, seed: int, crash_after: int
 ) -> None:
-    chosen = chosen.model_copy(update={"halt_after": None, "max_off_policy_steps": 0})
+    chosen = chosen.model_copy(update={"max_empty_steps": None, "max_off_policy_steps": 0})
 
     async def life(engine: Engine, scheduler: Scheduler, steps: range) -> list:
         batches = []

@@ -113,7 +113,7 @@ def test_series_are_the_ledgers_numbers_and_missing_ones_are_none(world: Path, l
 
 def test_a_long_series_is_averaged_to_a_bounded_number_of_points(lens: Lens, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ask(lens, "series", run="a", names="reward")["values"]["reward"]
-    monkeypatch.setattr(folders, "POINTS", 2)
+    monkeypatch.setattr(folders, "MAX_POINTS", 2)
     told = ask(lens, "series", run="a", names="reward")
     assert (told["each"], told["step"]) == (2, [2, 4])
     assert told["values"]["reward"] == pytest.approx([(whole[0] + whole[1]) / 2, (whole[2] + whole[3]) / 2])
@@ -226,7 +226,7 @@ def test_what_the_files_cannot_say_is_said() -> None:
 
 
 def test_a_large_run_is_read_a_little_at_a_time(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregates, "CHUNK", 1)
+    monkeypatch.setattr(aggregates, "CHUNK_BYTES", 1)
     lens = Lens(world, read_seconds=0)
     assert [ask(lens, "region", run="a")["read"] for _ in range(5)] == [1, 2, 3, 4, 4]
     lens.close()

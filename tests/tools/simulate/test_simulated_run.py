@@ -37,7 +37,7 @@ def recipe(**tables: Any) -> RunSettings:
     tree: dict[str, Any] = {
         "steps": 12,
         "sampling": {"max_tokens": 128},
-        "scheduler": {"groups": 4, "group_size": 4, "max_off_policy_steps": 0},
+        "scheduler": {"groups_per_step": 4, "group_size": 4, "max_off_policy_steps": 0},
     }
     for name, table in tables.items():
         tree[name] = {**tree.get(name, {}), **table} if isinstance(table, dict) else table
@@ -79,7 +79,7 @@ def test_time_jumps_and_nothing_left_to_wait_for_is_an_error() -> None:
 
 
 def test_a_synchronous_step_takes_its_decode_steps_and_its_training() -> None:
-    assumed = assume(step_seconds=2.0, prompt=50)
+    assumed = assume(step_seconds=2.0, prompt_tokens=50)
     step = simulate(recipe(), assumed)[5]
     assert step.waiting_seconds == pytest.approx(100 * decode(assumed, 16))
     assert step.computed_tokens == 16 * 100 + 4 * 50
@@ -105,7 +105,7 @@ def test_a_trainer_that_is_slower_than_the_engines_sets_the_pace_and_the_age() -
 
 
 def test_engines_that_are_too_slow_set_the_pace_and_twice_as_many_are_twice_as_fast() -> None:
-    settings = recipe(scheduler={"max_off_policy_steps": 4, "groups": 16, "max_in_flight": 10_000}, steps=30)
+    settings = recipe(scheduler={"max_off_policy_steps": 4, "groups_per_step": 16, "max_in_flight": 10_000}, steps=30)
     one, two = (predict(settings, assume(engines=count, step_seconds=0.01)) for count in (1, 2))
     assert two.steps_per_hour / one.steps_per_hour == pytest.approx(2.0, rel=0.05)
     assert one.engine_fill > 0.95
@@ -123,7 +123,7 @@ def test_more_ranks_are_faster_by_their_efficiency() -> None:
 
 def test_engines_on_the_trainers_machine_are_slower_while_it_computes() -> None:
     settings = recipe(scheduler={"max_off_policy_steps": 1}, steps=20)
-    apart, shared = (predict(settings, assume(step_seconds=60.0, contention=much)) for much in (1.0, 3.0))
+    apart, shared = (predict(settings, assume(step_seconds=60.0, trainer_slowdown=much)) for much in (1.0, 3.0))
     assert shared.engine_busy > apart.engine_busy * 1.5
 
 
@@ -135,7 +135,7 @@ def test_engines_on_the_trainers_machine_are_slower_while_it_computes() -> None:
     [("folder", None, 20.0), ("broadcast", None, 10.0), ("folder", 2.0, 10.0 + 4 * 10 / 2)],
 )
 def test_publishing_takes_bytes_by_bandwidth(way: str, storage: float | None, seconds: float) -> None:
-    settings = recipe(publish={"way": way}, engine={"kind": "pool"}, pool={"urls": ["http://127.0.0.1:1"]})
+    settings = recipe(publish={"transport": way}, engine={"kind": "pool"}, pool={"urls": ["http://127.0.0.1:1"]})
     given = {"engines": 4, "publish_gigabytes": 10.0, "bandwidth": 1.0, "publish_seconds": 1.0}
     step = simulate(settings, assume(**given, storage_bandwidth=storage))[4]
     assert step.publishing_seconds == pytest.approx(1.0 + seconds)
@@ -190,16 +190,16 @@ def test_lengths_are_those_of_the_distribution() -> None:
 
 
 def test_as_many_are_cut_as_are_longer_than_allowed() -> None:
-    settings = recipe(scheduler={"groups": 64}, steps=12)
+    settings = recipe(scheduler={"groups_per_step": 64}, steps=12)
     found = predict(settings, assume(length="lognormal:64:0.8", engines=16))
     longer = 1 - NormalDist(math.log(64) - 0.32, 0.8).cdf(math.log(128))
     assert found.truncated == pytest.approx(longer, abs=0.02)
 
 
 def test_failures_crashes_and_groups_without_signal_are_as_frequent_as_assumed() -> None:
-    settings = pooled(scheduler={"groups": 32, "max_off_policy_steps": 1, "max_in_flight": 1000}, steps=40)
+    settings = pooled(scheduler={"groups_per_step": 32, "max_off_policy_steps": 1, "max_in_flight": 1000}, steps=40)
     assumed = assume(
-        rollout_failures=0.2, no_signal=0.25, engines=16, engine_crash_hours=0.1, engine_restart_seconds=90.0
+        rollout_failures=0.2, zero_variance_share=0.25, engines=16, engine_crash_hours=0.1, engine_restart_seconds=90.0
     )
     found = predict(settings, assumed)
     trained = 1 - found.dropped_share
@@ -316,14 +316,14 @@ def test_a_change_that_is_told_was_simulated_and_brings_what_is_told() -> None:
 
 def test_a_run_that_cannot_go_on_says_so() -> None:
     never = assume(rollout_failures=0.99)
-    halted = recipe(scheduler={"max_error_reschedule_attempts": 0, "halt_after": 3})
+    halted = recipe(scheduler={"max_error_reschedule_attempts": 0, "max_empty_steps": 3})
     with pytest.raises(KeelError, match="stops at step 3, as a real one would"):
         simulate(halted, never)
-    with pytest.raises(KeelError, match=r"stops at step 10, .* look at no_signal = 1$"):
-        simulate(recipe(), assume(no_signal=1.0))
-    long = recipe(environments={"e": {"limits": {"tokens": 60}}})
+    with pytest.raises(KeelError, match=r"stops at step 10, .* look at zero_variance_share = 1$"):
+        simulate(recipe(), assume(zero_variance_share=1.0))
+    long = recipe(environments={"e": {"limits": {"max_sequence_tokens": 60}}})
     with pytest.raises(KeelError, match="does not get beyond step 1"):
-        simulate(long, assume(prompt=10))
+        simulate(long, assume(prompt_tokens=10))
 
 
 def test_a_speed_that_is_impossible_is_refused_before_anything_runs() -> None:

@@ -136,7 +136,7 @@ def test_a_missing_package_says_how_to_install_it(tmp_path: Path, monkeypatch: p
 _MAKER = """
 import os, signal, sys, time
 from keel.training.model import model_source, tiny_models
-write = tiny_models.write
+write = tiny_models.write_model
 def slow(name, seed, steps, folder):
     with open(sys.argv[2], "a") as log:
         log.write("made\\n")
@@ -145,7 +145,7 @@ def slow(name, seed, steps, folder):
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.5)
     write(name, seed, steps, folder)
-tiny_models.write = slow
+tiny_models.write_model = slow
 print(model_source.find("tiny", 41).fingerprint)
 """
 
@@ -180,7 +180,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
         (folder / "config.json").write_text("{}")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(tiny_models, "write", full)
+    monkeypatch.setattr(tiny_models, "write_model", full)
     with pytest.raises(ModelError, match=r"models/tiny.*could not be written: no space left on device"):
         resolve_model("tiny")
     assert not [path for path in (tmp_path / "keel" / "models").iterdir() if path.is_dir()]

@@ -331,8 +331,8 @@ def test_a_run_trains_on_while_weights_travel_and_never_while_they_are_read(
         begun.set()
         return step(trainer, *given, **more)
 
-    monkeypatch.setattr(FolderTransport, "take", slow_take)
-    monkeypatch.setattr(FolderTransport, "give", slow_give)
+    monkeypatch.setattr(FolderTransport, "snapshot", slow_take)
+    monkeypatch.setattr(FolderTransport, "send", slow_give)
     monkeypatch.setattr(Trainer, "step", watched_step)
     watcher = train(tmp_path / "run", steps=4, publish__transport="folder", evaluation__when="never")
     assert list(watcher.steps) == [1, 2, 3, 4]

@@ -97,10 +97,15 @@ def bushy(size: int = 40, seed: int = 0) -> PrefixTree:
 
 
 def small_blocks(patch: pytest.MonkeyPatch, stride: int, longest: int, call: int = 0) -> None:
-    for name, value in {"STRIDE": stride, "LONGEST": longest, "CALL_PAIRS": call, "GATHER_PAIRS": 0}.items():
+    for name, value in {
+        "BLOCK_STRIDE": stride,
+        "MAX_BLOCK_QUERIES": longest,
+        "BLOCK_OVERHEAD_PAIRS": call,
+        "GATHER_OVERHEAD_PAIRS": 0,
+    }.items():
         patch.setattr(module, name, value)
-    patch.setattr(tiles_module, "LONGEST_SQUARE", stride)
-    patch.setattr(tiles_module, "SMALL", longest)
+    patch.setattr(tiles_module, "MAX_SQUARE", stride)
+    patch.setattr(tiles_module, "SMALL_SUBTREE", longest)
 
 
 KINDS: dict[str, dict[str, Any]] = {
