@@ -107,7 +107,7 @@ def _find_fused_op(layers: list[Any], fused: FusedLinears) -> LinearOp:
         isinstance(one, FusedSlice) and one.shared is first.shared for one in layers
     ):
         whole = first.shared.projection
-        if isinstance(whole, Int8Linear) and [one.number for one in layers] == list(
+        if isinstance(whole, Int8Linear) and [one.index for one in layers] == list(
             range(len(first.shared.output_sizes))
         ):
             return whole

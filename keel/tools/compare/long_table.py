@@ -27,9 +27,9 @@ SCHEMA = pa.schema(
 """The columns of `--parquet FILE`."""
 
 _SCALARS = (
-    *("tokens", "kept", "dropped", "unusable", "other_role", "clipped"),
-    *("sequences", "sequences_dropped", "sequences_touched"),
-    *("loss", "gradient_norm", "effective_sample_size", "gradient_tokens", "dropped_advantage"),
+    *("tokens", "kept", "dropped", "invalid_logprobs", "other_role", "clipped"),
+    *("sequences", "sequences_dropped", "sequences_hit"),
+    *("loss", "gradient_norm", "effective_sample_size", "effective_gradient_tokens", "dropped_advantage"),
 )
 
 LongRow = tuple[int, str, str, str | None, float]

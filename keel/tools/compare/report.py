@@ -119,7 +119,7 @@ class ComparisonReport:
         for row, found in zip(plain["objectives"], self.objectives, strict=True):
             row["gates"] = [gate._asdict() for gate in found.gates]
             row["texts"] = [text._asdict() for text in found.texts]
-            row["by"] = {kind: [share._asdict() for share in shares] for kind, shares in found.splits.items()}
+            row["splits"] = {kind: [share._asdict() for share in shares] for kind, shares in found.splits.items()}
         cleaned: dict[str, Any] = replace_non_finite(plain)
         return cleaned
 
@@ -151,11 +151,14 @@ def _objective_summary(name: str, comparison: Comparison, texts: int) -> Objecti
     tally, steps = comparison.counts[name], max(len(comparison.steps), 1)
     return ObjectiveSummary(
         objective=name,
-        **{field: getattr(tally, field) for field in ("tokens", "kept", "dropped", "unusable", "other_role")},
+        **{field: getattr(tally, field) for field in ("tokens", "kept", "dropped", "invalid_logprobs", "other_role")},
         dropped_share=tally.dropped_share,
         clipped_share=tally.clipped / tally.tokens if tally.tokens else math.nan,
-        **{field: getattr(tally, field) for field in ("sequences", "sequences_dropped", "sequences_touched")},
-        **{field: getattr(tally, field) for field in ("dropped_advantage", "effective_sample_size", "gradient_tokens")},
+        **{field: getattr(tally, field) for field in ("sequences", "sequences_dropped", "sequences_hit")},
+        **{
+            field: getattr(tally, field)
+            for field in ("dropped_advantage", "effective_sample_size", "effective_gradient_tokens")
+        },
         loss=tally.loss / steps,
         terms={term: value / steps for term, value in tally.terms.items()},
         gradient_norm=tally.gradient_norm / steps,

@@ -19,7 +19,7 @@ from keel.errors import ConfigError, KeelError
 from keel.rollout.episode_runner import build_environments
 from keel.run.monitor.sinks import resolve_sinks
 
-FORMAT = 1
+FORMAT = 2
 MAX_NAME_LENGTH = 80
 """Characters of a folder's name, without the seed."""
 
@@ -109,7 +109,9 @@ class SweepPlan:
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise KeelError(f"{path} is of another version; this version of keel reads format {FORMAT}")
         try:
-            trials = (Trial(one["name"], one["variant"], one["seed"], tuple(one["words"])) for one in found["trials"])
+            trials = (
+                Trial(one["name"], one["variant"], one["seed"], tuple(one["overrides"])) for one in found["trials"]
+            )
             beside = found.get("recipe_folder")
             plan = cls(folder, str(found["recipe"]), tuple(trials), None if beside is None else Path(beside))
         except (LookupError, TypeError) as error:
@@ -127,7 +129,7 @@ class SweepPlan:
         with atomic_file(self.folder / "recipe.toml") as temporary:
             temporary.write_bytes(recipe.read_bytes())
         rows = [
-            {"name": one.name, "variant": one.variant, "seed": one.seed, "words": list(one.overrides)}
+            {"name": one.name, "variant": one.variant, "seed": one.seed, "overrides": list(one.overrides)}
             for one in self.trials
         ]
         # last: a folder without it holds no trials yet

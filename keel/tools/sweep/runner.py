@@ -196,7 +196,7 @@ class _ForwardingCallback(NullCallback):
         self._notify = notify
 
     def started(self, name: str, folder: Path, steps: int, start_step: int) -> None:  # noqa: ARG002
-        self._notify("began", start_step)
+        self._notify("started", start_step)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._notify("step", step, dict(metrics))

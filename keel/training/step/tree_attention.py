@@ -213,7 +213,7 @@ class _BlockAttention(torch.autograd.Function):
         d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         d_sinks = torch.zeros_like(sinks)
         for block in blocks:
-            here, seen = slice(block.first, block.last), block.mask.shape[1]
+            here, seen = slice(block.start, block.stop), block.mask.shape[1]
             folded, keys, values = _fold_heads(query, key, here), key[:, block.keys], value[:, block.keys]
             shares, slope = _attention_weights(folded, keys, block.mask, sinks, scale, softcap, with_softcap_grad=True)
             out = _fold_heads(grad_output, key, here)

@@ -296,7 +296,9 @@ def test_exactly_as_old_as_allowed_is_not_stale() -> None:
 def test_a_stale_group_is_sampled_again_in_its_place_with_all_its_retries() -> None:
     async def main() -> None:
         script = Script({("task2", 0, 0): "empty", ("task2", 0, 2): "empty"})
-        made = scheduler(script, group_size=1, max_off_policy_steps=1, max_error_reschedule_attempts=1, window_batches=0)
+        made = scheduler(
+            script, group_size=1, max_off_policy_steps=1, max_error_reschedule_attempts=1, window_batches=0
+        )
         await made.next_batch(0)
         await asyncio.sleep(5)
         script.version = 2

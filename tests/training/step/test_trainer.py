@@ -316,7 +316,10 @@ def _run(trainer: Trainer, steps: range) -> list[float]:
 def test_two_runs_are_the_same_to_the_bit_and_so_is_one_that_was_saved_and_loaded(
     lora: LoraSettings | None, tmp_path: Path
 ) -> None:
-    settings = {"optimizer": {"lr": 1e-2, "lr_schedule": "cosine", "total_steps": 6, "warmup_steps": 2}, "max_tokens": 64}
+    settings = {
+        "optimizer": {"lr": 1e-2, "lr_schedule": "cosine", "total_steps": 6, "warmup_steps": 2},
+        "max_tokens": 64,
+    }
     first, second = (trainer_of(tiny(lora=lora), **settings) for _ in range(2))
     checkpoints = Checkpoints(tmp_path, CheckpointSettings())
     losses = _run(first, range(4))
