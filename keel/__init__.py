@@ -6,6 +6,8 @@ Names are imported when they are first used, so that `import keel` and the setti
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from keel.common.extras import missing_dependency
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -116,7 +118,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'keel' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    try:
+        module = importlib.import_module(_MODULE_OF[name])
+    except ModuleNotFoundError as error:
+        missing = missing_dependency(error)
+        if missing is None:
+            raise
+        raise missing from error
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

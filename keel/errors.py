@@ -15,6 +15,10 @@ class ConfigError(KeelError):
     """A setting that is unknown, out of range, or that could not act."""
 
 
+class MissingDependencyError(KeelError):
+    """An optional package that is not installed; the message names the extra of keel-rl that installs it."""
+
+
 class BatchError(KeelError):
     """A token batch with a wrong shape, type, device or value."""
 

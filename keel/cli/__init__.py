@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import keel
 from keel.cli.inspect import audit, compare, config, doctor, lens, objectives, simulate
 from keel.cli.run import eval, export, launch, pool, serve, sweep, train
+from keel.common.extras import missing_dependency
 from keel.errors import KeelError
 
 COMMAND_FLAGS = {
@@ -40,6 +41,12 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except KeelError as error:
         sys.stderr.write("".join(f"keel: {line}\n" for line in str(error).splitlines()))
+        return 2
+    except ModuleNotFoundError as error:
+        missing = missing_dependency(error)
+        if missing is None:
+            raise
+        sys.stderr.write(f"keel: {args.command}: {missing}\n")
         return 2
     except BrokenPipeError:
         # the reader left (`keel objectives | head`); nothing more can be written, not even at exit

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from keel.common.settings import to_config_error
+from keel.config.recipe_files import RECIPES_FOLDER, find_recipe
 from keel.config.run import RunSettings
 from keel.errors import ConfigError
 
@@ -52,8 +53,11 @@ class LoadedSettings:
 
 def load_settings(path: str | Path | None = None, overrides: Sequence[str] = ()) -> LoadedSettings:
     """Read, merge and check. `overrides` are the command line's remaining words."""
-    loaded = _validate({} if path is None else _read_toml(Path(path)), str(path), overrides)
-    return loaded if path is None else replace(loaded, recipe_folder=Path(path).absolute().parent)
+    if path is None:
+        return _validate({}, "default", overrides)
+    file = find_recipe(path)
+    loaded = _validate(_read_toml(file), str(path), overrides)
+    return loaded if file.parent == RECIPES_FOLDER else replace(loaded, recipe_folder=file.absolute().parent)
 
 
 def load_settings_from_text(text: str, origin: str) -> LoadedSettings:
@@ -63,7 +67,7 @@ def load_settings_from_text(text: str, origin: str) -> LoadedSettings:
 
 def read_tables(path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The tables as they were given, merged and not checked: for who has to complete them first."""
-    tree = {} if path is None else _read_toml(Path(path))
+    tree = {} if path is None else _read_toml(find_recipe(path))
     for name, value in parse_overrides(overrides):
         set_dotted(tree, name, value)
     return tree

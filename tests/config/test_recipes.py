@@ -9,12 +9,13 @@ import pytest
 
 import keel
 from keel.config import RunSettings, load_settings
+from keel.config.recipe_files import RECIPES_FOLDER
 from keel.config.toml_writer import toml_lines
 from keel.objectives import PRESETS
 from keel.rollout.environments.environment import load_environment
 from tests.support.paths import ROOT
 
-FILES = sorted((ROOT / "recipes").glob("*.toml"))
+FILES = sorted(RECIPES_FOLDER.glob("*.toml"))
 ON_GPU = [file for file in FILES if file.stem.startswith("gpu_")]
 ON_CPU = [file for file in FILES if file not in ON_GPU]
 NAMED = ("icepop", "ipo_kl", "dppo_tv", "dppo_kl", "opsm")
@@ -22,7 +23,7 @@ NAMED = ("icepop", "ipo_kl", "dppo_tv", "dppo_kl", "opsm")
 
 
 def settings(name: str) -> RunSettings:
-    return load_settings(ROOT / "recipes" / f"{name}.toml").settings
+    return load_settings(RECIPES_FOLDER / f"{name}.toml").settings
 
 
 def named(files: list[Path]) -> list[str]:
@@ -31,7 +32,7 @@ def named(files: list[Path]) -> list[str]:
 
 @pytest.mark.parametrize("name", named(FILES))
 def test_a_recipe_is_valid_and_survives_being_written_down(name: str, tmp_path: Path) -> None:
-    loaded = load_settings(ROOT / "recipes" / f"{name}.toml")
+    loaded = load_settings(RECIPES_FOLDER / f"{name}.toml")
     assert loaded.settings.environments
     written = tmp_path / "config.toml"
     written.write_text("\n".join(line + comment for line, comment in toml_lines(loaded)) + "\n")
@@ -84,9 +85,9 @@ def test_recipes_for_a_cpu_need_no_hub_and_no_gpu(name: str) -> None:
 
 @pytest.mark.parametrize("name", named(FILES))
 def test_a_recipe_opens_with_what_it_is_for_and_how_to_run_it(name: str) -> None:
-    text = (ROOT / "recipes" / f"{name}.toml").read_text()
+    text = (RECIPES_FOLDER / f"{name}.toml").read_text()
     opening = list(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()))
-    assert f"# keel train recipes/{name}.toml" in opening
+    assert f"# keel train {name}" in opening
     assert len(opening) > 1
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,8 +21,10 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.cli.display.console import console, write_stdout
-from keel.run.evaluate import EvaluationResult
 from keel.run.monitor.callbacks import RunCallback
+
+if TYPE_CHECKING:
+    from keel.run.evaluate import EvaluationResult
 
 TABLE_ROWS = 10
 """Steps that the table holds, and that the time left is estimated from."""
@@ -136,7 +138,7 @@ class RunScreen(RunDisplay):
         # replaced whole: the drawing thread may be reading it
         self._rows = (*self._rows, (step, tuple(column.format_cell(metrics) for column in COLUMNS)))[-TABLE_ROWS:]
 
-    def evaluated(self, step: int, evaluation: EvaluationResult) -> None:
+    def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         self._pace.restart()
         self._console.print(Text(_evaluation_line(step, evaluation)), soft_wrap=True)
 
@@ -200,7 +202,7 @@ class RunLog(RunDisplay):
         left = self._pace.seconds_left(self._total_steps - step)
         self._print("  ".join([place, *shown, f"left {'-' if left is None else format_duration(left)}"]))
 
-    def evaluated(self, step: int, evaluation: EvaluationResult) -> None:
+    def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         self._pace.restart()
         self._print(_evaluation_line(step, evaluation))
 
@@ -234,7 +236,7 @@ class RunJsonLog(RunDisplay):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._emit("step", step=step, numbers=_replace_non_finite(metrics))
 
-    def evaluated(self, step: int, evaluation: EvaluationResult) -> None:
+    def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         numbers = _replace_non_finite(evaluation.scalars())
         self._emit("evaluated", step=step, environment=evaluation.environment, numbers=numbers)
 
@@ -275,7 +277,7 @@ def _start_line(name: str, folder: Path, steps: int, start_step: int) -> str:
     return escape_unprintable(f"{name}: {going}, in {folder}")
 
 
-def _evaluation_line(step: int, evaluation: EvaluationResult) -> str:
+def _evaluation_line(step: int, evaluation: "EvaluationResult") -> str:
     # pass@1 is the reward again where rewards are 0 or 1; only larger k say something new
     passes = "".join(f", pass@{k} {value:.3f}" for k, value in evaluation.pass_at_k.items() if k > 1)
     failed = (

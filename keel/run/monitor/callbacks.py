@@ -6,9 +6,10 @@ An observer is told and is never asked: nothing that it does may change the run,
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from keel.run.evaluate import EvaluationResult
+if TYPE_CHECKING:
+    from keel.run.evaluate import EvaluationResult
 
 
 class RunCallback(Protocol):
@@ -23,7 +24,7 @@ class RunCallback(Protocol):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is trained and written down. The names of the numbers are those of `steps.numbers` in the ledger."""
 
-    def evaluated(self, step: int, evaluation: EvaluationResult) -> None:
+    def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         """One environment was evaluated after that step; 0: before the first."""
 
     def notice(self, text: str) -> None:
@@ -45,7 +46,7 @@ class NullCallback:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         pass
 
-    def evaluated(self, step: int, evaluation: EvaluationResult) -> None:
+    def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         pass
 
     def notice(self, text: str) -> None:
@@ -73,7 +74,7 @@ class CallbackList:
         for one in self.callbacks:
             one.step(step, metrics)
 
-    def evaluated(self, step: int, evaluation: EvaluationResult) -> None:
+    def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         for one in self.callbacks:
             one.evaluated(step, evaluation)
 

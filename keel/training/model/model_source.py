@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
 import transformers
 from filelock import FileLock
@@ -239,6 +238,8 @@ def _read_gguf(file: Path, config: transformers.LlamaConfig) -> dict[str, torch.
     shows a progress bar that no setting disables, and returns a model that refuses to be saved because its config marks
     it as quantized.
     """
+    import gguf  # an optional dependency: only the built-in model is stored as GGUF
+
     heads: dict[str, Any] = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     weights = {}
     for tensor in gguf.GGUFReader(file).tensors:

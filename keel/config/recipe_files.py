@@ -1,0 +1,26 @@
+"""Recipes that come with the package, found by name: `larger_number` is `keel/recipes/larger_number.toml`."""
+
+from pathlib import Path
+
+from keel.common.settings import suggest_name
+from keel.errors import ConfigError
+
+RECIPES_FOLDER = Path(__file__).parent.parent / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes in the package."""
+    return sorted(path.stem for path in RECIPES_FOLDER.glob("*.toml"))
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """Return the file of a recipe: an existing path, else the recipe of that name in the package."""
+    path = Path(recipe)
+    if path.is_file() or path.suffix or len(path.parts) > 1:
+        return path
+    packaged = RECIPES_FOLDER / f"{path.name}.toml"
+    if not packaged.is_file():
+        raise ConfigError(
+            f'recipe "{recipe}" is neither a file nor a recipe of the package; {suggest_name(path.name, recipe_names())}'
+        )
+    return packaged
