@@ -35,7 +35,7 @@ docs-check: $(VENV)/.test
 	$(BIN)/python scripts/generate_docs.py --check
 
 site: $(VENV)/.test  ## build the documentation site in site/; any warning is an error
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 tests: $(VENV)/.test
 	$(PYTEST) -m "not ($(SLOW))" --durations=25
