@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from keel.config import EpisodeLimits
 from keel.inference.protocol import EngineError
 from keel.rollout.environments.environment import EpisodeResult, Task, run_episode
-from tests.support.scripted import END, ScriptedEngine, client, play
+from tests.support.scripted_engine import END, ScriptedEngine, client, play
 
 
 class Custom:

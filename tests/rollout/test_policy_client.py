@@ -8,7 +8,7 @@ from keel.config import EpisodeLimits, Sampling
 from keel.errors import ConfigError
 from keel.inference.protocol import EngineError, Generation
 from keel.rollout.policy_client import EpisodeLimitReached, derive_seed
-from tests.support.scripted import END, ScriptedEngine, client
+from tests.support.scripted_engine import END, ScriptedEngine, client
 
 
 def user(text):

@@ -17,7 +17,7 @@ from keel.run.folder import RunFolder, settings_diff, unused_path
 from keel.run.ledger import Ledger, RolloutOutcome
 from keel.run.live_status import LiveStatus
 from keel.run.summary import summarize_run
-from tests.support.run_world import RECIPE, Watcher, loaded, resume, train
+from tests.support.tiny_runs import RECIPE, Watcher, loaded, resume, train
 
 
 def fates(folder: Path) -> list[tuple[Any, ...]]:

@@ -27,7 +27,7 @@ from keel.rollout.scheduler.groups import RolloutRequest
 from keel.rollout.scheduler.scheduler import Scheduler
 from keel.rollout.scheduler.task_sources import TaskSource
 from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
-from tests.support.scheduler_world import Ledger, name_of
+from tests.support.scheduler_fakes import Ledger, name_of
 
 LIMITS = EpisodeLimits(max_turns=2, max_sequence_tokens=400, timeout=0.8)
 
