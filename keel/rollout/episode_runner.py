@@ -12,7 +12,8 @@ from typing import Protocol
 from keel.config import EpisodeLimits, RunSettings, Sampling
 from keel.errors import ConfigError
 from keel.inference.protocol import Engine
-from keel.rollout.environments.environment import Environment, load_environment, run_episode
+from keel.rollout.environments.environment import Environment, run_episode
+from keel.rollout.environments.registry import load_environment
 from keel.rollout.policy_client import PolicyClient, derive_seed
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout import Rollout

@@ -11,7 +11,7 @@ import keel
 from keel.config import RunSettings, load_settings
 from keel.config.toml_writer import toml_lines
 from keel.objectives import PRESETS
-from keel.rollout.environments.environment import load_environment
+from keel.rollout.environments.registry import load_environment
 from tests.support.paths import ROOT
 
 FILES = sorted((ROOT / "recipes").glob("*.toml"))

@@ -61,54 +61,6 @@ class Environment(Protocol):
         """Play one task."""
 
 
-def load_environment(settings: EnvironmentSettings) -> Environment:
-    """The environment of that name, made with its options."""
-    from keel.rollout.environments import builtin, integrations
-
-    name, _, rest = settings.name.partition(":")
-    maker: Callable[..., Any]
-    if settings.name in builtin.ENVIRONMENTS:
-        maker = builtin.ENVIRONMENTS[settings.name]
-    elif name in integrations.INTEGRATIONS and rest:
-        adapter = integrations.INTEGRATIONS[name]
-        maker = lambda **options: adapter(rest, **options)  # noqa: E731
-    elif rest:
-        maker = _import_factory(settings.name, name, rest)
-    else:
-        known = [*builtin.ENVIRONMENTS, *(f"{adapter}:TASK" for adapter in integrations.INTEGRATIONS)]
-        raise ConfigError(
-            f'environment.name = "{settings.name}" is not known; {suggest_name(settings.name, known)} (one of your own:'
-            ' "module:attribute")'
-        )
-    try:
-        environment = maker(**settings.options)
-    except ValidationError as error:
-        raise to_config_error(error, ("environment", "options")) from error
-    except TypeError as error:
-        raise ConfigError(f"environment.options = {settings.options} do not fit {settings.name}: {error}") from error
-    if not isinstance(environment, Environment):
-        raise ConfigError(
-            f'environment.name = "{settings.name}" gave a {type(environment).__name__}; an environment has a name,'
-            " tasks(split) and an async episode(task, client)"
-        )
-    return environment
-
-
-def _import_factory(name: str, module: str, attribute: str) -> Callable[..., Any]:
-    try:
-        found = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
-        where = "; put the module next to the recipe, in the current folder or on PYTHONPATH" if missing else ""
-        raise ConfigError(f'environment.name = "{name}" cannot be imported: {error}{where}') from error
-    if not callable(found):
-        raise ConfigError(f'environment.name = "{name}" is a {type(found).__name__}, not a class or function')
-    maker: Callable[..., Any] = found
-    return maker
-
-
 async def run_episode(
     environment: Environment, task: Task, client: PolicyClient, limits: EpisodeLimits | None = None, *, attempt: int = 0
 ) -> Rollout:

@@ -19,7 +19,8 @@ from keel.config import EnvironmentSettings, EpisodeLimits, Sampling, SchedulerS
 from keel.inference.pool.http_engine import HttpEngine
 from keel.inference.protocol import EngineError, Generation
 from keel.inference.server.app import build_app
-from keel.rollout.environments.environment import Environment, EpisodeResult, Task, load_environment, run_episode
+from keel.rollout.environments.environment import Environment, EpisodeResult, Task, run_episode
+from keel.rollout.environments.registry import load_environment
 from keel.rollout.policy_client import PolicyClient
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout import Rollout

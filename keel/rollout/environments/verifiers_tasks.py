@@ -1,109 +1,25 @@
-"""Environments of other libraries, both optional: `reasoning_gym:TASK` and `verifiers:TASKSET`.
+"""Adapter for verifiers: tasksets of its v1 interface that can be played in this process.
 
-reasoning-gym: every task of the library, asked in one turn and scored by its own scorer. verifiers: tasksets of its v1
-interface, as far as they can be played in this process: one answer, scored by the task's own rewards. A taskset that
-needs tools, a container, a judge or its own program is refused. Nothing is pushed anywhere or run remotely.
+The library is optional; `verifiers:TASKSET` names an environment. An episode is one completion, scored by the task's own
+rewards and metrics. Tasksets that need tools, a container, a judge or their own program raise `ConfigError`: they would
+otherwise be scored incompletely. No server is started, and nothing is uploaded or run remotely.
 """
 
 import hashlib
 import importlib
 import inspect
-import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from keel.common.settings import Settings, suggest_name, to_config_error
+from keel.common.settings import Settings, to_config_error
 from keel.errors import ConfigError
-from keel.inference.protocol import Message
-from keel.rollout.environments.environment import Environment, EpisodeResult, Split, Task
-from keel.rollout.environments.task_splits import TaskSetOptions, split_of
+from keel.rollout.environments.environment import EpisodeResult, Split, Task
+from keel.rollout.environments.optional_import import import_optional
+from keel.rollout.environments.task_splits import split_of
 from keel.rollout.policy_client import PolicyClient
-
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-
-
-class ReasoningGymOptions(TaskSetOptions):
-    shots: Annotated[int, Field(ge=0, le=8)] = 2
-    """Solved examples before the question, never among the tasks."""
-    system: str = "Answer with the final answer only."
-    partial_credit: bool = True
-    """Off: only full marks count. Some scorers give something for any answer at all."""
-    config: dict[str, Any] = {}
-    """Options of the task itself."""
-
-
-class ReasoningGym:
-    """One task of reasoning-gym. The reward is what its scorer says of the answer.
-
-    The answer is what stands between <answer> and </answer>, or else the whole text. Where a question is trained or
-    evaluated is decided by the question alone.
-    """
-
-    def __init__(self, task: str, **options: Any) -> None:
-        self.options = ReasoningGymOptions(**options)
-        library = _import_optional("reasoning_gym", "reasoning-gym")
-        known = importlib.import_module("reasoning_gym.factory").DATASETS
-        if task not in known:
-            raise ConfigError(f'environment.name = "reasoning_gym:{task}" is not known; {suggest_name(task, known)}')
-        self.name = f"reasoning_gym:{task}"
-        size = _search_limit(max(self.options.train_tasks, self.options.eval_tasks))
-
-        def create(seed: int) -> Any:
-            try:
-                return library.create_dataset(task, size=size, seed=seed, **self.options.config)
-            # each task checks its options in its own way, also by assert
-            except Exception as error:
-                raise ConfigError(
-                    f"environment.options.config = {self.options.config} does not fit {task}: {error}"
-                ) from error
-
-        self._dataset = create(self.options.seed)
-        self._examples = list(self._find_examples(create(self.options.seed + 1_000_003)))
-
-    def _find_examples(self, dataset: Any) -> Iterator[tuple[str, str]]:
-        found = 0
-        for index in range(20 * self.options.shots):
-            if found == self.options.shots:
-                return
-            entry = dataset[index]
-            # a few tasks have no model answer, and so no examples
-            if entry["answer"] and split_of(entry["question"]) == "train":
-                found += 1
-                yield entry["question"], str(entry["answer"])
-
-    def tasks(self, split: Split) -> Iterator[Task]:
-        wanted = self.options.train_tasks if split == "train" else self.options.eval_tasks
-        seen = {question for question, _ in self._examples}
-        for index in range(_search_limit(wanted)):
-            if wanted == 0:
-                return
-            entry = self._dataset[index]
-            question = entry["question"]
-            if question not in seen and split_of(question) == split:
-                seen.add(question)
-                wanted -= 1
-                yield Task(f"{self.name}/{self.options.seed}-{index}", {"question": question, "entry": entry})
-
-    async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
-        messages: list[Message] = [{"role": "system", "content": self.options.system}] if self.options.system else []
-        for question, answer in self._examples:
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        reply = await client.chat([*messages, {"role": "user", "content": task.data["question"]}])
-        tagged = _ANSWER_TAG.search(reply.text)
-        answer = (tagged[1] if tagged else reply.text).strip()
-        try:
-            score = float(self._dataset.score_answer(answer, task.data["entry"]))
-        # some scorers raise at an answer that they cannot read; it is the policy's mistake, and worth nothing
-        except Exception:  # noqa: BLE001
-            score, unread = 0.0, 1.0
-        else:
-            unread = 0.0
-        correct = float(score >= 1)
-        metrics = {"score": score, "correct": correct, "unread": unread}
-        return EpisodeResult(score if self.options.partial_credit else correct, metrics=metrics)
 
 
 class VerifiersOptions(Settings):
@@ -122,7 +38,7 @@ class Verifiers:
 
     def __init__(self, taskset: str, **options: Any) -> None:
         self.options = VerifiersOptions(**options)
-        self._v1 = _import_optional("verifiers.v1", "verifiers")
+        self._v1 = import_optional("verifiers.v1", "verifiers")
         self._loaders = importlib.import_module("verifiers.v1.utils.loaders")
         self.name = f"verifiers:{taskset}"
         try:
@@ -223,18 +139,3 @@ class Verifiers:
         )
         trace.is_completed = trace.ok = True
         return trace
-
-
-def _search_limit(num_tasks: int) -> int:
-    """How many questions are looked at to find so many: they repeat, and one in eight is for evaluation."""
-    return 200 + 20 * num_tasks
-
-
-def _import_optional(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"environments of {package} need the library: pip install {package}") from error
-
-
-INTEGRATIONS: dict[str, Callable[..., Environment]] = {"reasoning_gym": ReasoningGym, "verifiers": Verifiers}
