@@ -350,7 +350,7 @@ def test_a_second_fate_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_an_objective_that_asks_a_teacher_needs_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="asks a teacher and there is none"):
+    with pytest.raises(ConfigError, match="reads a teacher and none is configured"):
         train(tmp_path / "run", objective__teacher_tau=0.1)
 
 

@@ -23,19 +23,19 @@ _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 class ReasoningGymOptions(TaskSetOptions):
     shots: Annotated[int, Field(ge=0, le=8)] = 2
-    """Solved examples before the question, never among the tasks."""
+    """Solved examples shown before the question; they are never tasks."""
     system: str = "Answer with the final answer only."
     partial_credit: bool = True
-    """Off: only full marks count. Some scorers give something for any answer at all."""
+    """False: the reward is 1 for full marks and 0 otherwise. Some scorers give partial credit for any text."""
     config: dict[str, Any] = {}
     """Options of the task itself."""
 
 
 class ReasoningGym:
-    """One task of reasoning-gym. The reward is what its scorer says of the answer.
+    """One task of reasoning-gym, with the score of the library's scorer as reward.
 
-    The answer is what stands between <answer> and </answer>, or else the whole text. Where a question is trained or
-    evaluated is decided by the question alone.
+    The scorer gets the text between <answer> and </answer>, or else the whole completion. The split of a question
+    depends on the question alone.
     """
 
     def __init__(self, task: str, **options: Any) -> None:
@@ -50,7 +50,7 @@ class ReasoningGym:
         def create(seed: int) -> Any:
             try:
                 return library.create_dataset(task, size=size, seed=seed, **self.options.config)
-            # each task checks its options in its own way, also by assert
+            # tasks validate their options in different ways, some by assert
             except Exception as error:
                 raise ConfigError(
                     f"environment.options.config = {self.options.config} does not fit {task}: {error}"
@@ -60,27 +60,27 @@ class ReasoningGym:
         self._examples = list(self._find_examples(create(self.options.seed + 1_000_003)))
 
     def _find_examples(self, dataset: Any) -> Iterator[tuple[str, str]]:
-        found = 0
+        num_found = 0
         for index in range(20 * self.options.shots):
-            if found == self.options.shots:
+            if num_found == self.options.shots:
                 return
             entry = dataset[index]
-            # a few tasks have no model answer, and so no examples
+            # a few tasks have no reference answer, and so no examples
             if entry["answer"] and split_of(entry["question"]) == "train":
-                found += 1
+                num_found += 1
                 yield entry["question"], str(entry["answer"])
 
     def tasks(self, split: Split) -> Iterator[Task]:
-        wanted = self.options.train_tasks if split == "train" else self.options.eval_tasks
+        remaining = self.options.train_tasks if split == "train" else self.options.eval_tasks
         seen = {question for question, _ in self._examples}
-        for index in range(_search_limit(wanted)):
-            if wanted == 0:
+        for index in range(_search_limit(remaining)):
+            if remaining == 0:
                 return
             entry = self._dataset[index]
             question = entry["question"]
             if question not in seen and split_of(question) == split:
                 seen.add(question)
-                wanted -= 1
+                remaining -= 1
                 yield Task(f"{self.name}/{self.options.seed}-{index}", {"question": question, "entry": entry})
 
     async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
@@ -92,7 +92,7 @@ class ReasoningGym:
         answer = (tagged[1] if tagged else reply.text).strip()
         try:
             score = float(self._dataset.score_answer(answer, task.data["entry"]))
-        # some scorers raise at an answer that they cannot read; it is the policy's mistake, and worth nothing
+        # some scorers raise on text that they cannot parse; that is the policy's mistake and scores 0
         except Exception:  # noqa: BLE001
             score, unread = 0.0, 1.0
         else:

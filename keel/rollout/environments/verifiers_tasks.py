@@ -1,8 +1,8 @@
 """Adapter for verifiers: tasksets of its v1 interface that can be played in this process.
 
-The library is optional; `verifiers:TASKSET` names an environment. An episode is one completion, scored by the task's own
-rewards and metrics. Tasksets that need tools, a container, a judge or their own program raise `ConfigError`: they would
-otherwise be scored incompletely. No server is started, and nothing is uploaded or run remotely.
+The library is optional; `verifiers:TASKSET` names an environment. An episode is one completion, scored by the task's
+own rewards and metrics. Tasksets that need tools, a container, a judge or their own program raise `ConfigError`: they
+would otherwise be scored incompletely. No server is started, and nothing is uploaded or run remotely.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ class VerifiersOptions(Settings):
     taskset: dict[str, Any] = {}
     """Options of the taskset itself."""
     train_tasks: Annotated[int, Field(ge=1)] | None = None
-    """At most so many; not given: all there are."""
+    """The maximum number of tasks; None: all of them."""
     eval_tasks: Annotated[int, Field(ge=1)] | None = None
 
 
 class Verifiers:
-    """A taskset of verifiers (v1): its prompts, one answer, its own rewards and metrics.
+    """A taskset of verifiers (v1): its prompts, one completion, its own rewards and metrics.
 
-    Which tasks are for evaluation is decided by their prompt, since tasksets have no splits.
+    The split of a task is decided by its prompt, since tasksets have no splits.
     """
 
     def __init__(self, taskset: str, **options: Any) -> None:
@@ -50,17 +50,17 @@ class Verifiers:
             self._taskset = kind(config.model_validate({**self.options.taskset, "id": taskset}))
         except ValidationError as error:
             raise to_config_error(error, ("environment", "options", "taskset")) from error
-        why = self._unsupported_reason(taskset)
-        if why:
-            raise ConfigError(f'environment.name = "{self.name}" cannot be played in this process: {why}')
+        reason = self._unsupported_reason(taskset)
+        if reason:
+            raise ConfigError(f'environment.name = "{self.name}" cannot be played in this process: {reason}')
 
     def _unsupported_reason(self, taskset: str) -> str | None:
-        """What of the taskset would be left out, or silently not scored."""
+        """Return which feature of the taskset would be ignored or silently not scored, or None."""
         task = self._taskset.task_type()
         if self._loaders.environment_class(taskset) is not self._v1.SingleAgentEnv:
-            return "it has an environment of its own"
+            return "it has its own environment"
         if self._loaders.default_harness_id(taskset) == taskset:
-            return "it has a harness of its own"
+            return "it has its own harness"
         if task.NEEDS_CONTAINER:
             return "its tasks need a container"
         if self._taskset.toolsets(self._taskset.config) or task.toolsets(self._taskset.config.task):
@@ -73,43 +73,43 @@ class Verifiers:
         return None
 
     def tasks(self, split: Split) -> Iterator[Task]:
-        left = self.options.train_tasks if split == "train" else self.options.eval_tasks
+        remaining = self.options.train_tasks if split == "train" else self.options.eval_tasks
         for task in self._taskset:
-            if left == 0:
+            if remaining == 0:
                 return
             self._check_task(task)
-            said = f"{task.data.system_prompt}\n{task.data.prompt_text}"
-            if split_of(said) == split:
-                left = left if left is None else left - 1
-                name = task.data.id or task.data.name or hashlib.sha256(said.encode()).hexdigest()[:16]
+            prompt = f"{task.data.system_prompt}\n{task.data.prompt_text}"
+            if split_of(prompt) == split:
+                remaining = remaining if remaining is None else remaining - 1
+                name = task.data.id or task.data.name or hashlib.sha256(prompt.encode()).hexdigest()[:16]
                 yield Task(f"{self.name}/{name}", {"task": task})
 
     def _check_task(self, task: Any) -> None:
-        """Refuse a task of which something would be left out."""
-        where = f"{self.name}: task {task.data.idx}"
+        """Raise if the task needs something that this adapter does not provide."""
+        task_name = f"{self.name}: task {task.data.idx}"
         if task.data.prompt is None:
-            raise ConfigError(f"{where} has no prompt: it is opened by a simulated user, which does not exist here")
+            raise ConfigError(f"{task_name} has no prompt: it needs a simulated user, which is not supported")
         if task.data.skills or task.data.image:
-            raise ConfigError(f"{where} needs skills or a container image, and is played here without any")
+            raise ConfigError(f"{task_name} needs skills or a container image, which are not supported")
         for hook in (*task.hooks("reward"), *task.hooks("metric")):
             runtime = inspect.signature(hook).parameters.get("runtime")
             if runtime is not None and runtime.default is inspect.Parameter.empty:
-                raise ConfigError(f"{where}: {hook.__name__} needs a runtime, and there is none here")
+                raise ConfigError(f"{task_name}: {hook.__name__} needs a runtime, which is not supported")
 
     async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
-        played = task.data["task"]
-        data = played.data
+        verifiers_task = task.data["task"]
+        data = verifiers_task.data
         prompt = data.prompt if not isinstance(data.prompt, str) else [self._v1.UserMessage(content=data.prompt)]
         if data.system_prompt is not None:
             prompt = [self._v1.SystemMessage(content=data.system_prompt), *prompt]
-        trace = await self._sample_trace(played, list(prompt), client)
-        await played.score(trace, None)
+        trace = await self._sample_trace(verifiers_task, list(prompt), client)
+        await verifiers_task.score(trace, None)
         rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
         return EpisodeResult(float(trace.reward), rewards, metrics)
 
     async def _sample_trace(self, verifiers_task: Any, prompt: list[Any], client: PolicyClient) -> Any:
-        """The library's own record of one answer, which its rewards read."""
+        """Sample one completion and return it as the library's `Trace`, which its rewards read."""
         records = importlib.import_module("verifiers.v1.trace")
         graph = importlib.import_module("verifiers.v1.graph")
         types = importlib.import_module("verifiers.v1.types")
