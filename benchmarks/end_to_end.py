@@ -72,7 +72,7 @@ def install(folder: Path) -> None:
 def prepare(scratch: Path, steps: int) -> dict[str, Any]:
     """What both sides are given: the model's folder, and the tasks in the order in which keel takes them."""
     from keel.config import load_settings
-    from keel.rollout.environments.environment import load_environment
+    from keel.rollout.environments.registry import load_environment
     from keel.training.model.model_source import resolve_model
 
     settings = load_settings(RECIPE).settings

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from tests.support.lens_browser import Browser, browser
-from tests.support.lens_world import make_run
+from tests.support.lens_runs import make_run
 
 HERE = Path(__file__).parent
 PICTURES = {

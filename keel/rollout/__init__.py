@@ -1,1 +1,1 @@
-"""From a task to training samples: environments, conversations token by token, pools of engines, the scheduler."""
+"""From tasks to training samples: environments, chat rendering, recorded trajectories and the rollout scheduler."""

@@ -1,8 +1,8 @@
-"""From a dispatch of the scheduler to a finished rollout.
+"""Turn rollout requests of the scheduler into finished rollouts.
 
-Every episode has a seed of its own, made from the run's and its name, so that what it samples does not depend on what
-else runs. With a ledger, a rollout is kept the moment it ends; after a restart the same dispatch is answered from there
-instead of being sampled again.
+Every episode has its own seed, derived from the run's seed and the name of the request, so that its samples do not
+depend on other episodes in flight. With a ledger, a rollout is stored as soon as it ends, and the same request after a
+restart returns the stored rollout instead of sampling again.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,8 @@ from typing import Protocol
 from keel.config import EpisodeLimits, RunSettings, Sampling
 from keel.errors import ConfigError
 from keel.inference.protocol import Engine
-from keel.rollout.environments.environment import Environment, load_environment, run_episode
+from keel.rollout.environments.environment import Environment, run_episode
+from keel.rollout.environments.registry import load_environment
 from keel.rollout.policy_client import PolicyClient, derive_seed
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout import Rollout
@@ -22,7 +23,7 @@ from keel.rollout.scheduler.task_sources import TaskSource
 
 @dataclass(frozen=True)
 class RunEnvironment:
-    """An environment, and how it is played in this run."""
+    """An environment with its sampling settings, limits and weight in this run."""
 
     environment: Environment
     sampling: Sampling
@@ -34,19 +35,19 @@ class RunEnvironment:
 
 
 def build_environments(settings: RunSettings) -> dict[str, RunEnvironment]:
-    """The environments of a run, by the names of their tables. What could not be trained on is refused here."""
+    """Return the environments of a run by the names of their tables; raise for settings that cannot be trained on."""
     if not settings.environments:
         raise ConfigError("environments is empty: a run needs at least one, for example [environments.arithmetic]")
     if settings.teacher is None and settings.objective.composition.reads("teacher"):
-        raise ConfigError("the objective asks a teacher and there is none: give a table [teacher] with its name")
-    found = {
-        name: RunEnvironment(load_environment(given), given.sampling or settings.sampling, given.limits, given.weight)
-        for name, given in settings.environments.items()
+        raise ConfigError("the objective reads a teacher and none is configured: add a table [teacher] with its name")
+    environments = {
+        name: RunEnvironment(load_environment(table), table.sampling or settings.sampling, table.limits, table.weight)
+        for name, table in settings.environments.items()
     }
-    for name, arena in found.items():
-        own = settings.environments[name].sampling is not None
-        arena.sampling.check_trainable(f"environments.{name}.sampling" if own else "sampling")
-    return found
+    for name, environment in environments.items():
+        has_own_sampling = settings.environments[name].sampling is not None
+        environment.sampling.check_trainable(f"environments.{name}.sampling" if has_own_sampling else "sampling")
+    return environments
 
 
 class FinishedRollouts(Protocol):
@@ -62,7 +63,7 @@ class FinishedRollouts(Protocol):
 
 
 class EpisodeRunner:
-    """Runs one episode for each dispatch. What goes wrong in it is data; see `run_episode`."""
+    """Runs one episode per request. Failures are returned as rollouts with an error; see `run_episode`."""
 
     def __init__(
         self,
@@ -73,26 +74,28 @@ class EpisodeRunner:
         ledger: FinishedRollouts | None,
         vocab_size: int | None = None,
     ) -> None:
-        """`ledger`: where finished rollouts are kept and looked for; none: each is sampled anew."""
+        """Finished rollouts are stored in and loaded from `ledger`; with None every request is sampled."""
         self._environments, self._engine, self._renderer = environments, engine, renderer
         self._seed, self._ledger, self._vocab_size = seed, ledger, vocab_size
 
     async def __call__(self, request: RolloutRequest) -> Rollout:
         name = (request.group, request.member, request.attempt)
-        recalled = self.load_finished(*name)
-        if recalled is not None and recalled.task_id == request.task_id:
-            return recalled
-        arena = self._environments[request.environment]
-        seed = self._seed if arena.sampling.seed is None else arena.sampling.seed
-        sampling = arena.sampling.model_copy(update={"seed": derive_seed(seed, *name)})
+        stored = self.load_finished(*name)
+        if stored is not None and stored.task_id == request.task_id:
+            return stored
+        environment = self._environments[request.environment]
+        seed = self._seed if environment.sampling.seed is None else environment.sampling.seed
+        sampling = environment.sampling.model_copy(update={"seed": derive_seed(seed, *name)})
         client = PolicyClient(
-            self._engine, self._renderer, sampling, arena.limits, group=request.group, vocab_size=self._vocab_size
+            self._engine, self._renderer, sampling, environment.limits, group=request.group, vocab_size=self._vocab_size
         )
-        rollout = await run_episode(arena.environment, request.task, client, arena.limits, attempt=request.attempt)
+        rollout = await run_episode(
+            environment.environment, request.task, client, environment.limits, attempt=request.attempt
+        )
         if self._ledger is not None and rollout.error_kind is None:
             self._ledger.store_finished(*name, rollout)
         return rollout
 
     def load_finished(self, group: str, member: int, attempt: int) -> Rollout | None:
-        """A rollout that ended well under this name in an earlier life of the run."""
+        """Return the rollout that succeeded under this name before a restart, or None."""
         return None if self._ledger is None else self._ledger.load_finished(group, member, attempt)

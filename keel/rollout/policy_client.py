@@ -1,7 +1,7 @@
-"""The policy as an environment sees it: messages in, a reply out, and every token of it on record.
+"""The policy as an environment sees it: messages in, a reply out, with every sampled token recorded.
 
-An environment needs nothing else. The client renders, samples, remembers the turn for training and holds the episode
-to its limits; wall time is the runner's business. It never retries: an engine that cannot answer ends the episode.
+The client renders the messages, samples a completion, records the turn for training and enforces the limits of the
+episode except wall time, which `run_episode` enforces. It never retries: an engine error ends the episode.
 """
 
 import copy
@@ -18,26 +18,26 @@ from keel.rollout.rendering.renderer import Prompt, RenderedTurn, Renderer, Tool
 from keel.rollout.trajectory import EpisodeTrajectory
 
 LOGPROB_TOLERANCE = 1e-3
-"""By how much the log-prob of an engine that computes in half precision may be above zero."""
+"""How far above zero a log-prob may be: engines that compute in half precision round up slightly."""
 
 
 class EpisodeLimitReached(KeelError):
-    """The episode has used what it may. An environment may catch it and score what there is."""
+    """Raised when the episode reached a limit. An environment may catch it and score the episode so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer of the policy."""
+    """One completion of the policy."""
 
     message: Message
-    """To append to the messages for the next turn."""
+    """The assistant message, to append to the messages of the next turn."""
     text: str
-    """Its content, without thinking, tool calls and space around it."""
+    """The content without thinking, tool calls and surrounding whitespace."""
     generation: Generation
 
 
 class PolicyClient:
-    """Talks to the policy in one episode, and keeps its trajectory."""
+    """Samples from the policy during one episode and records the trajectory."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class PolicyClient:
         evaluation: bool = False,
         vocab_size: int | None = None,
     ) -> None:
-        """`sampling.seed` is the seed of this episode: members of a group need different ones, see `derive_seed`.
+        """`sampling.seed` is the seed of this episode; members of a group need different ones, see `derive_seed`.
 
-        `vocabulary`: token ids are below it; an answer with others is the engine's error.
+        A completion with a token id of `vocab_size` or more is an engine error.
         """
         if not evaluation:
             sampling.check_trainable()
@@ -60,7 +60,7 @@ class PolicyClient:
         self.limits = limits
         self.trajectory = EpisodeTrajectory()
         self.engine_error: EngineError | None = None
-        """Why the last request was not answered; none once a later one was."""
+        """The error of the last request; None if it succeeded."""
         self._engine, self._vocab_size = engine, vocab_size
         self._renderer = renderer
         stops = dict.fromkeys((*sampling.stop_token_ids, *renderer.stop_token_ids))
@@ -70,20 +70,20 @@ class PolicyClient:
 
     @property
     def turns_left(self) -> int:
-        """Answers that the episode may still ask for."""
+        """The number of completions that the episode may still request."""
         return self.limits.max_turns - self._turns_used
 
     async def chat(self, messages: Sequence[Message], *, tools: Tools = None, max_tokens: int | None = None) -> Reply:
-        """The policy's next message, at most `max_tokens` long (never longer than the run's own setting)."""
-        given = [copy.deepcopy(dict(message)) for message in messages]
-        _check_messages(given)
+        """Sample the policy's next message, of at most `max_tokens` tokens (never more than sampling.max_tokens)."""
+        copied = [copy.deepcopy(dict(message)) for message in messages]
+        _check_messages(copied)
         if self.turns_left <= 0:
-            raise EpisodeLimitReached(f"the episode has had its limits.max_turns = {self.limits.max_turns} answers")
-        prompt = self._renderer.extend(self._rendered_turns, given, tools)
+            raise EpisodeLimitReached(f"the episode has used all limits.max_turns = {self.limits.max_turns} turns")
+        prompt = self._renderer.extend(self._rendered_turns, copied, tools)
         if len(prompt.ids) >= self.limits.max_sequence_tokens:
             raise EpisodeLimitReached(
-                f"the prompt of {len(prompt.ids)} tokens leaves no room for an answer within limits.max_sequence_tokens ="
-                f" {self.limits.max_sequence_tokens}"
+                f"the prompt of {len(prompt.ids)} tokens leaves no room for a completion within"
+                f" limits.max_sequence_tokens = {self.limits.max_sequence_tokens}"
             )
         self._turns_used += 1
         generation = await self._generate(prompt, self._turn_sampling(max_tokens))
@@ -106,9 +106,9 @@ class PolicyClient:
         try:
             generation = await self._engine.generate(prompt.ids, sampling, group=self.group)
             if generation.finish_reason == "cancelled":
-                raise EngineError("the engine gave the request up before it was answered")
-            if wrong := _find_problem(generation, sampling, self._vocab_size):
-                raise EngineError(f"the engine's answer cannot be trained on: {wrong}")
+                raise EngineError("the engine aborted the request before it completed")
+            if problem := _find_problem(generation, sampling, self._vocab_size):
+                raise EngineError(f"the engine returned an invalid completion: {problem}")
         except EngineError as error:
             self.engine_error = error
             raise
@@ -117,23 +117,23 @@ class PolicyClient:
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """A seed that is a function of another and of what it is for: the same everywhere, unrelated for other parts."""
-    words = "/".join(map(str, (seed, *parts)))
-    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big") >> 1
+    """Return a seed that depends only on `seed` and `parts`; different parts give unrelated seeds."""
+    text = "/".join(map(str, (seed, *parts)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
 def _find_problem(generation: Generation, sampling: Sampling, vocab_size: int | None) -> str | None:
-    """What no sampler can have given, whatever engine it is: none where the answer may be true."""
+    """Return what makes the completion impossible for any sampler, or None if it is plausible."""
     tokens, logprobs = generation.token_ids, generation.logprobs
     if not len(tokens) == len(logprobs) == len(generation.versions):
         return f"{len(tokens)} tokens with {len(logprobs)} log-probs and {len(generation.versions)} versions"
     if len(tokens) > sampling.max_tokens:
-        return f"{len(tokens)} tokens, and sampling.max_tokens = {sampling.max_tokens} were asked for"
+        return f"{len(tokens)} tokens, more than sampling.max_tokens = {sampling.max_tokens}"
     if not all(map(math.isfinite, logprobs)) or max(logprobs, default=0.0) > LOGPROB_TOLERANCE:
         bad = next(value for value in logprobs if not math.isfinite(value) or value > LOGPROB_TOLERANCE)
         return f"a log-prob of {bad}"
     if tokens and (min(tokens) < 0 or (vocab_size is not None and max(tokens) >= vocab_size)):
-        return f"token ids from {min(tokens)} to {max(tokens)}, and the model knows {vocab_size}"
+        return f"token ids from {min(tokens)} to {max(tokens)}, outside the vocabulary of {vocab_size}"
     return None
 
 

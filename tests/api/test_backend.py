@@ -14,7 +14,7 @@ import keel
 from keel.config.run import AdvantageSettings
 from keel.errors import ModelError
 from keel.training import Checkpoints
-from tests.support.api_world import LORA, agent, attempt, attempts, furthest, replayed, run, say, trainer_at
+from tests.support.api_helpers import LORA, agent, attempt, attempts, furthest, replayed, run, say, trainer_at
 
 # --- what is sampled ---
 

@@ -8,7 +8,7 @@ from keel.api.conversations import Conversations
 from keel.inference.protocol import Generation
 from keel.inference.server.app import build_app
 from keel.rollout.rendering.renderer import Renderer
-from tests.support.api_world import run
+from tests.support.api_helpers import run
 from tests.support.engine_fakes import END, TOKENIZER, FakeEngine
 
 HI = {"role": "user", "content": "hi"}

@@ -14,7 +14,7 @@ from keel.api.trajectories import TooManyExceptions
 from keel.config.run import AdvantageSettings
 from keel.errors import BatchError, ConfigError, KeelError
 from keel.signal import MovingBaseline
-from tests.support.api_world import agent, attempt, run
+from tests.support.api_helpers import agent, attempt, run
 from tests.support.engine_fakes import END
 
 HI = {"role": "user", "content": "hi"}

@@ -21,7 +21,7 @@ from keel.inference.server.allowed_paths import AllowedFolders
 from keel.inference.server.app import build_app
 from keel.training import load_model
 from tests.support.engine_fakes import serving
-from tests.support.run_world import RECIPE, train
+from tests.support.tiny_runs import RECIPE, train
 
 PATIENCE = 240
 

@@ -12,7 +12,7 @@ from keel.config import RunSettings, load_settings
 from keel.config.recipe_files import RECIPES_FOLDER
 from keel.config.toml_writer import toml_lines
 from keel.objectives import PRESETS
-from keel.rollout.environments.environment import load_environment
+from keel.rollout.environments.registry import load_environment
 from tests.support.paths import ROOT
 
 FILES = sorted(RECIPES_FOLDER.glob("*.toml"))

@@ -11,10 +11,11 @@ import pytest
 
 from keel.config import EpisodeLimits, RunSettings
 from keel.rollout.environments import builtin
-from keel.rollout.environments.environment import Task, load_environment
+from keel.rollout.environments.environment import Task
+from keel.rollout.environments.registry import load_environment
 from keel.rollout.environments.task_splits import TaskSetOptions
 from tests.support.paths import ROOT
-from tests.support.scripted import END, ScriptedEngine, load, play
+from tests.support.scripted_engine import END, ScriptedEngine, load, play
 
 PAGE = ROOT / "docs" / "environments.md"
 

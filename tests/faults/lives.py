@@ -24,7 +24,7 @@ MODULES = (
     "keel.cli.run.serve",
     "keel.inference.server.app",
     "keel.training.model.tiny_models",
-    "keel.rollout.environments.integrations",
+    "keel.rollout.environments.registry",
     "keel.rollout.environments.builtin",
     "keel.run.loop",
     "keel.run.monitor.sinks",

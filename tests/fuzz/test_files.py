@@ -39,8 +39,8 @@ from keel.tools.lens.server import respond
 from keel.tools.sweep.plan import SweepPlan
 from keel.training.model.model_source import fingerprint, weight_files
 from keel.training.model.optimizer_state import read_tensors, restore_rng_state, write_rng_state
-from tests.support.compare_world import row, write_json
-from tests.support.lens_world import make_run
+from tests.support.lens_runs import make_run
+from tests.support.recorded_rows import row, write_json
 
 FIRE = settings(
     max_examples=40,

@@ -29,8 +29,8 @@ from keel.tools.lens.queries import QUERIES
 from keel.tools.lens.server import build_app as build_lens
 from keel.training import load_model
 from tests.support.engine_fakes import TOKENIZER, FakeEngine, serving
-from tests.support.fuzz_world import untouched
-from tests.support.lens_world import make_run
+from tests.support.file_watch import untouched
+from tests.support.lens_runs import make_run
 
 FIRE = settings(
     max_examples=20,

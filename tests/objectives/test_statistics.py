@@ -37,7 +37,7 @@ from keel.objectives.statistics import (
 from keel.signal.audit import audit
 from keel.tools.lens.queries import Lens
 from keel.tools.lens.trust_region_bands import statistics_of
-from tests.support.lens_world import make_run
+from tests.support.lens_runs import make_run
 
 PACKAGE = Path(keel.__file__).parent
 ENTRIES = list(STATISTICS.values())

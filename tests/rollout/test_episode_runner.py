@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from keel.config import EpisodeLimits
 from keel.inference.protocol import EngineError
 from keel.rollout.environments.environment import EpisodeResult, Task, run_episode
-from tests.support.scripted import END, ScriptedEngine, client, play
+from tests.support.scripted_engine import END, ScriptedEngine, client, play
 
 
 class Custom:
@@ -152,7 +152,7 @@ def test_asking_past_the_limit_is_over_length_when_the_environment_lets_it_out()
 
     rollout = run(greedy, *["x" + END] * 5, limits=EpisodeLimits(max_turns=3))
     assert (rollout.error_kind, rollout.turns) == ("over_length", 3)
-    assert rollout.error == "the episode has had its limits.max_turns = 3 answers"
+    assert rollout.error == "the episode has used all limits.max_turns = 3 turns"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from keel.config import EpisodeLimits, Sampling
 from keel.errors import ConfigError
 from keel.inference.protocol import EngineError, Generation
 from keel.rollout.policy_client import EpisodeLimitReached, derive_seed
-from tests.support.scripted import END, ScriptedEngine, client
+from tests.support.scripted_engine import END, ScriptedEngine, client
 
 
 def user(text):
@@ -116,7 +116,7 @@ def test_an_answer_that_was_given_up_is_an_engine_error():
         async def generate(self, prompt, sampling, *, group=None):
             return Generation((1,), (0.0,), (0,), "cancelled", 1.0)
 
-    with pytest.raises(EngineError, match="gave the request up"):
+    with pytest.raises(EngineError, match="aborted the request"):
         asyncio.run(client(GivesUp()).chat([user("a")]))
 
 

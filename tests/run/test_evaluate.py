@@ -17,8 +17,8 @@ from keel.rollout.rendering.renderer import Renderer
 from keel.run import intervals
 from keel.run.evaluate import evaluate
 from keel.training import Checkpoints, Trainer
-from tests.support.scripted import END, ScriptedEngine
-from tests.support.scripted import load as load_environment
+from tests.support.scripted_engine import END, ScriptedEngine
+from tests.support.scripted_engine import load as load_environment
 
 # ---------------------------------------------------------------------------------------------------------------------
 # statistics

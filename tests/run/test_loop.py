@@ -17,7 +17,7 @@ from keel.run.folder import RunFolder, settings_diff, unused_path
 from keel.run.ledger import Ledger, RolloutOutcome
 from keel.run.live_status import LiveStatus
 from keel.run.summary import summarize_run
-from tests.support.run_world import RECIPE, Watcher, loaded, resume, train
+from tests.support.tiny_runs import RECIPE, Watcher, loaded, resume, train
 
 
 def fates(folder: Path) -> list[tuple[Any, ...]]:
@@ -350,7 +350,7 @@ def test_a_second_fate_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_an_objective_that_asks_a_teacher_needs_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="asks a teacher and there is none"):
+    with pytest.raises(ConfigError, match="reads a teacher and none is configured"):
         train(tmp_path / "run", objective__teacher_tau=0.1)
 
 

@@ -10,7 +10,7 @@ from keel.errors import ConfigError, StorageError
 from keel.rollout.rollout import Rollout
 from keel.run.folder import RunFolder
 from keel.run.ledger import Ledger, RolloutOutcome
-from tests.support.run_world import loaded
+from tests.support.tiny_runs import loaded
 
 
 def fate(member: int, *, trained: bool = True) -> RolloutOutcome:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keel.errors import KeelError
-from tests.support.run_world import Lives, resume, train
+from tests.support.tiny_runs import Lives, resume, train
 
 SYNCHRONOUS = {"scheduler__max_off_policy_steps": 0}
 BITS = ("model.safetensors", "training/optimizer.safetensors")

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import keel
 from keel.signal.audit import audit
-from tests.support.losses import kept_mask, linear, right_icepop, tokens_of
+from tests.support.audit_losses import kept_mask, linear, right_icepop, tokens_of
 
 LOCAL = {"icepop": True, "dppo_kl": True, "dr_grpo": True, "grpo": False, "opsm": False, "gspo": False, "m2po": False}
 

@@ -176,7 +176,7 @@ async def evaluate_environments(
     args: argparse.Namespace, target: EvaluationTarget, selected: "dict[str, EnvironmentSettings]"
 ) -> "list[EvaluationResult]":
     """Evaluate each environment in turn, with a bar in a terminal."""
-    from keel.rollout.environments.environment import load_environment
+    from keel.rollout.environments.registry import load_environment
     from keel.rollout.policy_client import derive_seed
     from keel.rollout.rendering.renderer import Renderer
     from keel.run.evaluate import evaluate

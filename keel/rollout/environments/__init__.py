@@ -1,1 +1,1 @@
-"""Environments: the built-in ones, the registry and integrations of other libraries."""
+"""Environments: the built-in ones, the registry and adapters of other libraries."""

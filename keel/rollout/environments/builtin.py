@@ -1,7 +1,7 @@
-"""The environments that come with Keel: small enough for a model of 135 million parameters to learn on a laptop.
+"""Built-in environments, small enough for a model with 135 million parameters to learn on a laptop.
 
-Three ask one question, one plays over several turns, one has a tool. Their rewards are exact, and each documents what
-it pays. They are examples to copy as much as things to train on: `docs/environments.md` builds one from nothing.
+Three ask one question, one is played over several turns, one has a tool. Rewards are exact and documented per class.
+They also serve as examples to copy; `docs/environments.md` builds an environment from scratch.
 """
 
 import json
@@ -21,21 +21,21 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 class QuestionOptions(TaskSetOptions):
-    """Of environments that ask one question."""
+    """Options of environments that ask one question."""
 
     shots: Annotated[int, Field(ge=0, le=8)] = 2
-    """Solved examples before the question. They are drawn from the train split, and are then no tasks."""
+    """Solved examples shown before the question. They come from the train split and are not tasks themselves."""
 
 
 class NumberOptions(QuestionOptions):
     digits: Annotated[int, Field(ge=1, le=9)] = 2
-    """Numbers have at most so many."""
+    """The maximum number of digits of a number."""
 
 
 class QuestionEnvironment:
-    """One question, one answer: reward 1 if the first number of the answer is the right one, else 0.
+    """One question per episode: reward 1 if the first number of the completion is correct, else 0.
 
-    Subclasses say what is asked: `ask` gives a question and its answer.
+    Subclasses implement `sample_question`, which returns a question and its correct answer.
     """
 
     name = "question"
@@ -49,7 +49,7 @@ class QuestionEnvironment:
         raise NotImplementedError
 
     def dedup_key(self, question: str) -> str:
-        """What tells questions apart; questions that give each other away share one."""
+        """Return the identity of a question; questions that reveal each other's answer share one."""
         return question
 
     def tasks(self, split: Split) -> Sequence[Task]:
@@ -67,23 +67,23 @@ class QuestionEnvironment:
             for question, answer in shots
             for message in ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
         ]
-        given = {self.dedup_key(question) for question, _ in shots}
+        shot_keys = {self.dedup_key(question) for question, _ in shots}
         return [
             Task(f"{self.name}/{question}", {"question": question, "answer": answer, "examples": examples})
             for question, answer in drawn
-            if self.dedup_key(question) not in given
+            if self.dedup_key(question) not in shot_keys
         ]
 
     async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         system = [{"role": "system", "content": self.system}]
         reply = await client.chat([*system, *task.data["examples"], {"role": "user", "content": task.data["question"]}])
-        found = _NUMBER.search(reply.text)
-        right = found is not None and found[0] == task.data["answer"]
-        return EpisodeResult(float(right), metrics={"answered": float(found is not None)})
+        number = _NUMBER.search(reply.text)
+        correct = number is not None and number[0] == task.data["answer"]
+        return EpisodeResult(float(correct), metrics={"answered": float(number is not None)})
 
 
 class LargerNumber(QuestionEnvironment):
-    """Which of two different numbers is larger."""
+    """Name the larger of two different numbers."""
 
     name = "larger_number"
     system = "Answer with one number."
@@ -96,7 +96,7 @@ class LargerNumber(QuestionEnvironment):
         return f"Which is larger, {first} or {second}?", str(max(first, second))
 
     def dedup_key(self, question: str) -> str:
-        # the same pair the other way round is not a new question
+        # the same pair in the other order is not a new question
         return "-".join(sorted(_NUMBER.findall(question)))
 
 
@@ -105,7 +105,7 @@ class ArithmeticOptions(NumberOptions):
 
 
 class Arithmetic(QuestionEnvironment):
-    """A sum or a difference, never below zero."""
+    """Compute a sum or a difference; results are never negative."""
 
     name = "arithmetic"
     system = "Answer with one number."
@@ -134,28 +134,28 @@ _WORDS = (
 
 
 class CountLetters(QuestionEnvironment):
-    """How often a letter is in a word."""
+    """Count the occurrences of a letter in a word."""
 
     name = "count_letters"
     system = "Answer with one number."
 
     def sample_question(self, rng: random.Random) -> tuple[str, str]:
         word = rng.choice(_WORDS.split())
-        # letters that are in the word, mostly: the answer 0 would be a good guess otherwise
+        # mostly letters that occur in the word: otherwise always answering 0 would score well
         letter = rng.choice(word) if rng.random() < 0.8 else rng.choice("abcdefghijklmnopqrstuvwxyz")
         return f'How many times does the letter "{letter}" appear in "{word}"?', str(word.count(letter))
 
 
 class GuessOptions(TaskSetOptions):
     highest: Annotated[int, Field(ge=32)] = 100
-    """The number is between 1 and this; with fewer, one of the splits might have none."""
+    """The largest possible number; the smallest is 1. With fewer than 32 numbers a split could be empty."""
     guesses: Annotated[int, Field(ge=1)] = 8
 
 
 class GuessNumber:
-    """Several turns: guess a number, told each time whether it is higher or lower.
+    """Guess a number over several turns, with the hint "higher" or "lower" after each wrong guess.
 
-    Reward 1 for the first guess, less by 1 / guesses for every further one, and 0 for never.
+    The reward is 1 if the first guess is correct, 1 / guesses less for every further guess, and 0 if none is correct.
     """
 
     name = "guess_number"
@@ -164,19 +164,19 @@ class GuessNumber:
         self.options = GuessOptions(**options)
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        top = self.options.highest
-        found = sample_tasks(
-            lambda chance: chance.randint(1, top), lambda n: f"{self.name}/{n} of {top}", split, self.options
+        highest = self.options.highest
+        numbers = sample_tasks(
+            lambda rng: rng.randint(1, highest), lambda n: f"{self.name}/{n} of {highest}", split, self.options
         )
-        return [Task(f"{self.name}/{number} of {top}", {"number": number, "highest": top}) for number in found]
+        return [Task(f"{self.name}/{n} of {highest}", {"number": n, "highest": highest}) for n in numbers]
 
     async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         number, guesses = task.data["number"], self.options.guesses
-        rule = (
+        instruction = (
             f"I think of a number between 1 and {task.data['highest']}. Guess it with one number; I will say higher or"
             " lower. What is your guess?"
         )
-        messages: list[Message] = [{"role": "user", "content": rule}]
+        messages: list[Message] = [{"role": "user", "content": instruction}]
         for turn in range(guesses):
             try:
                 reply = await client.chat(messages)
@@ -193,14 +193,14 @@ class GuessNumber:
 class CalculatorOptions(TaskSetOptions):
     digits: Annotated[int, Field(ge=1, le=9)] = 3
     calls: Annotated[int, Field(ge=1)] = 3
-    """Calls that an episode may make before it has to answer."""
+    """The maximum number of turns with tool calls before the final answer."""
 
 
 class Calculator:
-    """A tool: `<tool_call>{"name": "calculator", "arguments": {"expression": "12 * 34"}}</tool_call>`.
+    """Compute with a tool: `<tool_call>{"name": "calculator", "arguments": {"expression": "12 * 34"}}</tool_call>`.
 
-    Named rewards: `correct` 1 if the last number of the final answer is right, and `called` 0.1 for at least one call
-    that the calculator could answer. The tool is described in words, since not every chat template has a place for
+    Reward components: `correct` is 1 if the last number of the final completion is correct, `called` is 0.1 for at
+    least one successful tool call. The tool is described in the system message, since not every chat template supports
     tools.
     """
 
@@ -219,13 +219,12 @@ class Calculator:
         return first, rng.choice("+-*"), second
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        def named(asked: tuple[int, str, int]) -> str:
-            return f"{self.name}/{asked[0]} {asked[1]} {asked[2]}"
+        def task_id(operation: tuple[int, str, int]) -> str:
+            return f"{self.name}/{_format_operation(operation)}"
 
-        found = sample_tasks(self._sample_question, named, split, self.options)
         return [
-            Task(named(asked), {"question": f"What is {asked[0]} {asked[1]} {asked[2]}?", "answer": _compute(*asked)})
-            for asked in found
+            Task(task_id(each), {"question": f"What is {_format_operation(each)}?", "answer": _compute(*each)})
+            for each in sample_tasks(self._sample_question, task_id, split, self.options)
         ]
 
     async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
@@ -233,7 +232,7 @@ class Calculator:
             {"role": "system", "content": self.system},
             {"role": "user", "content": task.data["question"]},
         ]
-        worked = made = 0
+        num_succeeded = num_calls = 0
         text = ""
         for _ in range(self.options.calls + 1):
             try:
@@ -248,19 +247,20 @@ class Calculator:
             messages.append(reply.message)
             for call in calls:
                 result = _run_calculator(call["function"])
-                made, worked = made + 1, worked + (result is not None)
+                num_calls, num_succeeded = num_calls + 1, num_succeeded + (result is not None)
                 content = "error: give an expression of two numbers, as 2 * 3" if result is None else str(result)
                 messages.append({"role": "tool", "tool_call_id": call["id"], "name": self.name, "content": content})
         numbers = _NUMBER.findall(text.replace(",", ""))
         rewards = {
             "correct": float(bool(numbers) and int(numbers[-1]) == task.data["answer"]),
-            "called": 0.1 * (worked > 0),
+            "called": 0.1 * (num_succeeded > 0),
         }
-        return EpisodeResult(sum(rewards.values()), rewards, {"calls": made, "failed_calls": made - worked})
+        metrics = {"calls": num_calls, "failed_calls": num_calls - num_succeeded}
+        return EpisodeResult(sum(rewards.values()), rewards, metrics)
 
 
 def _run_calculator(function: Message) -> int | None:
-    """What the calculator says; none where it was not asked a question it understands."""
+    """Return the calculator's result, or None if the call is malformed or for another tool."""
     try:
         arguments = json.loads(function["arguments"])
         match = re.fullmatch(r"\s*(-?\d{1,18})\s*([-+*])\s*(-?\d{1,18})\s*", arguments["expression"])
@@ -269,6 +269,10 @@ def _run_calculator(function: Message) -> int | None:
     if function["name"] != Calculator.name or match is None:
         return None
     return _compute(int(match[1]), match[2], int(match[3]))
+
+
+def _format_operation(operation: tuple[int, str, int]) -> str:
+    return " ".join(map(str, operation))
 
 
 def _compute(first: int, operation: str, second: int) -> int:

@@ -1,26 +1,21 @@
-"""What an environment is, how one is found by name, and how one episode is run.
+"""The environment protocol, and `run_episode`, which turns one episode into a `Rollout`.
 
 An environment has tasks and an `async` episode that talks to the policy through a `PolicyClient` and returns an
-`Outcome`. Whatever goes wrong inside an episode is data: `run_episode` always returns a `Rollout`, with the kind of its
-error, and only a cancellation of the run itself passes through. A synchronous computation cannot be interrupted: an
-environment that computes for long should do so in a thread.
+`EpisodeResult`. Failures inside an episode are data: `run_episode` always returns a `Rollout`, with the kind of its
+error; only cancellation of the run itself propagates. A synchronous computation cannot be interrupted: an environment
+that computes for long should do so in a thread.
 """
 
 import asyncio
-import importlib
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from pydantic import ValidationError
-
-from keel.common.settings import suggest_name, to_config_error
-from keel.config.rollout import EnvironmentSettings, EpisodeLimits
-from keel.errors import ConfigError
+from keel.config.rollout import EpisodeLimits
 from keel.inference.protocol import EngineError
 from keel.rollout.policy_client import EpisodeLimitReached, PolicyClient
 from keel.rollout.rollout import ErrorKind, Rollout
@@ -31,16 +26,16 @@ _MAX_MESSAGE_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do."""
+    """One problem of an environment."""
 
     id: str
-    """The same in every run; unique within its environment."""
+    """Unique within the environment and the same in every run."""
     data: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
-    """What an episode came to."""
+    """The reward of one episode, and what to record with it."""
 
     reward: float
     reward_components: Mapping[str, float] = field(default_factory=dict)
@@ -50,122 +45,74 @@ class EpisodeResult:
 
 @runtime_checkable
 class Environment(Protocol):
-    """Tasks and how they are played. `episode` may run many times at once on one object."""
+    """A set of tasks and the episode that plays one. Many `episode` calls may run concurrently on one object."""
 
     name: str
 
     def tasks(self, split: Split) -> Iterable[Task]:
-        """The tasks of a split, in the same order each time; those of "eval" are never in "train"."""
+        """Return the tasks of a split, in the same order each time; no task of "eval" may be in "train"."""
 
     async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         """Play one task."""
 
 
-def load_environment(settings: EnvironmentSettings) -> Environment:
-    """The environment of that name, made with its options."""
-    from keel.rollout.environments import builtin, integrations
-
-    name, _, rest = settings.name.partition(":")
-    maker: Callable[..., Any]
-    if settings.name in builtin.ENVIRONMENTS:
-        maker = builtin.ENVIRONMENTS[settings.name]
-    elif name in integrations.INTEGRATIONS and rest:
-        adapter = integrations.INTEGRATIONS[name]
-        maker = lambda **options: adapter(rest, **options)  # noqa: E731
-    elif rest:
-        maker = _import_factory(settings.name, name, rest)
-    else:
-        known = [*builtin.ENVIRONMENTS, *(f"{adapter}:TASK" for adapter in integrations.INTEGRATIONS)]
-        raise ConfigError(
-            f'environment.name = "{settings.name}" is not known; {suggest_name(settings.name, known)} (one of your own:'
-            ' "module:attribute")'
-        )
-    try:
-        environment = maker(**settings.options)
-    except ValidationError as error:
-        raise to_config_error(error, ("environment", "options")) from error
-    except TypeError as error:
-        raise ConfigError(f"environment.options = {settings.options} do not fit {settings.name}: {error}") from error
-    if not isinstance(environment, Environment):
-        raise ConfigError(
-            f'environment.name = "{settings.name}" gave a {type(environment).__name__}; an environment has a name,'
-            " tasks(split) and an async episode(task, client)"
-        )
-    return environment
-
-
-def _import_factory(name: str, module: str, attribute: str) -> Callable[..., Any]:
-    try:
-        found = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
-        where = "; put the module next to the recipe, in the current folder or on PYTHONPATH" if missing else ""
-        raise ConfigError(f'environment.name = "{name}" cannot be imported: {error}{where}') from error
-    if not callable(found):
-        raise ConfigError(f'environment.name = "{name}" is a {type(found).__name__}, not a class or function')
-    maker: Callable[..., Any] = found
-    return maker
-
-
 async def run_episode(
     environment: Environment, task: Task, client: PolicyClient, limits: EpisodeLimits | None = None, *, attempt: int = 0
 ) -> Rollout:
-    """One episode, whatever happens in it. `limits`: by default the client's."""
+    """Play one episode and return its rollout, also when it fails. `limits` default to the client's."""
     limits = limits or client.limits
-    began = time.monotonic()
-    outcome: EpisodeResult | None = None
+    start = time.monotonic()
+    result: EpisodeResult | None = None
     error: tuple[ErrorKind, str] | None = None
     scope = asyncio.timeout(limits.timeout)
     try:
         async with scope:
-            outcome = _validate_result(await environment.episode(task, client))
+            result = _validate_result(await environment.episode(task, client))
     except asyncio.CancelledError as cancelled:
-        running = asyncio.current_task()
-        if running is None or running.cancelling():
+        current = asyncio.current_task()
+        if current is None or current.cancelling():
             raise
-        # nobody cancelled the episode: something inside it cancelled itself
+        # the episode was not cancelled from outside: a task inside it cancelled itself
         error = "exception", _format_exception(cancelled)
     except (Exception, SystemExit) as raised:  # noqa: BLE001  whatever an environment raises is data
         error = _classify_error(raised, timed_out=scope.expired(), seconds=limits.timeout)
     if error is None and scope.expired():
-        # the environment went on after it was told to stop, and returned late
+        # the environment suppressed the cancellation and returned late
         error = "timeout", f"limits.timeout = {limits.timeout:g} ran out"
     if error is None and client.engine_error is not None:
-        # the environment swallowed it: its reward is for an answer that never came
+        # the environment swallowed the error: its reward is for a completion that never arrived
         error = "engine", _truncate_message(str(client.engine_error))
-    made = client.trajectory.build_samples(limits)
-    if error is None and not made.counts["sampled_tokens"]:
+    built = client.trajectory.build_samples(limits)
+    if error is None and not built.counts["sampled_tokens"]:
         error = "empty", "nothing was sampled"
-    if error is None and not made.samples:
+    if error is None and not built.samples:
         error = "over_length", f"every sample is longer than limits.max_sequence_tokens = {limits.max_sequence_tokens}"
     return Rollout(
         environment=environment.name,
         task_id=task.id,
         group=client.group,
         attempt=attempt,
-        samples=made.samples,
-        reward=outcome.reward if outcome else None,
-        reward_components=dict(outcome.reward_components) if outcome else {},
-        metrics=dict(outcome.metrics) if outcome else {},
-        counts=made.counts,
+        samples=built.samples,
+        reward=result.reward if result else None,
+        reward_components=dict(result.reward_components) if result else {},
+        metrics=dict(result.metrics) if result else {},
+        counts=built.counts,
         error=error[1] if error else None,
         error_kind=error[0] if error else None,
         turns=len(client.trajectory.turns),
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - start,
         ended_at=time.time(),
     )
 
 
 def _validate_result(result: Any) -> EpisodeResult:
-    """The outcome with plain finite floats."""
+    """Return the result with plain floats; raise if it is not a result or a value is not finite."""
     if isinstance(result, int | float):
         result = EpisodeResult(result)
     if not isinstance(result, EpisodeResult):
-        raise TypeError(f"an episode returns an Outcome or a number, not {type(result).__name__}")
-    numbers = {"reward": result.reward, **result.reward_components, **result.metrics}
-    for name, value in numbers.items():
+        raise TypeError(f"an episode returns an EpisodeResult or a number, not {type(result).__name__}")
+    values = {"reward": result.reward, **result.reward_components, **result.metrics}
+    for name, value in values.items():
         if not math.isfinite(value):
             raise ValueError(f"{name} = {value} is not finite")
     floats = [
@@ -188,7 +135,7 @@ def _classify_error(error: BaseException, *, timed_out: bool, seconds: float) ->
 
 
 def _flatten_exception_group(error: BaseException) -> Iterator[BaseException]:
-    """The exception, or those of a group: a task group wraps whatever its tasks raise."""
+    """Yield the exception, or every member of an exception group: a TaskGroup wraps what its tasks raise."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from _flatten_exception_group(inner)
@@ -197,10 +144,10 @@ def _flatten_exception_group(error: BaseException) -> Iterator[BaseException]:
 
 
 def _format_exception(error: BaseException) -> str:
-    """What was raised and where, in a line."""
+    """Return the type, message and source location of an exception in one line."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return _truncate_message(f"{type(error).__name__}: {error}") + where
+    location = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return _truncate_message(f"{type(error).__name__}: {error}") + location
 
 
 def _truncate_message(message: str) -> str:
@@ -208,4 +155,4 @@ def _truncate_message(message: str) -> str:
     return line if len(line) <= _MAX_MESSAGE_CHARS else line[: _MAX_MESSAGE_CHARS - 3] + "..."
 
 
-__all__ = ["Environment", "EpisodeResult", "Split", "Task", "load_environment", "run_episode"]
+__all__ = ["Environment", "EpisodeResult", "Split", "Task", "run_episode"]

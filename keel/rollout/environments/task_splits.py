@@ -1,7 +1,7 @@
-"""Where built-in environments get their tasks from: a supply that is cut into train and eval once and for all.
+"""Train and eval tasks of the built-in environments.
 
-A task is in eval or in train by what it asks, not by a seed or its place in a list: the evaluation of any run is
-disjoint from the training of any other. Deterministic from the seed, without repetition.
+A hash of the question decides the split, not a seed or an index: the eval tasks of any run are disjoint from the train
+tasks of any other. Tasks are unique and deterministic given the seed.
 """
 
 import hashlib
@@ -15,41 +15,44 @@ from keel.common.settings import Settings
 from keel.rollout.environments.environment import Split
 
 EVAL_ONE_IN = 8
-"""One in so many different questions is for evaluation."""
+"""One in this many distinct questions is an eval task."""
 _MAX_IDLE_DRAWS = 1000
-"""Draws in a row without anything new after which a supply counts as used up."""
+"""Consecutive draws without a new task after which the generator counts as exhausted."""
 
 TaskT = TypeVar("TaskT", bound=Hashable)
 
 
 class TaskSetOptions(Settings):
-    """The options that every built-in environment has."""
+    """Options of every built-in environment."""
 
     seed: int = 0
-    """Which tasks are drawn, and in which order. Where each belongs does not depend on it."""
+    """Decides which tasks are drawn and in which order; the split of a task does not depend on it."""
     train_tasks: Annotated[int, Field(ge=1)] = 2000
-    """At most so many different ones; there may be fewer."""
+    """The maximum number of distinct tasks; there may be fewer."""
     eval_tasks: Annotated[int, Field(ge=1)] = 200
 
 
 def split_of(question: str) -> Split:
-    """Where a question belongs, for ever."""
+    """Return the split of a question, which never changes."""
     return "eval" if hashlib.sha256(question.encode()).digest()[0] % EVAL_ONE_IN == 0 else "train"
 
 
 def sample_tasks(
     generate: Callable[[random.Random], TaskT], key: Callable[[TaskT], str], split: Split, options: TaskSetOptions
 ) -> list[TaskT]:
-    """Different tasks of a split, as many as asked for or as there are. `named` tells tasks apart."""
-    chance = random.Random(f"{options.seed}/{split}")
-    wanted = options.train_tasks if split == "train" else options.eval_tasks
-    found: dict[str, TaskT] = {}
-    idle = 0
-    while len(found) < wanted and idle < _MAX_IDLE_DRAWS:
-        drawn = generate(chance)
-        name = key(drawn)
-        if name in found or split_of(name) != split:
-            idle += 1
+    """Return distinct tasks of a split, as many as the options ask for or as exist.
+
+    Tasks with the same `key` are duplicates; the key also decides the split.
+    """
+    rng = random.Random(f"{options.seed}/{split}")
+    num_tasks = options.train_tasks if split == "train" else options.eval_tasks
+    tasks: dict[str, TaskT] = {}
+    idle_draws = 0
+    while len(tasks) < num_tasks and idle_draws < _MAX_IDLE_DRAWS:
+        task = generate(rng)
+        task_key = key(task)
+        if task_key in tasks or split_of(task_key) != split:
+            idle_draws += 1
         else:
-            found[name], idle = drawn, 0
-    return list(found.values())
+            tasks[task_key], idle_draws = task, 0
+    return list(tasks.values())

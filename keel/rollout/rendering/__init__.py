@@ -1,1 +1,1 @@
-"""Rendering conversations to tokens, token-exact across turns."""
+"""Rendering of conversations to tokens: sampled tokens are kept exactly across turns."""

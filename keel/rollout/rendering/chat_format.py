@@ -1,8 +1,8 @@
-"""Messages as text: what an answer says (thinking, tool calls, content), and how the same is written back.
+"""Parse thinking, tool calls and content from a completion, and write them back as text.
 
-Used where a model's own chat template does the rendering. The forms are the usual ones: `<think>...</think>` before the
-content, `<tool_call>{"name": ..., "arguments": ...}</tool_call>` within it. Anything that does not have that form is
-left in the content as it is.
+Used when a model's own chat template does the rendering. The format is the common one: `<think>...</think>` before the
+content, `<tool_call>{"name": ..., "arguments": ...}</tool_call>` within it. Text that does not parse stays in the
+content unchanged.
 """
 
 import json
@@ -18,33 +18,33 @@ _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 def parse_completion(text: str, *, inside_thinking: bool = False) -> Message:
-    """The assistant message in a sampled text. `thinking`: the prompt ended inside an opened `<think>`."""
+    """Return the assistant message of a completion. `inside_thinking`: the prompt ended with an open `<think>`."""
     reasoning, content = _split_thinking(text, inside_thinking)
     message: Message = {"role": "assistant", "content": content}
     if reasoning is not None:
         message["reasoning_content"] = reasoning
     calls: list[Message] = []
 
-    def take(found: re.Match[str]) -> str:
-        call = _parse_tool_call(found[1], len(calls))
+    def extract_call(match: re.Match[str]) -> str:
+        call = _parse_tool_call(match[1], len(calls))
         if call is None:
-            return found[0]
+            return match[0]
         calls.append(call)
         return ""
 
-    rest = _TOOL_CALL.sub(take, content)
+    rest = _TOOL_CALL.sub(extract_call, content)
     if calls:
         message["content"], message["tool_calls"] = rest.strip(), calls
     return message
 
 
 def format_thinking(reasoning: str, content: str) -> str:
-    """Thinking and content as one text, as the models that think write it."""
+    """Return thinking and content as one text, in the form that reasoning models write."""
     return f"{THINK_OPEN}\n{reasoning}\n{THINK_CLOSE}\n\n{content}"
 
 
 def inline_tool_calls(message: Message) -> str:
-    """The content of a message with its tool calls written out, for templates that know of none."""
+    """Return the content of a message with its tool calls as text, for templates without support for tool calls."""
     content = message.get("content") or ""
     lines = [
         "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) + "\n</tool_call>"
@@ -54,7 +54,7 @@ def inline_tool_calls(message: Message) -> str:
 
 
 def with_decoded_arguments(message: Message) -> Message:
-    """The message with the arguments of its tool calls as tables: some templates walk through them."""
+    """Return the message with the arguments of its tool calls as dicts: some templates iterate over them."""
     if not message.get("tool_calls"):
         return message
     calls = [
@@ -88,7 +88,7 @@ def _name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
     function = call.get("function", call)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        # what is no JSON is for templates that print it as it is
+        # arguments that are not JSON stay text, for templates that print them unchanged
         with suppress(ValueError):
             arguments = json.loads(arguments)
     return function["name"], arguments

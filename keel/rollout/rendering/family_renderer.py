@@ -1,7 +1,7 @@
-"""Rendering by the `renderers` library, which has a hand-written renderer for each of many model families.
+"""Rendering with the `renderers` library, which has a hand-written renderer for many model families.
 
-Optional: without the library, or for a model that it does not know, the model's own chat template is used. What is
-returned here is checked, never trusted: a prompt counts as an extension only if its tokens are.
+The library is optional: without it, or for a model that it does not know, the model's own chat template is used. Its
+output is verified: a prompt counts as an extension of earlier tokens only if it starts with exactly those tokens.
 """
 
 import importlib
@@ -19,7 +19,7 @@ _HUB_SNAPSHOT = re.compile(r"models--([^/\\]+)--([^/\\]+)[/\\]snapshots[/\\]")
 
 
 def find_family(tokenizer: Any, settings: RendererSettings) -> str | None:
-    """The library's name for the model's family; none: the chat template."""
+    """Return the library's name for the model's family, or None to use the chat template."""
     if settings.family == "template":
         return None
     try:
@@ -32,8 +32,8 @@ def find_family(tokenizer: Any, settings: RendererSettings) -> str | None:
         ) from error
     if settings.family == "auto":
         name = str(getattr(tokenizer, "name_or_path", ""))
-        if found := _HUB_SNAPSHOT.search(name):
-            name = f"{found[1]}/{found[2]}"
+        if match := _HUB_SNAPSHOT.search(name):
+            name = f"{match[1]}/{match[2]}"
         family = library.MODEL_RENDERER_MAP.get(name)
         return None if family is None else str(family)
     library._populate_registry()
@@ -44,7 +44,7 @@ def find_family(tokenizer: Any, settings: RendererSettings) -> str | None:
 
 
 class FamilyRenderer:
-    """Messages to tokens by the library's renderer of a family."""
+    """Converts messages to tokens with the library's renderer of one family."""
 
     def __init__(self, tokenizer: Any, family: str, settings: RendererSettings) -> None:
         retention = None
@@ -70,8 +70,11 @@ class FamilyRenderer:
         *,
         has_thinking: bool,
     ) -> list[int] | None:
-        """The next prompt as an extension of these tokens, or none. `thinking`: there is some to strip."""
-        # where nothing was thought there is nothing to strip, and the family's habit need not cost an extension
+        """Return the next prompt as an extension of these tokens, or None if the family's format does not allow it.
+
+        `has_thinking`: whether the messages contain thinking that the family may strip.
+        """
+        # without thinking there is nothing to strip, so the family's policy to strip must not prevent an extension
         renderer = self._renderer if has_thinking else self._keep_all_renderer
         rendered = renderer.bridge_to_next_turn(
             list(prompt), list(sampled), list(new_messages), tools=_tool_specs(tools)
@@ -109,12 +112,12 @@ def _create_renderer(tokenizer: Any, family: str, retention: str | None) -> Any:
     try:
         return library.create_renderer(tokenizer, config)
     except AssertionError as error:
-        # this is how the library says that a special token of the family is missing
+        # the library asserts that the tokenizer has the family's special tokens
         raise ConfigError(f'renderer.family = "{family}" does not fit the tokenizer: {error}') from error
 
 
 def _tool_specs(tools: Sequence[Any] | None) -> list[Any] | None:
-    """Tools in the library's flat form."""
+    """Return the tools in the library's flat format."""
     return [tool.get("function", tool) for tool in tools] if tools else None
 
 

@@ -1,9 +1,9 @@
-"""From messages to tokens, turn by turn, so that what was sampled is extended and never rebuilt.
+"""Render messages to tokens turn by turn, so that sampled tokens are extended and never tokenized again.
 
-Guarantees that a prompt made by `extend` either begins with exactly the tokens of an earlier turn (its prompt and what
-was sampled), or comes with the reason why not: the environment changed its history ("compaction", "branch", "tools"),
-the model's family strips earlier thinking ("thinking"), or the family's format cannot be continued ("template"). It
-renders text only: images are not for here.
+Guarantees that a prompt returned by `extend` either starts with exactly the tokens of an earlier turn (its prompt and
+completion), or has a `split_reason`: the environment changed its history ("compaction", "branch", "tools"), the model
+family strips earlier thinking ("thinking"), or its format cannot be extended ("template"). Only text is supported, not
+images.
 """
 
 from collections.abc import Sequence
@@ -20,45 +20,45 @@ Tools = Sequence[Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The tokens to sample after."""
+    """A rendered prompt."""
 
     ids: tuple[int, ...]
     messages: tuple[Message, ...] = ()
-    """What they say: as given, with the replies as they were sampled, thinking included."""
+    """The rendered messages, with replies as they were sampled, including thinking."""
     split_reason: str | None = None
-    """Why they do not extend an earlier turn; none when they do, and for the first turn."""
+    """Why the tokens do not extend an earlier turn; None if they do, and for the first turn."""
     thinking_indices: frozenset[int] = frozenset()
-    """The messages whose thinking is in the tokens."""
+    """Indices of the messages whose thinking is in the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedTurn:
-    """A turn as the renderer needs it to go on from."""
+    """A finished turn that a later prompt may extend."""
 
     prompt: Prompt
     tools: Tools
     sampled: tuple[int, ...]
     reply: Message
-    """What `parse` made of `sampled`."""
+    """The message that `parse` returned for `sampled`."""
 
     def is_prefix_of(self, messages: Sequence[Message]) -> bool:
-        """Whether the messages begin with this turn, prompt and reply."""
+        """Return whether the messages start with this turn's prompt and reply."""
         size = len(self.prompt.messages)
         return len(messages) > size and self.prompt_is_prefix_of(messages) and _same_message(messages[size], self.reply)
 
     def prompt_is_prefix_of(self, messages: Sequence[Message]) -> bool:
-        """Whether the messages begin with those of this turn's prompt."""
-        said = self.prompt.messages
-        return len(messages) >= len(said) and all(map(_same_message, messages, said))
+        """Return whether the messages start with those of this turn's prompt."""
+        recorded = self.prompt.messages
+        return len(messages) >= len(recorded) and all(map(_same_message, messages, recorded))
 
 
 class Renderer:
-    """Messages to tokens and back, for one model."""
+    """Converts messages to tokens and back for one model."""
 
     def __init__(self, tokenizer: Any, settings: RendererSettings | None = None) -> None:
         self.settings = settings or RendererSettings()
         self.family = find_family(tokenizer, self.settings)
-        """As the `renderers` library calls it; none: the model's own chat template is used."""
+        """The model family in the `renderers` library; None: the model's own chat template is used."""
         self._family_renderer = (
             FamilyRenderer(tokenizer, self.family, self.settings) if self.family is not None else None
         )
@@ -66,21 +66,21 @@ class Renderer:
         used = self._family_renderer or self._template_renderer
         assert used is not None
         self.stop_token_ids: tuple[int, ...] = used.stop_token_ids
-        """The ids that end an answer."""
+        """Token ids that end a completion."""
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
-        """The whole conversation and the opening of the next answer."""
+        """Return the tokens of the whole conversation and of the start of the next reply."""
         return list(self._render_full(messages, tools, None).ids)
 
     def parse(self, token_ids: Sequence[int], *, prompt_ids: Sequence[int] = (), tools: Tools = None) -> Message:
-        """The assistant message that was sampled: content, and where there are any reasoning_content and tool_calls."""
+        """Return the sampled assistant message: content and, if present, reasoning_content and tool_calls."""
         if self._family_renderer is not None:
             return self._family_renderer.parse(token_ids, prompt_ids, tools)
         assert self._template_renderer is not None
         return self._template_renderer.parse(token_ids, prompt_ids)
 
     def extend(self, turns_so_far: Sequence[RenderedTurn], messages: Sequence[Message], tools: Tools = None) -> Prompt:
-        """The prompt for these messages: where possible the tokens of the turn they go on from, and what is new."""
+        """Return the prompt for these messages, extending the tokens of the longest matching turn where possible."""
         if not turns_so_far:
             return self._render_full(messages, tools, None)
         last = max(
@@ -89,10 +89,10 @@ class Renderer:
             default=None,
         )
         if last is None:
-            again = any(turn.prompt_is_prefix_of(messages) for turn in turns_so_far)
-            return self._render_full(messages, tools, "branch" if again else "compaction")
-        said = last.prompt.messages
-        messages = [*said, last.reply, *messages[len(said) + 1 :]]
+            branches = any(turn.prompt_is_prefix_of(messages) for turn in turns_so_far)
+            return self._render_full(messages, tools, "branch" if branches else "compaction")
+        recorded = last.prompt.messages
+        messages = [*recorded, last.reply, *messages[len(recorded) + 1 :]]
         if _as_list(tools) != _as_list(last.tools):
             return self._render_full(messages, tools, "tools")
         return (
@@ -108,64 +108,66 @@ class Renderer:
         ids = self._family_renderer.bridge(last.prompt.ids, last.sampled, new, last.tools, has_thinking=thinking)
         if ids is not None:
             return Prompt(tuple(ids), tuple(messages))
-        whole = self._family_renderer.render(messages, last.tools)
+        full = self._family_renderer.render(messages, last.tools)
         before = [*last.prompt.ids, *last.sampled]
-        extends = whole[: len(before)] == before
+        extends = full[: len(before)] == before
         reason = None if extends else "thinking" if thinking else "template"
-        return Prompt(tuple(whole), tuple(messages), reason)
+        return Prompt(tuple(full), tuple(messages), reason)
 
     def _bridge_template(self, last: RenderedTurn, messages: list[Message]) -> Prompt:
-        """By the chat template: the tokens so far, and what it puts after the reply."""
+        """Return the tokens so far followed by what the chat template puts after the reply."""
         assert self._template_renderer is not None
-        reply = len(last.prompt.messages)
-        present = last.prompt.thinking_indices | ({reply} if reply in _thinking_indices(messages) else frozenset())
+        reply_index = len(last.prompt.messages)
+        reply_thinks = reply_index in _thinking_indices(messages)
+        present = last.prompt.thinking_indices | ({reply_index} if reply_thinks else frozenset())
         if not present <= self._kept_thinking(messages, last.tools):
             return self._render_full(messages, last.tools, "thinking")
-        found = self._template_renderer.tail_after_reply(messages, last.tools, reply)
-        if found is None:
+        tail_and_closing = self._template_renderer.tail_after_reply(messages, last.tools, reply_index)
+        if tail_and_closing is None:
             return self._render_full(messages, last.tools, "template")
-        tail, closing = found
-        done = next((n for n in range(closing, 0, -1) if tuple(tail[:n]) == last.sampled[-n:]), 0)
-        return Prompt((*last.prompt.ids, *last.sampled, *tail[done:]), tuple(messages), None, frozenset(present))
+        tail, closing = tail_and_closing
+        # the policy may have sampled some of the tokens that close the turn
+        overlap = next((n for n in range(closing, 0, -1) if tuple(tail[:n]) == last.sampled[-n:]), 0)
+        return Prompt((*last.prompt.ids, *last.sampled, *tail[overlap:]), tuple(messages), None, frozenset(present))
 
     def _render_full(self, messages: Sequence[Message], tools: Tools, split_reason: str | None) -> Prompt:
         if self._family_renderer is not None:
             return Prompt(tuple(self._family_renderer.render(messages, tools)), tuple(messages), split_reason)
         assert self._template_renderer is not None
         kept = self._kept_thinking(messages, tools)
-        habit = self._template_renderer.kept_thinking(messages, tools, _thinking_indices(messages))
-        text = self._template_renderer.render_text(messages, tools, kept_thinking=sorted(kept - habit))
+        kept_by_template = self._template_renderer.kept_thinking(messages, tools, _thinking_indices(messages))
+        text = self._template_renderer.render_text(messages, tools, kept_thinking=sorted(kept - kept_by_template))
         return Prompt(tuple(self._template_renderer.encode(text)), tuple(messages), split_reason, frozenset(kept))
 
     def _kept_thinking(self, messages: Sequence[Message], tools: Tools) -> set[int]:
-        """The messages whose thinking belongs in a prompt: by the settings, or by the template's habit."""
+        """Return the indices of messages whose thinking the settings or the template keep in a prompt."""
         assert self._template_renderer is not None
-        thoughts = _thinking_indices(messages)
+        thinking = _thinking_indices(messages)
         if self.settings.preserve_all_thinking:
-            return set(thoughts)
-        habit = self._template_renderer.kept_thinking(messages, tools, thoughts)
+            return set(thinking)
+        kept_by_template = self._template_renderer.kept_thinking(messages, tools, thinking)
         if self.settings.preserve_thinking_between_tool_calls:
-            asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
-            return habit | {index for index in thoughts if index > asked}
-        return habit
+            last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+            return kept_by_template | {index for index in thinking if index > last_user}
+        return kept_by_template
 
 
 def _thinking_indices(messages: Sequence[Message]) -> list[int]:
-    """The messages that hold thinking."""
+    """Return the indices of messages with thinking."""
     return [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("reasoning_content")]
 
 
 def _same_message(candidate: Message, recorded: Message) -> bool:
-    """Whether a message is one said before.
+    """Return whether a message of the environment is the recorded one.
 
-    Of an assistant's message an environment may give less than was sampled: without thinking, calls or space around it.
+    An environment may leave out parts of an assistant message: thinking, tool calls or surrounding whitespace.
     """
     if candidate.get("role") != recorded["role"]:
         return False
     if recorded["role"] == "assistant":
         texts = [message.get("content") or "" for message in (candidate, recorded)]
-        same = [text.strip() if isinstance(text, str) else text for text in texts]
-        return same[0] == same[1] and all(
+        stripped = [text.strip() if isinstance(text, str) else text for text in texts]
+        return stripped[0] == stripped[1] and all(
             recorded.get(key) == candidate[key] for key in candidate if key != "content" and candidate[key]
         )
     return all((candidate.get(key) or None) == (recorded.get(key) or None) for key in {*candidate, *recorded})

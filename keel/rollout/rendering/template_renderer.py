@@ -1,8 +1,8 @@
-"""Rendering by a model's own chat template, which is opaque: what it does is found out by rendering marked messages.
+"""Rendering with a model's own chat template, which is opaque: its behaviour is probed by rendering marked messages.
 
-A reply is replaced by a mark, and whatever the template puts after the mark is what the next prompt adds to the tokens
-as sampled: the end of the assistant's turn, the new messages, the opening of the next answer. Whether a template keeps
-earlier thinking is found out the same way. Nothing is assumed about the family.
+A reply is replaced by a marker. The text that the template puts after the marker is what the next prompt adds to the
+sampled tokens: the end of the assistant's turn, the new messages and the start of the next reply. Markers also reveal
+whether a template keeps earlier thinking. Nothing is assumed about the model family.
 """
 
 import re
@@ -23,12 +23,12 @@ from keel.rollout.rendering.chat_format import (
 )
 
 _MARK = "kq7Keel{}Mark9zk"
-"""Letters and digits only, so that no template trims, escapes or splits it."""
+"""The marker: letters and digits only, so that no template trims, escapes or splits it."""
 _EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 
 
 class TemplateRenderer:
-    """Messages to tokens by `tokenizer.chat_template`."""
+    """Converts messages to tokens with `tokenizer.chat_template`."""
 
     def __init__(self, tokenizer: Any) -> None:
         template = getattr(tokenizer, "chat_template", None)
@@ -39,7 +39,7 @@ class TemplateRenderer:
             )
         self._tokenizer = tokenizer
         text = template if isinstance(template, str) else "".join(map(str, dict(template).values()))
-        self._template_supports = {word: word in text for word in ("reasoning_content", "tool_calls", "tools")}
+        self._template_supports = {field: field in text for field in ("reasoning_content", "tool_calls", "tools")}
         self._special_tokens = [
             token for token in tokenizer.all_special_tokens if token not in (THINK_OPEN, THINK_CLOSE)
         ]
@@ -55,36 +55,35 @@ class TemplateRenderer:
         kept_thinking: Sequence[int] = (),
         add_generation_prompt: bool = True,
     ) -> str:
-        """What the template makes of the messages, with the thinking of those in `kept` whatever its habit."""
+        """Render the messages, with the thinking of those in `kept_thinking` even if the template would strip it."""
         if tools and not self._template_supports["tools"]:
             raise ConfigError(
-                "the model's chat template has no place for tools; describe them in a system message and leave out"
-                " `tools`"
+                "the model's chat template does not support tools; describe them in a system message and omit `tools`"
             )
         plain = [self._normalise_message(message) for message in messages]
-        shown = {}
+        replacements = {}
         for index in kept_thinking:
             bare = self._normalise_message({**messages[index], "reasoning_content": None})
-            shown[_MARK.format(index)] = format_thinking(messages[index]["reasoning_content"], bare["content"])
+            replacements[_MARK.format(index)] = format_thinking(messages[index]["reasoning_content"], bare["content"])
             plain[index] = {**bare, "content": _MARK.format(index)}
         text: str = self._tokenizer.apply_chat_template(
             plain, tools=list(tools) if tools else None, add_generation_prompt=add_generation_prompt, tokenize=False
         )
-        for mark, words in shown.items():
-            text = text.replace(mark, words)
+        for mark, replacement in replacements.items():
+            text = text.replace(mark, replacement)
         return text
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _normalise_message(self, message: Message) -> Message:
-        """A message in the form that this template knows."""
+        """Return the message with only the fields that this template supports."""
         message = dict(message)
         if isinstance(message.get("content"), list):
-            other = {str(part.get("type")) for part in message["content"]} - {"text"}
-            if other:
+            other_types = {str(part.get("type")) for part in message["content"]} - {"text"}
+            if other_types:
                 raise ConfigError(
-                    f"a message has content of type {', '.join(sorted(other))}; only text can be rendered"
+                    f"a message has content of type {', '.join(sorted(other_types))}; only text can be rendered"
                 )
             message["content"] = "".join(part["text"] for part in message["content"])
         message["content"] = message.get("content") or ""
@@ -100,12 +99,12 @@ class TemplateRenderer:
                 message["content"] = format_thinking(reasoning, message["content"])
         return message
 
-    # ---- what a template does
+    # ---- probing the template
 
     def kept_thinking(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, indices: Sequence[int]
     ) -> set[int]:
-        """Those of the messages whose thinking the template shows when all of these are there."""
+        """Return which of `indices` have thinking that the template renders, given the whole conversation."""
         if not indices:
             return set()
         marked = [
@@ -118,24 +117,24 @@ class TemplateRenderer:
     def tail_after_reply(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, reply_index: int
     ) -> tuple[list[int], int] | None:
-        """What the template puts after the reply at that index, and how many of those tokens end the reply's turn.
+        """Return the tokens that follow the reply at `reply_index`, and how many of them close the reply's turn.
 
-        None when the messages before the reply are no longer rendered as they were when it was sampled.
+        Return None if the template now renders the messages before the reply differently than when it was sampled.
         """
         plain = [{key: value for key, value in m.items() if key != "reasoning_content"} for m in messages]
         mark = _MARK.format("")
         plain[reply_index] = {"role": "assistant", "content": mark}
         try:
             before = self.render_text(plain[:reply_index], tools)
-            alone = self.render_text(plain[: reply_index + 1], tools, add_generation_prompt=False)
-            whole = self.render_text(plain, tools)
+            through_reply = self.render_text(plain[: reply_index + 1], tools, add_generation_prompt=False)
+            full = self.render_text(plain, tools)
         except TemplateError:
             return None
-        head, found, tail = whole.partition(mark)
-        close = alone.partition(mark)[2]
-        # the opening of an answer may hold more than the template shows later, such as an opened <think>
+        head, mark_found, tail = full.partition(mark)
+        close = through_reply.partition(mark)[2]
+        # the start of a reply may contain text that the template does not render later, such as an open <think>
         if (
-            not found
+            not mark_found
             or not _strip_empty_thinking(before).startswith(_strip_empty_thinking(head))
             or not tail.startswith(close)
         ):
@@ -143,7 +142,7 @@ class TemplateRenderer:
         return self.encode(tail), len(self.encode(close))
 
     def _find_stop_ids(self) -> tuple[int, ...]:
-        """The end of text, and the special token with which the template ends an answer."""
+        """Return the end-of-text id and the special token with which the template ends an assistant turn."""
         stops = [self._tokenizer.eos_token_id] if self._tokenizer.eos_token_id is not None else []
         try:
             example = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
@@ -155,10 +154,10 @@ class TemplateRenderer:
             stops.append(close[0])
         return tuple(dict.fromkeys(stops))
 
-    # ---- answers
+    # ---- completions
 
     def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> Message:
-        """The assistant message in what was sampled after a prompt."""
+        """Return the assistant message of a completion."""
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
@@ -170,5 +169,5 @@ class TemplateRenderer:
 
 
 def _strip_empty_thinking(text: str) -> str:
-    """Without the empty thinking that some templates show here and not there: it says nothing about the messages."""
+    """Remove empty thinking blocks, which some templates render only in some positions."""
     return _EMPTY_THINKING.sub("", text)

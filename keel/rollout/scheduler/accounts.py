@@ -1,4 +1,4 @@
-"""What the scheduler owes its caller: refusals that were not emitted yet, counters, and how long nothing trained."""
+"""Batches, and the scheduler's accounts: dropped rollouts not emitted yet, counters, and consecutive empty batches."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -10,48 +10,48 @@ from keel.rollout.scheduler.groups import DroppedRollout, DropReason, Group
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """What one step trains on, and what it does not."""
+    """The groups of one training step, and the rollouts dropped since the previous batch."""
 
     version: int
-    """That it was asked with: the trainer's."""
+    """The trainer's version, as passed to `next_batch`."""
     groups: list[Group]
-    """In order of dispatch."""
+    """The groups to train on, in order of dispatch."""
     dropped: list[DroppedRollout]
-    """All rollouts refused since the last batch, whether their group is in this one or still in line."""
+    """All rollouts dropped since the last batch; their group may be in this batch or still in the queue."""
     counters: dict[str, int]
-    """What happened since the last batch."""
+    """Counts of events since the last batch."""
 
 
 class TasksExhausted(KeelError):
-    """All tasks are used up, and everything that was dispatched has been emitted."""
+    """Raised when no task is left and every dispatched rollout has been emitted."""
 
 
 class SchedulerClosed(KeelError):
-    """The scheduler was closed."""
+    """Raised by `next_batch` after the scheduler was closed."""
 
 
 class NothingToTrain(KeelError):
-    """Batch after batch had nothing to train on."""
+    """Raised after `max_empty_steps` consecutive batches without a group to train on."""
 
     def __init__(self, message: str, batch: RolloutBatch, reasons: Mapping[DropReason, int]) -> None:
         super().__init__(message)
         self.batch = batch
-        """The last of them: what it refused is emitted here and nowhere else."""
+        """The last empty batch; its dropped rollouts are emitted only here."""
         self.reasons = dict(reasons)
-        """Rollouts refused since the last batch that trained, by reason."""
+        """Counts of rollouts dropped since the last batch that trained, by reason."""
 
 
 class SchedulerAccounts:
-    """Refusals since they were last taken, counters since the last batch, reasons since the last batch that trained."""
+    """Keeps dropped rollouts until they are drained, counters per batch, and reasons since the last non-empty batch."""
 
     def __init__(self) -> None:
         self.dropped: list[DroppedRollout] = []
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[DropReason] = Counter()
         self.empty_batches = 0
-        """Batches in a row with nothing to train on."""
+        """Consecutive batches with nothing to train on."""
         self.last_error: str | None = None
-        """Of the last rollout that failed since a batch was cut."""
+        """The error of the last rollout that failed since a batch was cut."""
 
     def record_drop(self, dropped: DroppedRollout) -> None:
         self.dropped.append(dropped)
@@ -60,11 +60,11 @@ class SchedulerAccounts:
         self.reasons[dropped.reason] += 1
 
     def drain(self) -> list[DroppedRollout]:
-        refused, self.dropped = self.dropped, []
-        return refused
+        dropped, self.dropped = self.dropped, []
+        return dropped
 
     def close_batch(self, version: int, groups: list[Group], *, capacity: int) -> RolloutBatch:
-        """Close the account of a batch that had so many places, of which these were filled."""
+        """Return the batch with these groups and start new counters; `capacity` groups were cut, some maybe dropped."""
         counts, self.counts, self.last_error = self.counts, Counter(), None
         counts["groups_trained"] = len(groups)
         if groups:
@@ -74,15 +74,15 @@ class SchedulerAccounts:
         return RolloutBatch(version, groups, self.drain(), dict(counts))
 
     def check_empty_batches(self, batch: RolloutBatch, limit: int | None) -> None:
-        """Raise once `limit` batches in a row had nothing to train on."""
+        """Raise `NothingToTrain` after `limit` consecutive batches with nothing to train on."""
         if batch.groups or limit is None or self.empty_batches < limit:
             return
         reasons = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
-        error = next((refusal.error for refusal in reversed(batch.dropped) if refusal.error), None)
+        error = next((rollout.error for rollout in reversed(batch.dropped) if rollout.error), None)
         raise NothingToTrain(
-            f"{self.empty_batches} batches in a row had nothing to train on (scheduler.max_empty_steps = {limit}); refused:"
-            f" {reasons or 'nothing'}{f'; the last error: {error}' if error else ''}; mend what fails, or raise"
-            " scheduler.max_error_reschedule_attempts or max_off_policy_steps",
+            f"{self.empty_batches} consecutive batches had nothing to train on (scheduler.max_empty_steps = {limit});"
+            f" dropped: {reasons or 'nothing'}{f'; the last error: {error}' if error else ''}; fix the cause, or raise"
+            " scheduler.max_error_reschedule_attempts or scheduler.max_off_policy_steps",
             batch,
             self.reasons,
         )

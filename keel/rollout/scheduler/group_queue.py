@@ -1,7 +1,7 @@
-"""The line of groups that wait to be cut into batches, and the rule of who may leave it first.
+"""The queue of groups that wait to be cut into batches, and the window rule that limits reordering.
 
-Knows nothing of time, tasks or failures: a group is resolved (it will train, or it was dropped and only its place is
-left) or it is not.
+Independent of time, tasks and failures: a group is either resolved (it will train, or it was dropped and only occupies
+its position) or unresolved.
 """
 
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from keel.rollout.scheduler.groups import PendingGroup
 
 
 class GroupQueue:
-    """Groups in order of dispatch, none of which has been cut yet.
+    """Groups in order of dispatch that have not been cut into a batch.
 
-    The window rule, with B groups a batch and a window of w batches: a batch takes the first B resolved groups among
-    the first (w + 1) * B of the line, in their order, but not if that would leave an unresolved group overtaken by more
-    than w * B groups in all; then the batch waits for that group. It follows that
+    The window rule, with B groups per batch and a window of w batches: a batch takes the first B resolved groups among
+    the first (w + 1) * B of the queue, in order. If that would let more than w * B groups in total overtake an
+    unresolved group, the batch waits for that group instead. Therefore
 
     - a group overtakes at most w * B groups that were dispatched before it, and
     - a group is overtaken by at most w * B groups that were dispatched after it, however slow it is.
 
-    With w = 0 batches are exactly the groups in order of dispatch. Only the first unresolved group has to be looked at:
-    whoever overtakes a later one overtakes it too.
+    With w = 0 batches are exactly the groups in order of dispatch. Only the first unresolved group needs checking: a
+    group that overtakes a later one overtakes the first one too.
     """
 
     def __init__(self, groups_per_batch: int, window_batches: int) -> None:
@@ -44,7 +44,7 @@ class GroupQueue:
         self._groups[group.id] = group
 
     def remove(self, group: PendingGroup) -> None:
-        """Without being cut: it overtakes nobody."""
+        """Remove a group that is not cut into a batch; no group counts as overtaken by it."""
         del self._groups[group.id]
         self.invalidate()
 
@@ -54,18 +54,21 @@ class GroupQueue:
 
     @property
     def may_have_batch(self) -> bool:
-        """Whether `select` may find more than it did last time. In constant time, so that a line that waits for one
-        group is not walked along whenever another one is resolved."""
+        """Whether `select` may now find a batch.
+
+        Takes constant time, so that the queue is not scanned for every resolved group while it waits for another one.
+        """
         return self._missing_groups <= 0
 
     def invalidate(self) -> None:
+        """Make `may_have_batch` true until the next `select`."""
         self._missing_groups, self._blocker = 0, None
 
     def select(self, count: int) -> list[PendingGroup] | None:
-        """The groups of the next batch, `count` of them, or None while the rule says to wait. Takes nothing away."""
+        """Return the `count` groups of the next batch, or None while the window rule says to wait; remove nothing."""
         chosen: list[PendingGroup] = []
         slowest: PendingGroup | None = None
-        budget = count
+        budget = count  # how many more groups may overtake the first unresolved one
         for group in islice(self._groups.values(), self._lookahead):
             if group.state == "open":
                 if slowest is None:
@@ -84,7 +87,7 @@ class GroupQueue:
         return None if len(chosen) < count else chosen
 
     def pop(self, chosen: list[PendingGroup]) -> None:
-        """Cut these, as `select` gave them."""
+        """Remove the groups that `select` returned and count the groups they overtake."""
         later = len(chosen)
         for group in islice(self._groups.values(), self._lookahead):
             if not later:

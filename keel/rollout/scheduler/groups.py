@@ -1,7 +1,8 @@
-"""The nouns of the scheduler: what is dispatched, what is emitted, and a group on its way between the two.
+"""Data types of the scheduler: rollout requests, groups in progress, finished groups and dropped rollouts.
 
-A group is n rollouts of one task, each in a seat of its own. A seat is tried until it holds a rollout without an error
-or its attempts are used up. What leaves the scheduler is plain frozen data: a `Group` in a batch, or a `Refusal`.
+A group is n rollouts of one task, each with its own `RolloutSlot`. A slot is retried until it holds a rollout without
+an error or its attempts are used up. The scheduler emits plain frozen data: a `Group` in a batch, or a
+`DroppedRollout`.
 """
 
 import asyncio
@@ -9,16 +10,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 DropReason = str
-"""Why a rollout was refused: its own error kind ("exception", "timeout", "empty", "engine", "over_length"), or
-"group_dropped": another member used up the group's attempts; "stale": the group was too old when its batch was cut;
-"interrupted": it was under way, or finished and not kept, when the snapshot was taken; "run_ended": the scheduler was."""
+"""Why a rollout was dropped: its own error kind ("exception", "timeout", "empty", "engine", "over_length"), or
+"group_dropped": too few members of its group succeeded; "stale": the group was too old when its batch was cut;
+"interrupted": it was in flight, or finished and not stored, when the snapshot was taken; "run_ended": the scheduler was
+closed first."""
 
 SlotState = Literal["queued", "in_flight", "done"]
 GroupState = Literal["open", "ready", "dropped", "gone"]
 
 
 class RolloutLike(Protocol):
-    """All that the scheduler reads of a rollout."""
+    """The attributes of a rollout that the scheduler reads."""
 
     @property
     def error(self) -> str | None: ...
@@ -29,7 +31,7 @@ class RolloutLike(Protocol):
 
 
 class RolloutRequest(NamedTuple):
-    """One rollout to run. (group, member, attempt) names it, and no two dispatches of a run share a name."""
+    """One rollout to run. (group, member, attempt) is its name, unique within a run."""
 
     environment: str
     task_id: str
@@ -41,7 +43,7 @@ class RolloutRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DroppedRollout:
-    """A rollout that was dispatched and will not be trained on."""
+    """A dispatched rollout that will not be trained on."""
 
     environment: str
     task_id: str
@@ -51,12 +53,12 @@ class DroppedRollout:
     reason: DropReason
     error: str | None = None
     rollout: Any = None
-    """What came back, if anything did."""
+    """The rollout, if the runner returned one."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """One rollout of a group that trains. One that failed for good is here too, so that it is seen, but has no vote."""
+    """One rollout of a group that trains; a member that failed is included, but excluded from baseline and training."""
 
     member: int
     attempt: int
@@ -78,18 +80,18 @@ class Group:
     task_id: str
     task: Any
     members: tuple[GroupMember, ...]
-    """In order of their number, all of them: see `Member.valid`."""
+    """All members by index, also failed ones: see `GroupMember.valid`."""
     oldest_version: int | None
-    """Of the tokens of the valid members."""
+    """The oldest version among the tokens of the valid members."""
 
     @property
     def rollouts(self) -> list[Any]:
-        """Those of the valid members: what trains, and what votes in the baseline."""
+        """The rollouts of the valid members, which train and count in the group's baseline."""
         return [member.rollout for member in self.members if member.reason is None]
 
 
 class RolloutSlot:
-    """The place of one member in a group that is not yet cut."""
+    """The state of one member of a `PendingGroup`."""
 
     __slots__ = (
         "attempt",
@@ -109,9 +111,9 @@ class RolloutSlot:
         self.group = group
         self.member = member
         self.attempt = 0
-        """Of the last dispatch, or of the next one while it is queued."""
+        """The attempt of the last dispatch, or of the next one while the slot is queued."""
         self.failures = 0
-        """Since the group was last sampled from the start."""
+        """Failures since the group was last sampled from the start."""
         self.state: SlotState = "queued"
         self.task: asyncio.Future[Any] | None = None
         self.timer: asyncio.TimerHandle | None = None
@@ -127,7 +129,7 @@ class RolloutSlot:
         self.group.failed += reason is not None
 
     def requeue(self, *, reset_failures: bool) -> None:
-        """Queue the next attempt; `afresh`: with all retries to come, because nothing was wrong with the last one."""
+        """Prepare the next attempt; with `reset_failures` all retries are available again."""
         self.attempt += 1
         self.state = "queued"
         self.rollout = self.reason = self.error = None
@@ -146,7 +148,7 @@ class RolloutSlot:
 
 
 class PendingGroup:
-    """A group from its first dispatch until it is cut into a batch or refused."""
+    """A group from its first dispatch until it is cut into a batch or dropped."""
 
     __slots__ = (
         "environment",
@@ -168,37 +170,38 @@ class PendingGroup:
     def __init__(self, number: int, environment: str, task_index: int, task: Any, size: int, version: int) -> None:
         self.id = f"{environment}#{number}"
         self.number = number
-        """Its place in the order of dispatch."""
+        """The position in the order of dispatch."""
         self.environment = environment
         self.task_index = task_index
-        """Of the task among those of its environment."""
+        """The index of the task among those of its environment."""
         self.task = task
         self.task_id: str = task.id
         self.version = version
-        """The trainer's, as far as it was known, when sampling began."""
+        """The trainer's last known version when sampling started."""
         self.slots: list[RolloutSlot] = [RolloutSlot(self, member) for member in range(size)]
         self.state: GroupState = "open"
         self.pending = size
-        """Seats that are not done."""
+        """The number of slots that are not done."""
         self.failed = 0
-        """Seats that are done and hold an error."""
+        """The number of slots that are done and hold an error."""
         self.retry_rounds = 0
-        """Retries since it was last sampled from the start, counted once for all that failed in the same round."""
+        """Retry rounds since the group was last sampled from the start; members that fail in one round count once."""
         self.oldest_version: int | None = None
         self.overtaken = 0
-        """Groups dispatched later and cut earlier."""
+        """The number of groups dispatched later and cut earlier."""
 
     def note_version(self, version: int | None) -> None:
+        """Update the oldest version with that of another rollout."""
         if version is not None and (self.oldest_version is None or version < self.oldest_version):
             self.oldest_version = version
 
     def restart(self, version: int) -> None:
-        """Begin from the start; the seats are the caller's to queue."""
+        """Reset the group to be sampled again; the caller queues the slots."""
         self.state, self.version, self.oldest_version = "open", version, None
         self.pending, self.failed, self.retry_rounds = len(self.slots), 0, 0
 
     def clear(self, state: GroupState) -> None:
-        """It holds nothing any more; without its seats it is in no reference cycle either, and is freed at once."""
+        """Release the slots; this breaks the reference cycle with them, so that the group is freed immediately."""
         self.state = state
         self.slots = []
 

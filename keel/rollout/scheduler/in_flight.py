@@ -1,6 +1,6 @@
-"""What is in flight: one asyncio task for each rollout, and a watchdog for those that never come back.
+"""Rollouts in flight: one asyncio task per rollout, and a watchdog for tasks that never return.
 
-All tasks have the same time limit, so the oldest one is always the first to be due and one timer is enough.
+All tasks have the same time limit, so the oldest task always expires first and one timer is enough.
 """
 
 import asyncio
@@ -11,28 +11,29 @@ from keel.rollout.scheduler.groups import DropReason, RolloutSlot
 
 
 def read_result(task: asyncio.Future[Any]) -> tuple[Any, DropReason | None, str | None, int | None]:
-    """The rollout of a task that has ended, its error kind, its error, and its oldest version.
+    """Return the rollout of a finished task, its error kind, its error message and its oldest version.
 
-    Whatever escapes from a runner is its rollout's error.
+    An exception that escapes from the runner is the rollout's error.
     """
     if task.cancelled():
-        return None, "exception", "CancelledError: whatever ran it was cancelled from outside", None
-    error = task.exception()
-    if error is not None:
-        return None, "exception", f"{type(error).__name__}: {error}", None
+        return None, "exception", "CancelledError: the rollout's task was cancelled from outside the scheduler", None
+    raised = task.exception()
+    if raised is not None:
+        return None, "exception", f"{type(raised).__name__}: {raised}", None
     rollout = task.result()
     try:
         kind: DropReason | None = rollout.error_kind
         return rollout, kind, *((None, rollout.oldest_version) if kind is None else (rollout.error, None))
-    except Exception as missing:  # noqa: BLE001 - whatever it is, it is no rollout
-        return None, "exception", f"the runner returned no rollout: {missing}", None
+    except Exception as error:  # noqa: BLE001 - the object is not a rollout
+        return None, "exception", f"the runner did not return a rollout: {error}", None
 
 
 class InFlightTasks:
-    """Tasks that run, each with the seat it runs for, in the order they were launched.
+    """Running tasks and their slots, in the order they were launched.
 
-    A task that is cancelled stays in flight until it has really ended, so that the bound on them is honest; only the
-    watchdog gives it up before. `landed` is called once for each task that ends, `lost` for each given up.
+    A cancelled task stays in flight until it has ended, so that `max_in_flight` also bounds tasks being cancelled; only
+    the watchdog abandons one earlier. `on_done` is called once for each task that ends, `on_timeout` for each abandoned
+    one.
     """
 
     def __init__(
@@ -52,20 +53,20 @@ class InFlightTasks:
 
     @property
     def abandoned(self) -> int:
-        """Tasks that the watchdog gave up and that still have not ended."""
+        """The number of tasks that the watchdog abandoned and that have not ended."""
         return len(self._abandoned)
 
     @property
     def oldest(self) -> tuple[RolloutSlot, float] | None:
-        """The seat that was launched first, and how many seconds ago."""
-        for task, seat in self._slots.items():
-            return seat, task.get_loop().time() - seat.started
+        """The slot that was launched first, and its seconds in flight."""
+        for task, slot in self._slots.items():
+            return slot, task.get_loop().time() - slot.started
         return None
 
     @property
     def cancelling(self) -> int:
-        """Tasks that were cancelled and have not ended yet."""
-        return sum(seat.group.state != "open" for seat in self._slots.values())
+        """The number of tasks that were cancelled and have not ended."""
+        return sum(slot.group.state != "open" for slot in self._slots.values())
 
     def launch(self, slot: RolloutSlot, rollout: Awaitable[Any]) -> None:
         task = asyncio.ensure_future(rollout)
@@ -77,7 +78,7 @@ class InFlightTasks:
             self._timer = loop.call_later(self._timeout, self._check_timeouts)
 
     async def drain(self, grace: float) -> None:
-        """Wait for all tasks, which were cancelled, to end."""
+        """Wait up to `grace` seconds for all tasks to end; the caller has cancelled them."""
         tasks = {*self._slots, *self._abandoned}
         if tasks:
             await asyncio.wait(tasks, timeout=grace)
@@ -86,27 +87,27 @@ class InFlightTasks:
             self._timer = None
 
     def _on_task_done(self, task: asyncio.Future[Any]) -> None:
-        seat = self._slots.pop(task, None)
-        if seat is not None:
-            self._on_done(seat, task)
+        slot = self._slots.pop(task, None)
+        if slot is not None:
+            self._on_done(slot, task)
         else:
             self._abandoned.discard(task)
-            read_result(task)
+            read_result(task)  # retrieves the exception, which asyncio would otherwise log
 
     def _check_timeouts(self) -> None:
-        """Give up all that is due, then sleep until the next one is."""
+        """Abandon all expired tasks, and set the timer for the next one."""
         self._timer = None
         assert self._timeout is not None
         while self._slots:
-            task, seat = next(iter(self._slots.items()))
+            task, slot = next(iter(self._slots.items()))
             loop = task.get_loop()
-            if seat.started + self._timeout > loop.time():
-                self._timer = loop.call_at(seat.started + self._timeout, self._check_timeouts)
+            if slot.started + self._timeout > loop.time():
+                self._timer = loop.call_at(slot.started + self._timeout, self._check_timeouts)
                 return
             del self._slots[task]
-            if task.done():  # in this very turn of the loop
-                self._on_done(seat, task)
+            if task.done():  # it ended in this iteration of the event loop
+                self._on_done(slot, task)
             else:
                 self._abandoned.add(task)
                 task.cancel()
-                self._on_timeout(seat)
+                self._on_timeout(slot)

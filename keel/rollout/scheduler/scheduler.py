@@ -1,9 +1,9 @@
-"""The scheduler: groups of rollouts go out, batches come back, and every rollout is accounted for.
+"""The rollout scheduler: dispatches groups of rollouts, cuts batches, and accounts for every rollout.
 
-It decides what to run next, what to try again, what to give up and what a batch is made of. It runs nothing itself: a
-rollout is one call of `run`, in one asyncio task, and all that is read of its result is the error kind and the oldest
-version. It stores nothing either: `snapshot` gives plain data for the caller to write down together with the batch.
-Everything happens in one event loop, in time that does not grow with the number of rollouts; nothing is polled.
+It decides what to dispatch, retry and drop, and which groups form a batch. It runs no rollout itself: a rollout is one
+call of `run` in one asyncio task, and the scheduler reads only the error and the oldest version of the result. It
+stores nothing: `snapshot` returns plain data for the caller to save together with the batch. Everything happens in one
+event loop without polling, in time that does not grow with the number of rollouts.
 """
 
 import asyncio
@@ -30,35 +30,37 @@ from keel.rollout.scheduler.status import SchedulerStatus
 from keel.rollout.scheduler.task_sources import TaskSampler, TaskSource
 
 RETRY_BACKOFF, MAX_RETRY_BACKOFF = 0.1, 30.0
-"""Seconds before a second retry, doubled for each one after, up to the longest: a failure that comes back at once, for
-ever, would otherwise keep a core busy. The first retry is not delayed."""
+"""Seconds before the second retry, doubled for each further one up to the maximum: a rollout that always fails
+immediately would otherwise keep a core busy. The first retry is not delayed."""
 
 
 class Scheduler:
-    """Cuts batches of `settings.groups` groups of `settings.group_size` rollouts each.
+    """Cuts batches of `settings.groups_per_step` groups with `settings.group_size` rollouts each.
 
-    Invariant: every rollout dispatched, named by (group, member, attempt), is emitted exactly once: as a member of a
-    group in `Batch.groups`, or as a `Refusal` with a reason in `Batch.refused` (or from `take_refused` or `close`),
-    whatever fails and in whatever order. A restart goes back to a snapshot, and what happened after it is undone: if
-    batches are written down together with the snapshot taken right after them, the invariant holds across restarts too.
+    Invariant: every dispatched rollout, named by (group, member, attempt), is emitted exactly once, whatever fails and
+    in whatever order: as a member of a group in `RolloutBatch.groups`, or as a `DroppedRollout` with a reason in
+    `RolloutBatch.dropped` (or from `drain_dropped` or `close`). A restart returns to a snapshot and undoes what
+    happened after it: if every batch is saved together with the snapshot taken right after it, the invariant also holds
+    across restarts.
 
-    - Retries. A member that fails is tried again at once, as the next attempt. Round r of a group are the r-th tries of
-      all its members, so `max_error_reschedule_attempts` = 1 is one retry for each member that needs it. A member that
-      fails when no attempt is left stays failed. Once fewer than `min_group_size` (without that setting: all) can still
-      succeed, the group is dropped, what it has in flight is cancelled, and its place in the batch stays empty.
-    - Batches. Groups leave by the window rule of `Line`. A batch is complete when `groups` of them are resolved, to be
-      trained on or dropped; it has fewer only when tasks run out.
-    - Staleness. A group of which the oldest token is more than `max_off_policy_steps` behind the version that
-      `next_batch` was asked with is refused, and a new task takes its place at the end of the line; or all of it is
-      sampled again and it keeps its place. If it was begun when the trainer already had this version, the engine lags
-      and waiting does not help: it is refused, and its place in the batch stays empty.
-    - Work ahead. With k = `max_off_policy_steps`, at most k batches of groups wait or are under way between two calls,
-      since more could only become stale, and one batch more during a call. For each version that the engines are known
-      to be behind (`live`) it is one batch less: what is begun now is that much older when it is cut. k = 0 is
-      synchronous: only what the next batch needs is dispatched, and a batch is cut when nothing is in flight; which
-      rollouts it holds depends on their outcomes alone, not on time.
-    - Memory: what is in line, what is in flight, and refusals until they are emitted. Where retries may go on for ever,
-      empty those with `take_refused` from time to time.
+    - Retries. A failed member is retried immediately, as the next attempt. Round r of a group consists of the r-th
+      tries of all its members, so `max_error_reschedule_attempts` = 1 is one retry for each member that needs it. A
+      member that fails without attempts left stays failed. Once fewer than `min_group_size` members (default: all) can
+      still succeed, the group is dropped, its rollouts in flight are cancelled, and its position in the batch stays
+      empty.
+    - Batches. Groups are cut by the window rule of `GroupQueue`. A batch is complete when `groups_per_step` of them are
+      resolved, to be trained on or dropped; it has fewer only when tasks run out.
+    - Staleness. If a group's oldest token is more than `max_off_policy_steps` behind the version passed to
+      `next_batch`, the group is dropped and a new task is appended to the queue, or (`on_stale`) the group is sampled
+      again and keeps its position. If it was started when the trainer already had this version, the engine lags and
+      resampling does not help: the group is dropped, and its position in the batch stays empty.
+    - Work ahead. With k = `max_off_policy_steps`, at most k batches of groups are queued or in flight between two
+      calls, since more would only become stale, and one more batch during a call. For each version that the engines are
+      known to be behind (`set_engine_version`) it is one batch less: a group started now is that much older when it is
+      cut. k = 0 is synchronous: only what the next batch needs is dispatched, and a batch is cut when nothing is in
+      flight; its rollouts depend on their outcomes alone, not on timing.
+    - Memory: queued groups, rollouts in flight, and dropped rollouts until they are emitted. With unlimited retries,
+      call `drain_dropped` regularly.
     """
 
     def __init__(
@@ -74,26 +76,27 @@ class Scheduler:
         self._in_flight = InFlightTasks(settings.rollout_timeout, self._on_done, self._on_timeout)
         self._slot_queue: list[tuple[int, int, RolloutSlot]] = []
         self._new_slots: list[RolloutSlot] = []
-        """Seats of the newest group that were never dispatched, the next one last."""
+        """Slots of the newest group that were never dispatched, in reverse order."""
         self._min_valid = settings.min_group_size or settings.group_size
         self._next_group_number = 0
         self._trainer_version = 0
         self._engine_version: int | None = None
-        """Of the engines, where somebody tells."""
+        """The version the engines sample with; None: not reported, engines are assumed current."""
         self._batch_requested = self._closed = False
         self._waiter: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
         self._accounts = SchedulerAccounts()
         self.completed = 0
-        """Rollouts that ended well: grows as long as there is progress."""
+        """The number of successful rollouts; grows as long as there is progress."""
 
-    # -- what callers use ---------------------------------------------------------------------------------------------
+    # -- public interface ---------------------------------------------------------------------------------------------
 
     async def next_batch(self, version: int) -> RolloutBatch:
-        """The next batch, for a trainer that holds weights `version`.
+        """Return the next batch, for a trainer with weights of version `version`.
 
-        May be cancelled at any time, and loses nothing by it: what is under way goes on. Raises `NothingToTrain` after
-        `halt_after` empty batches in a row, `Exhausted` when tasks have run out and `Closed` after `close`.
+        Cancelling the call is safe: rollouts in flight continue and nothing is lost. Raises `NothingToTrain` after
+        `max_empty_steps` consecutive empty batches, `TasksExhausted` when tasks have run out and `SchedulerClosed`
+        after `close`.
         """
         self._begin_call(version)
         try:
@@ -106,21 +109,21 @@ class Scheduler:
         return batch
 
     def set_engine_version(self, version: int) -> None:
-        """The engines sample with this version from now on. Who never says so is taken to keep up."""
+        """Record the version the engines now sample with. If never called, engines are assumed current."""
         before, self._engine_version = self._engine_version, version
         if before is not None:
             self._fill_in_flight()
 
     def find_group(self, group_id: str) -> PendingGroup | None:
-        """A group that is not yet cut, by its id."""
+        """Return the queued group with this id, or None."""
         return self._group_queue.get(group_id)
 
     def drain_dropped(self) -> list[DroppedRollout]:
-        """Emit what was refused so far now, instead of with the next batch."""
+        """Return the rollouts dropped so far, instead of emitting them with the next batch."""
         return self._accounts.drain()
 
     def status(self) -> SchedulerStatus:
-        """What is under way and what is waited for; takes time proportional to both."""
+        """Return what is in progress; takes time proportional to the queue and the rollouts in flight."""
         settings = self.settings
         return SchedulerStatus.collect(
             self._group_queue,
@@ -132,10 +135,10 @@ class Scheduler:
         )
 
     async def close(self, grace: float = 10.0) -> list[DroppedRollout]:
-        """Cancel everything, and emit all that was not: each rollout that is in flight or in line as "run_ended".
+        """Cancel everything and return all rollouts not emitted yet; those in flight or queued have reason "run_ended".
 
-        Waits until what was cancelled has ended, at most `grace` seconds. Closing twice is harmless, and gives what is
-        left if the first call was itself cancelled.
+        Waits at most `grace` seconds for cancelled tasks to end. Closing twice is safe, and returns the remaining
+        rollouts if the first call was itself cancelled.
         """
         self._closed = True
         for group in list(self._group_queue):
@@ -149,7 +152,7 @@ class Scheduler:
         return self._accounts.drain()
 
     def snapshot(self) -> dict[str, Any]:
-        """All there is to go on from here later, as JSON-able data; rollouts are in it by name only."""
+        """Return the state needed to resume later, as JSON-serializable data; rollouts are included by name only."""
         return {
             "number": self._next_group_number,
             "empty_batches": self._accounts.empty_batches,
@@ -169,42 +172,42 @@ class Scheduler:
         *,
         lookup: RolloutLookup | None = None,
     ) -> Self:
-        """Go on from a snapshot: the same groups in the same places, the same tasks after them.
+        """Resume from a snapshot, with the same groups in the same positions and the same tasks after them.
 
-        A rollout that had ended, before the snapshot or after it, is used if `recall` gives it back. Any other that was
-        dispatched is refused as "interrupted" and dispatched anew as the next attempt, without using up a retry. Sources
-        must give the same tasks again.
+        A rollout that ended before or after the snapshot is used if `lookup` returns it. Any other dispatched rollout
+        is dropped as "interrupted" and dispatched again as the next attempt, without using up a retry. Sources must
+        return the same tasks again.
         """
         scheduler = cls(run, sources, settings)
-        ledger = scheduler._accounts
-        groups, ledger.dropped = load_state(snapshot, scheduler._task_sampler, lookup)
-        scheduler._next_group_number, ledger.empty_batches = snapshot["number"], snapshot["empty_batches"]
-        ledger.reasons, ledger.counts = Counter(snapshot["reasons"]), Counter(snapshot["counts"])
+        accounts = scheduler._accounts
+        groups, accounts.dropped = load_state(snapshot, scheduler._task_sampler, lookup)
+        scheduler._next_group_number, accounts.empty_batches = snapshot["number"], snapshot["empty_batches"]
+        accounts.reasons, accounts.counts = Counter(snapshot["reasons"]), Counter(snapshot["counts"])
         for group in groups:
             scheduler._group_queue.append(group)
-            for seat in group.slots:
-                if seat.state == "in_flight":
-                    ledger.record_drop(seat.to_dropped("interrupted"))
-                    seat.requeue(reset_failures=False)
-                if seat.state == "queued":
-                    scheduler._enqueue(seat)
+            for slot in group.slots:
+                if slot.state == "in_flight":
+                    accounts.record_drop(slot.to_dropped("interrupted"))
+                    slot.requeue(reset_failures=False)
+                if slot.state == "queued":
+                    scheduler._enqueue(slot)
         return scheduler
 
-    # -- what a batch is made of --------------------------------------------------------------------------------------
+    # -- cutting batches ----------------------------------------------------------------------------------------------
 
     def _begin_call(self, version: int) -> None:
         if self._batch_requested:
-            raise KeelError("next_batch is already waiting; one caller at a time")
+            raise KeelError("another call of next_batch is waiting; only one caller at a time is allowed")
         if self._closed:
-            raise SchedulerClosed("the scheduler is closed; it gives no more batches")
+            raise SchedulerClosed("the scheduler is closed and returns no more batches")
         self._batch_requested, self._trainer_version = True, version
 
     def _try_cut_batch(self) -> RolloutBatch | None:
-        """A batch if the line holds one. There is no await between taking and returning it, so none is ever lost."""
+        """Return a batch if the queue holds one. Nothing is awaited in between, so a cancelled call loses no batch."""
         while True:
             self._fill_in_flight()
             if self._closed:
-                raise SchedulerClosed("the scheduler was closed while a batch was waited for")
+                raise SchedulerClosed("the scheduler was closed while next_batch was waiting")
             if self._failure is not None:
                 raise self._failure
             if self.settings.max_off_policy_steps == 0 and self._in_flight:
@@ -218,12 +221,12 @@ class Scheduler:
             chosen = self._group_queue.select(count)
             if chosen is None:
                 return None
-            renewed = sum(self._handle_stale(group) for group in chosen if self._is_stale(group))
-            if not renewed:
+            num_replaced = sum(self._handle_stale(group) for group in chosen if self._is_stale(group))
+            if not num_replaced:
                 break
         if not chosen and not self._accounts.dropped:
             raise TasksExhausted(
-                "all tasks are used up and every rollout has been emitted; give the sources more tasks"
+                "all tasks are used up and every rollout has been emitted; add tasks to the environments"
             )
         self._group_queue.pop(chosen)
         groups = [group.to_group() for group in chosen if group.state == "ready"]
@@ -237,11 +240,11 @@ class Scheduler:
         return self._trainer_version - group.oldest_version > self.settings.max_off_policy_steps
 
     def _handle_stale(self, group: PendingGroup) -> bool:
-        """Refuse a stale group, and say whether another, or itself again, is to take its place."""
+        """Drop a stale group's rollouts; return whether a new group or the resampled group replaces it."""
         self._accounts.counts["groups_stale"] += 1
-        lagging = group.version >= self._trainer_version
+        engine_lags = group.version >= self._trainer_version
         self._drop_group(group, "stale")
-        if lagging:
+        if engine_lags:
             group.clear("dropped")
             return False
         if self.settings.on_stale == "drop":
@@ -250,37 +253,37 @@ class Scheduler:
             return True
         self._accounts.counts["groups_resampled"] += 1
         group.restart(self._trainer_version)
-        for seat in group.slots:
-            seat.requeue(reset_failures=True)
-            self._enqueue(seat)
+        for slot in group.slots:
+            slot.requeue(reset_failures=True)
+            self._enqueue(slot)
         return True
 
-    # -- what is dispatched -------------------------------------------------------------------------------------------
+    # -- dispatching --------------------------------------------------------------------------------------------------
 
     def _fill_in_flight(self) -> None:
-        """Dispatch until nothing more may be in flight: what is queued first, the oldest group first."""
-        flights, queue, limit = self._in_flight, self._slot_queue, self.settings.max_in_flight
-        while len(flights) < limit:
+        """Dispatch up to the limit of rollouts in flight: queued slots first, those of the oldest group first."""
+        in_flight, queue, limit = self._in_flight, self._slot_queue, self.settings.max_in_flight
+        while len(in_flight) < limit:
             if queue:
-                seat = heapq.heappop(queue)[2]
+                slot = heapq.heappop(queue)[2]
             elif self._new_slots:
-                seat = self._new_slots.pop()
+                slot = self._new_slots.pop()
             elif self._open_group():
                 continue
             else:
                 break
-            if seat.group.state == "open":
-                self._launch(seat)
+            if slot.group.state == "open":
+                self._launch(slot)
 
     def _open_group(self) -> bool:
-        """Begin a new group, if the line has room and there are tasks."""
-        behind = 0 if self._engine_version is None else max(self._trainer_version - self._engine_version, 0)
-        ahead = max(self.settings.max_off_policy_steps - behind, 0) + self._batch_requested
+        """Start a new group if the queue has capacity and there are tasks; return whether it did."""
+        engine_lag = 0 if self._engine_version is None else max(self._trainer_version - self._engine_version, 0)
+        batches_ahead = max(self.settings.max_off_policy_steps - engine_lag, 0) + self._batch_requested
         if (
             self._closed
             or self._failure
             or self._task_sampler.exhausted
-            or len(self._group_queue) >= ahead * self.settings.groups_per_step
+            or len(self._group_queue) >= batches_ahead * self.settings.groups_per_step
         ):
             return False
         try:
@@ -292,7 +295,7 @@ class Scheduler:
             group = PendingGroup(
                 self._next_group_number, drawn.environment, drawn.task_index, drawn.task, size, self._trainer_version
             )
-        except Exception as error:  # noqa: BLE001 - next_batch raises it: an environment without tasks is no rollout's error
+        except Exception as error:  # noqa: BLE001 - next_batch raises it: a failing task source is not a rollout's error
             self._failure = error
             return False
         self._next_group_number += 1
@@ -305,19 +308,19 @@ class Scheduler:
         self._accounts.counts["dispatched"] += 1
         try:
             self._in_flight.launch(slot, self._run_rollout(slot.to_request()))
-        except Exception as error:  # noqa: BLE001 - a runner that cannot even begin has failed like any other
+        except Exception as error:  # noqa: BLE001 - a runner that fails to start counts as a failed rollout
             self._on_failure(slot, None, "exception", f"{type(error).__name__}: {error}")
 
     def _enqueue(self, slot: RolloutSlot) -> None:
         heapq.heappush(self._slot_queue, (slot.group.number, slot.member, slot))
 
-    # -- what comes back ----------------------------------------------------------------------------------------------
+    # -- handling results ---------------------------------------------------------------------------------------------
 
     def _on_done(self, slot: RolloutSlot, task: asyncio.Future[Any]) -> None:
-        """A task has ended. If its group is gone, it was emitted when it was cancelled, and only its place is freed."""
+        """Handle the end of a task. If its group is gone, it was emitted on cancellation and only its slot is freed."""
         rollout, kind, error, version = read_result(task)
-        if not task.cancelled() and isinstance(broken := task.exception(), StorageError):
-            self._failure = broken  # no rollout's error: trying again would sample for ever and keep nothing
+        if not task.cancelled() and isinstance(raised := task.exception(), StorageError):
+            self._failure = raised  # not a rollout's error: retries would sample indefinitely and store nothing
         if slot.group.state == "open":
             slot.task = None
             if kind is None:
@@ -332,7 +335,7 @@ class Scheduler:
         self._wake()
 
     def _on_timeout(self, slot: RolloutSlot) -> None:
-        """The watchdog gave a task up; it may still run, but nobody waits for it."""
+        """Handle a task that the watchdog abandoned; it may still run, but its result is ignored."""
         if slot.group.state == "open":
             slot.task = None
             self._on_failure(
@@ -384,24 +387,24 @@ class Scheduler:
         self._wake()
 
     def _drop_group(self, group: PendingGroup, reason: DropReason) -> None:
-        """Emit all that a group has dispatched and not emitted; for this reason, unless it has one of its own."""
-        for seat in group.slots:
-            if seat.task is not None:
-                self._accounts.record_drop(seat.to_dropped(reason))
+        """Drop all rollouts of a group that are not emitted yet, with `reason` unless a rollout has its own."""
+        for slot in group.slots:
+            if slot.task is not None:
+                self._accounts.record_drop(slot.to_dropped(reason))
                 self._accounts.counts["cancelled"] += 1
-                seat.task.cancel()
-                seat.task = None
-            elif seat.timer is not None:
-                seat.timer.cancel()
-                seat.timer = None
-            elif seat.state == "done":
-                self._accounts.record_drop(seat.to_dropped(seat.reason or reason, seat.error, seat.rollout))
+                slot.task.cancel()
+                slot.task = None
+            elif slot.timer is not None:
+                slot.timer.cancel()
+                slot.timer = None
+            elif slot.state == "done":
+                self._accounts.record_drop(slot.to_dropped(slot.reason or reason, slot.error, slot.rollout))
 
     def _wake(self) -> None:
-        """Let `next_batch` look again, if there may be something to see."""
+        """Wake `next_batch` if there may be a batch or a failure to raise."""
         waiter = self._waiter
         if waiter is None or waiter.done():
             return
-        at_rest = self.settings.max_off_policy_steps > 0 or not self._in_flight
-        if self._failure is not None or (self._group_queue.may_have_batch and at_rest):
+        may_cut = self.settings.max_off_policy_steps > 0 or not self._in_flight
+        if self._failure is not None or (self._group_queue.may_have_batch and may_cut):
             waiter.set_result(None)

@@ -1,7 +1,7 @@
-"""The scheduler's state as plain data, and back.
+"""Convert the scheduler's state to plain data and back.
 
-Tasks are not written down: a source gives them again by their number, and their ids are compared. Nor are rollouts:
-they are recalled by their names, from wherever the caller stored them as they ended.
+Tasks are not part of the data: task sources return them again by index, and their ids are compared. Neither are
+rollouts: the caller stores them when they end and returns them by name.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,10 +13,10 @@ from keel.rollout.scheduler.groups import DroppedRollout, PendingGroup, RolloutL
 from keel.rollout.scheduler.task_sources import TaskSampler
 
 RolloutLookup = Callable[[str, int, int], RolloutLike | None]
-"""From group, member and attempt to the rollout that ended under that name; None: it did not end, or was not stored."""
+"""Returns the finished rollout of a group, member and attempt, or None if it did not end or was not stored."""
 
 FORMAT = 2
-"""Of a snapshot; a change that an older version could not read, or that cannot read an older one, raises it."""
+"""The format version of a snapshot; increased by every incompatible change."""
 
 GROUP_FIELDS = (
     "number",
@@ -37,44 +37,43 @@ def dump_state(groups: Iterable[PendingGroup], dropped: Iterable[DroppedRollout]
     return {
         "format": FORMAT,
         "groups": [
-            _pick_fields(group, GROUP_FIELDS) | {"slots": [_pick_fields(seat, SLOT_FIELDS) for seat in group.slots]}
+            _pick_fields(group, GROUP_FIELDS) | {"slots": [_pick_fields(slot, SLOT_FIELDS) for slot in group.slots]}
             for group in groups
         ],
-        "dropped": [_pick_fields(refusal, DROPPED_FIELDS) for refusal in dropped],
+        "dropped": [_pick_fields(rollout, DROPPED_FIELDS) for rollout in dropped],
     }
 
 
 def load_state(
     snapshot: Mapping[str, Any], task_sampler: TaskSampler, lookup: RolloutLookup | None
 ) -> tuple[list[PendingGroup], list[DroppedRollout]]:
-    """The groups in line and the refusals not yet emitted.
+    """Return the queued groups and the dropped rollouts that were not emitted yet.
 
-    A seat whose rollout is not recalled counts as in flight, and one that was in flight when the snapshot was taken
-    and has ended well since is done.
+    A slot whose rollout is not found counts as in flight; a slot that was in flight and whose rollout has succeeded
+    since the snapshot is done.
     """
     if snapshot.get("format") != FORMAT:
         raise KeelError(
-            f"the snapshot has format {snapshot.get('format')}, and this version reads {FORMAT}; go on with the version"
-            " that wrote it, or start the schedule anew"
+            f"the scheduler snapshot has format {snapshot.get('format')}, and this version of Keel reads {FORMAT};"
+            " resume with the version that wrote it, or start a new run"
         )
-    wanted: dict[str, set[int]] = {}
-    for written in snapshot["groups"]:
-        wanted.setdefault(written["environment"], set()).add(written["task_index"])
-    tasks = task_sampler.resume(snapshot["positions"], wanted)
+    task_indices: dict[str, set[int]] = {}
+    for saved in snapshot["groups"]:
+        task_indices.setdefault(saved["environment"], set()).add(saved["task_index"])
+    tasks = task_sampler.resume(snapshot["positions"], task_indices)
 
     lookup = lookup or (lambda _group, _member, _attempt: None)
-    refused = [
+    dropped = [
         DroppedRollout(
-            **_pick_fields(written, DROPPED_FIELDS),
-            rollout=lookup(written["group"], written["member"], written["attempt"]),
+            **_pick_fields(saved, DROPPED_FIELDS),
+            rollout=lookup(saved["group"], saved["member"], saved["attempt"]),
         )
-        for written in snapshot["dropped"]
+        for saved in snapshot["dropped"]
     ]
     groups = [
-        _load_group(written, tasks[written["environment"], written["task_index"]], lookup)
-        for written in snapshot["groups"]
+        _load_group(saved, tasks[saved["environment"], saved["task_index"]], lookup) for saved in snapshot["groups"]
     ]
-    return groups, refused
+    return groups, dropped
 
 
 def _load_group(saved: Mapping[str, Any], task: Any, lookup: RolloutLookup) -> PendingGroup:
@@ -82,22 +81,22 @@ def _load_group(saved: Mapping[str, Any], task: Any, lookup: RolloutLookup) -> P
     group = PendingGroup(saved["number"], saved["environment"], saved["task_index"], task, size, saved["version"])
     if group.task_id != saved["task_id"]:
         raise KeelError(
-            f"task {group.task_index} of environment {group.environment} is {group.task_id}, and was {saved['task_id']}"
-            " when the snapshot was taken; restore with the same tasks in the same order"
+            f"task {group.task_index} of environment {group.environment} is {group.task_id}, but was {saved['task_id']}"
+            " when the snapshot was taken; resume with the same tasks in the same order"
         )
     group.overtaken, group.retry_rounds, group.state = saved["overtaken"], saved["retry_rounds"], saved["state"]
-    for seat, was in zip(group.slots, saved["slots"], strict=True):
-        seat.attempt, seat.failures, seat.state = was["attempt"], was["failures"], was["state"]
-        if seat.state == "queued":
+    for slot, saved_slot in zip(group.slots, saved["slots"], strict=True):
+        slot.attempt, slot.failures, slot.state = saved_slot["attempt"], saved_slot["failures"], saved_slot["state"]
+        if slot.state == "queued":
             continue
-        rollout = lookup(group.id, seat.member, seat.attempt)
-        if was["reason"]:
-            seat.finish(rollout, was["reason"], was["error"])
+        rollout = lookup(group.id, slot.member, slot.attempt)
+        if saved_slot["reason"]:
+            slot.finish(rollout, saved_slot["reason"], saved_slot["error"])
         elif rollout is not None and rollout.error_kind is None:
-            seat.finish(rollout)
+            slot.finish(rollout)
             group.note_version(rollout.oldest_version)
         else:
-            seat.state = "in_flight"
+            slot.state = "in_flight"
     if group.state != "dropped":
         group.state = "open" if group.pending else "ready"
     return group

@@ -1,4 +1,4 @@
-"""What the scheduler is doing, for whoever wonders why a batch takes so long."""
+"""A report of what the scheduler is doing, to explain why a batch takes long."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -9,30 +9,30 @@ from keel.rollout.scheduler.in_flight import InFlightTasks
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatus:
-    """Counts of what is under way."""
+    """Counts of rollouts and groups in progress."""
 
     waiting: bool
-    """Whether somebody waits for a batch."""
+    """Whether a caller waits in `next_batch`."""
     in_flight: int
     cancelling: int
-    """Of those in flight: cancelled, and not ended yet."""
+    """Rollouts in flight that were cancelled and have not ended."""
     abandoned: int
-    """Given up by the watchdog, and not ended yet; not counted as in flight."""
+    """Rollouts that the watchdog abandoned and that have not ended; not counted in `in_flight`."""
     queued: int
-    """Rollouts of groups in line that are to be dispatched, or wait to be tried again."""
+    """Rollouts of queued groups that wait for their dispatch or a retry."""
     open_groups: int
     ready_groups: int
-    """In line, and whole: they train, or were dropped and only take their place."""
+    """Resolved groups in the queue: they will train, or were dropped and only occupy their position."""
     missing_groups: int
-    """How many more a batch needs; the window rule may ask for particular ones."""
+    """How many more resolved groups a batch needs; the window rule may require particular ones."""
     first_pending_group: str | None
-    """The first group in line that is not ready: what the line waits for."""
+    """The first unresolved group in the queue."""
     oldest_rollout: str | None
-    """group/member/attempt of what was dispatched first and is in flight."""
+    """group/member/attempt of the rollout that has been in flight longest."""
     oldest_seconds: float
-    """Its seconds in flight."""
+    """Seconds in flight of `oldest_rollout`."""
     last_error: str | None = None
-    """Of the last rollout that failed since a batch was cut."""
+    """The error of the last rollout that failed since a batch was cut."""
 
     @classmethod
     def collect(
@@ -47,18 +47,18 @@ class SchedulerStatus:
     ) -> Self:
         unresolved = [group for group in queue if group.state == "open"]
         ready = len(queue) - len(unresolved)
-        seat, age = tasks.oldest or (None, 0.0)
+        slot, age = tasks.oldest or (None, 0.0)
         return cls(
             waiting=waiting,
             in_flight=len(tasks),
             cancelling=tasks.cancelling,
             abandoned=tasks.abandoned,
-            queued=sum(seat.state == "queued" for group in unresolved for seat in group.slots),
+            queued=sum(each.state == "queued" for group in unresolved for each in group.slots),
             open_groups=len(unresolved),
             ready_groups=ready,
             missing_groups=max((min(groups_per_step, len(queue)) if exhausted else groups_per_step) - ready, 0),
             first_pending_group=unresolved[0].id if unresolved else None,
-            oldest_rollout=f"{seat.group.id}/{seat.member}/{seat.attempt}" if seat else None,
+            oldest_rollout=f"{slot.group.id}/{slot.member}/{slot.attempt}" if slot else None,
             oldest_seconds=age,
             last_error=last_error,
         )
@@ -67,7 +67,7 @@ class SchedulerStatus:
         oldest = f", the oldest {self.oldest_rollout} for {self.oldest_seconds:.0f} s" if self.oldest_rollout else ""
         error = f"; the last error: {self.last_error}" if self.last_error else ""
         return (
-            f"{self.ready_groups} groups ready, {self.missing_groups} more needed, first of them {self.first_pending_group};"
-            f" {self.in_flight} rollouts in flight ({self.cancelling} being cancelled){oldest}; {self.queued} queued"
-            f"{error}"
+            f"{self.ready_groups} groups ready, {self.missing_groups} more needed, first pending"
+            f" {self.first_pending_group}; {self.in_flight} rollouts in flight ({self.cancelling} being"
+            f" cancelled){oldest}; {self.queued} queued{error}"
         )

@@ -1,7 +1,7 @@
-"""Where groups get their tasks: environments with weights, taken in turn by stride scheduling.
+"""Task sources: draw tasks from weighted environments by stride scheduling.
 
-The order depends on nothing but weights and counts, so the k-th group of a run has the same environment and task
-however long anything takes, and after a restart too. Shuffling is left to whoever makes the tasks.
+The order depends only on weights and counts, so the k-th group of a run has the same environment and task regardless of
+timing and restarts. Tasks are not shuffled; the environment decides their order.
 """
 
 import heapq
@@ -15,13 +15,13 @@ from keel.errors import KeelError
 
 @dataclass(frozen=True)
 class TaskSource:
-    """The tasks of one environment; a task has an `id`."""
+    """The tasks of one environment; each has an `id`."""
 
     environment: str
     tasks: Sequence[Any] | Iterable[Any]
-    """A sequence is gone through again and again; anything else once."""
+    """A sequence is repeated indefinitely; any other iterable is used once."""
     weight: float = 1.0
-    """Its share of the groups, against the other environments."""
+    """The share of groups relative to the other environments."""
 
     def __post_init__(self) -> None:
         if not self.weight > 0:
@@ -30,7 +30,7 @@ class TaskSource:
             raise KeelError(f"environment {self.environment} has no tasks; leave it out")
 
     def enumerate_from(self, start: int) -> Iterator[tuple[int, Any]]:
-        """Its tasks with their numbers, from `start` on."""
+        """Return an iterator over (index, task) pairs from index `start`."""
         if isinstance(self.tasks, Sequence):
             tasks = self.tasks
             return ((index, tasks[index % len(tasks)]) for index in count(start))
@@ -40,15 +40,15 @@ class TaskSource:
 class DrawnTask(NamedTuple):
     environment: str
     task_index: int
-    """Of the task among those of its environment."""
+    """The index of the task among those of its environment."""
     task: Any
 
 
 class TaskSampler:
-    """Draws the next task.
+    """Draws tasks from several sources in proportion to their weights.
 
-    Invariant: while both have tasks, environments i and j that were drawn from c_i and c_j times, with weights w_i and
-    w_j, satisfy c_i / w_i - c_j / w_j <= 1 / w_i: neither is ever ahead by more than one group of its own.
+    Invariant: while environments i and j have tasks, with c_i and c_j draws and weights w_i and w_j,
+    c_i / w_i - c_j / w_j <= 1 / w_i: neither is ever ahead of its share by more than one group.
     """
 
     def __init__(self, sources: Iterable[TaskSource]) -> None:
@@ -58,57 +58,59 @@ class TaskSampler:
             names = [source.environment for source in listed]
             raise KeelError(f"environments {names}: there must be at least one, and each name only once")
         self.positions = dict.fromkeys(self._sources, 0)
-        """How many tasks were drawn of each."""
+        """The number of tasks drawn from each environment."""
         self._task_iterators = {name: source.enumerate_from(0) for name, source in self._sources.items()}
-        self._stride_heap = [(0.0, place, source) for place, source in enumerate(listed)]
+        self._stride_heap = [(0.0, index, source) for index, source in enumerate(listed)]
 
     @property
     def exhausted(self) -> bool:
-        """Whether no task is left. Known only once an attempt to draw has failed."""
+        """Whether no task is left; known only after a draw has failed."""
         return not self._stride_heap
 
     def next_task(self) -> DrawnTask | None:
         while self._stride_heap:
-            _, place, source = self._stride_heap[0]
+            _, index, source = self._stride_heap[0]
             name = source.environment
-            found = next(self._task_iterators[name], None)
-            if found is None:
+            numbered_task = next(self._task_iterators[name], None)
+            if numbered_task is None:
                 heapq.heappop(self._stride_heap)
                 continue
             self.positions[name] += 1
-            heapq.heapreplace(self._stride_heap, (self.positions[name] / source.weight, place, source))
-            return DrawnTask(name, *found)
+            heapq.heapreplace(self._stride_heap, (self.positions[name] / source.weight, index, source))
+            return DrawnTask(name, *numbered_task)
         return None
 
     def resume(self, positions: Mapping[str, int], task_indices: Mapping[str, set[int]]) -> dict[tuple[str, int], Any]:
-        """Go on after these positions, and find again the tasks of these numbers."""
+        """Continue after these positions, and return the tasks with these indices by environment and index."""
         self._check_environments(positions)
-        again: dict[tuple[str, int], Any] = {}
+        tasks: dict[tuple[str, int], Any] = {}
         for name, source in self._sources.items():
-            position, numbers = positions[name], task_indices.get(name, set())
+            position, indices = positions[name], task_indices.get(name, set())
             if isinstance(source.tasks, Sequence):
-                again.update({(name, number): source.tasks[number % len(source.tasks)] for number in numbers})
+                tasks.update({(name, index): source.tasks[index % len(source.tasks)] for index in indices})
                 self._task_iterators[name] = source.enumerate_from(position)
             else:
                 for _ in range(position):
-                    found = next(self._task_iterators[name], None)
-                    if found is None:
+                    numbered_task = next(self._task_iterators[name], None)
+                    if numbered_task is None:
                         raise KeelError(
-                            f"environment {name} had given {position} tasks before the restart, and has fewer"
+                            f"environment {name} supplied {position} tasks before the restart and now has fewer; resume"
+                            " with the same tasks"
                         )
-                    if found[0] in numbers:
-                        again[name, found[0]] = found[1]
+                    index, task = numbered_task
+                    if index in indices:
+                        tasks[name, index] = task
             self.positions[name] = position
         self._stride_heap = [
-            (self.positions[name] / source.weight, place, source)
-            for place, (name, source) in enumerate(self._sources.items())
+            (self.positions[name] / source.weight, index, source)
+            for index, (name, source) in enumerate(self._sources.items())
         ]
         heapq.heapify(self._stride_heap)
-        return again
+        return tasks
 
     def _check_environments(self, positions: Mapping[str, int]) -> None:
         if set(positions) != set(self._sources):
             raise KeelError(
-                f"the snapshot is of environments {sorted(positions)}, and these are {sorted(self._sources)};"
-                " restore with the same ones"
+                f"the scheduler snapshot has environments {sorted(positions)}, but the run has {sorted(self._sources)};"
+                " resume with the same ones"
             )

@@ -9,7 +9,7 @@ import pytest
 from keel.inference.pool import pool as pool_module
 from keel.inference.pool.target_weights import TargetWeights, WeightLoad
 from keel.inference.protocol import EngineError
-from tests.support.pool_world import World, now, play
+from tests.support.pool_fakes import World, now, play
 
 # who is handed out
 

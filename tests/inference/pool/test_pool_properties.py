@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.inference.protocol import EngineError, Generation
-from tests.support.pool_world import Server, World, now, play
+from tests.support.pool_fakes import Server, World, now, play
 
 SERVERS = 4
 FORGIVEN = 400.0

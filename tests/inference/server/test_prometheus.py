@@ -19,7 +19,7 @@ from keel.inference.server.prometheus import MetricFamily, render_metrics, singl
 from keel.run.evaluate import EvaluationResult
 from keel.run.monitor.exporter import Exporter, ExporterServer
 from tests.support.engine_fakes import TOKENIZER, FakeEngine, FakeStreamingEngine, until
-from tests.support.run_world import RECIPE
+from tests.support.tiny_runs import RECIPE
 
 LINE = re.compile(
     r'(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>(?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (?P<value>\S+)'

@@ -12,7 +12,7 @@ from keel.errors import ConfigError
 from keel.rollout.environments import builtin
 from keel.rollout.environments.environment import Environment
 from keel.rollout.environments.task_splits import split_of
-from tests.support.scripted import END, ScriptedEngine, load, play
+from tests.support.scripted_engine import END, ScriptedEngine, load, play
 
 BUILTIN = sorted(builtin.ENVIRONMENTS)
 

@@ -4,7 +4,7 @@ import pytest
 
 from keel.config import EpisodeLimits, Sampling
 from keel.errors import ConfigError
-from tests.support.scripted import END, ScriptedEngine, load, play
+from tests.support.scripted_engine import END, ScriptedEngine, load, play
 
 # ---- reasoning-gym
 

@@ -336,7 +336,7 @@ def test_calls_and_thinking_are_written_out_for_templates_that_know_of_neither()
 
 
 def test_tools_that_the_template_cannot_show_are_refused():
-    with pytest.raises(ConfigError, match="no place for tools"):
+    with pytest.raises(ConfigError, match="does not support tools"):
         Renderer(words()).render([user("q")], [{"name": "f"}])
 
 

@@ -15,7 +15,7 @@ from keel.rollout.scheduler.groups import RolloutRequest
 from keel.rollout.scheduler.scheduler import Scheduler
 from keel.rollout.scheduler.task_sources import TaskSource
 from keel.tools.simulate.virtual_clock import run_virtually
-from tests.support.scheduler_world import Engine, Faults, Job, Ledger, Told, jobs, sources
+from tests.support.scheduler_fakes import Engine, Faults, Job, Ledger, Told, jobs, sources
 
 Runner = Callable[[RolloutRequest], Awaitable[Any]]
 

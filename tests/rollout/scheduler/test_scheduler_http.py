@@ -19,7 +19,8 @@ from keel.config import EnvironmentSettings, EpisodeLimits, Sampling, SchedulerS
 from keel.inference.pool.http_engine import HttpEngine
 from keel.inference.protocol import EngineError, Generation
 from keel.inference.server.app import build_app
-from keel.rollout.environments.environment import Environment, EpisodeResult, Task, load_environment, run_episode
+from keel.rollout.environments.environment import Environment, EpisodeResult, Task, run_episode
+from keel.rollout.environments.registry import load_environment
 from keel.rollout.policy_client import PolicyClient
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout import Rollout
@@ -27,7 +28,7 @@ from keel.rollout.scheduler.groups import RolloutRequest
 from keel.rollout.scheduler.scheduler import Scheduler
 from keel.rollout.scheduler.task_sources import TaskSource
 from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
-from tests.support.scheduler_world import Ledger, name_of
+from tests.support.scheduler_fakes import Ledger, name_of
 
 LIMITS = EpisodeLimits(max_turns=2, max_sequence_tokens=400, timeout=0.8)
 

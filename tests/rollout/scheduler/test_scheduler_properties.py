@@ -23,7 +23,7 @@ from keel.rollout.scheduler.groups import PendingGroup, RolloutRequest
 from keel.rollout.scheduler.scheduler import Scheduler
 from keel.rollout.scheduler.task_sources import TaskSampler, TaskSource
 from keel.tools.simulate.virtual_clock import run_virtually
-from tests.support.scheduler_world import Engine, Faults, Ledger, Name, Told, held, jobs, sources
+from tests.support.scheduler_fakes import Engine, Faults, Ledger, Name, Told, held, jobs, sources
 
 rate = st.sampled_from([0.0, 0.0, 0.05, 0.3])
 

@@ -19,7 +19,7 @@ from keel.run.evaluate import EvaluationResult
 from keel.run.folder import RunFolder
 from keel.run.monitor.sinks import Sinks, finite_metrics, open_sinks, resolve_sinks
 from tests.support.paths import ROOT
-from tests.support.run_world import RECIPE
+from tests.support.tiny_runs import RECIPE
 
 NUMBERS = {"reward": 0.25, "loss/policy": -0.5, "empty": float("nan")}
 EVALUATION = EvaluationResult("larger_number", 0.5, 0.25, 0.75, 4, 1, {1: 0.5}, 0, 1.0)

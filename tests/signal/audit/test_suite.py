@@ -16,7 +16,7 @@ from keel.objectives import PRESETS, Composition, Gate, PolicyTerm
 from keel.objectives.describe import describe_preset
 from keel.signal.audit import CLASSES, Declaration, Report, TargetError, audit
 from keel.signal.audit.declaration import declaration_of
-from tests.support.losses import CORRECT_STYLES, RIGHT, WRONG, Loss, right_icepop
+from tests.support.audit_losses import CORRECT_STYLES, RIGHT, WRONG, Loss, right_icepop
 from tests.support.paths import ROOT
 
 HERE = ROOT / "tests" / "support"

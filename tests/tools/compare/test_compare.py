@@ -20,8 +20,8 @@ from keel.objectives import PRESETS
 from keel.tools.compare import Recording, parse_candidates, parse_steps
 from keel.tools.compare.schema import COLUMNS
 from keel.tools.compare.svg import MAX_POINTS, bar_chart, line_chart
-from tests.support.compare_world import compare, random_rows, row, write_json, write_parquet, write_run
 from tests.support.paths import ROOT
+from tests.support.recorded_rows import compare, random_rows, row, write_json, write_parquet, write_run
 
 PAGE = ROOT / "docs" / "compare.md"
 

@@ -16,7 +16,7 @@ from keel.cli import main
 from keel.cli.inspect.compare import print_report
 from keel.tools.compare.escape import MAX_CHARACTERS, escape_token
 from keel.tools.compare.html import render_report
-from tests.support.compare_world import compare, row, write_json, write_parquet
+from tests.support.recorded_rows import compare, row, write_json, write_parquet
 
 SCRIPT = "<script>alert(1)</script><img src=http://x>"
 HOSTILE = [

@@ -15,7 +15,7 @@ from keel.errors import KeelError
 from keel.tools.compare import Comparison, Recording, parse_candidates
 from keel.tools.compare.weight_gradients import WeightGradients, evenly_spaced_steps, to_samples
 from keel.training import Model, Trainer, load_model
-from tests.support.compare_world import row, write_json
+from tests.support.recorded_rows import row, write_json
 
 
 @pytest.fixture(scope="module")

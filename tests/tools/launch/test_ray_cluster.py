@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.launch_world import RECIPE, Ray, gone, kill, launched
+from tests.support.ray_launch import RECIPE, Ray, gone, kill, launched
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from keel.errors import KeelError
 from keel.tools.lens.report import JS_MODULES, bundle_scripts, write_report
 from keel.tools.lens.server import ASSETS, build_app
 from tests.support.lens_browser import Browser, browser, missing
-from tests.support.lens_world import make_run
+from tests.support.lens_runs import make_run
 
 needs_browser = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a browser")
 

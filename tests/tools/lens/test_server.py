@@ -23,7 +23,7 @@ from keel.tools.lens import run_reader as folders
 from keel.tools.lens.queries import Lens
 from keel.tools.lens.server import SECURITY_HEADERS, build_app
 from keel.tools.lens.trust_region_bands import statistics_of
-from tests.support.lens_world import make_run
+from tests.support.lens_runs import make_run
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from keel.cli import main
 from keel.config.simulate import SimulateSettings
 from keel.tools.simulate.calibrate import measure_run
 from keel.tools.simulate.prediction import predict
-from tests.support.run_world import train
+from tests.support.tiny_runs import train
 
 SPEED, AGE, REFUSED = 0.3, 0.35, 0.1
 """How far off a prediction may be: of the seconds of a step, in versions, and in shares of all rollouts. A tiny model's

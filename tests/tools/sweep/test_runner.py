@@ -22,7 +22,7 @@ from keel.tools.sweep import SweepPlan, SweepRunner, Trial, TrialOutcome, Varian
 from keel.tools.sweep.html import render_results
 from keel.tools.sweep.results import MEASURES, SweepResults, read_results
 from keel.tools.sweep.variants import variants_from_objectives, variants_from_settings
-from tests.support.run_world import tiny
+from tests.support.tiny_runs import tiny
 
 RECIPE = tiny(
     steps=3,

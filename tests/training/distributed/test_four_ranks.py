@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks_world import (
+from tests.support.rank_trainers import (
     OBJECTIVES,
     Crews,
     assert_gone_on_with,

@@ -21,7 +21,7 @@ from keel.errors import ConfigError
 from keel.training.distributed.rank_processes import RankProcesses
 from keel.training.distributed.world import RankInfo
 from keel.training.model.optimizer_state import read_tensors
-from tests.support.run_world import RECIPE, resume, train
+from tests.support.tiny_runs import RECIPE, resume, train
 
 PATIENCE = 240
 STEPS = 3

@@ -15,7 +15,7 @@ from keel.errors import ConfigError, StepRefused
 from keel.training import Checkpoints, Trainer
 from keel.training.model.export import export
 from keel.training.model.optimizer_state import read_tensors
-from tests.support.ranks_world import (
+from tests.support.rank_trainers import (
     CASES,
     OBJECTIVES,
     Crews,

@@ -20,8 +20,8 @@ from keel.training.model.weights_io import write_weights
 from keel.training.publish.broadcast import BroadcastTransport
 from keel.training.publish.publisher import Publisher
 from tests.support.policy_strategies import tiny
-from tests.support.publishing_world import PROMPT, Serving, expected, sampled, servers
-from tests.support.run_world import train
+from tests.support.serve_processes import PROMPT, Serving, expected, sampled, servers
+from tests.support.tiny_runs import train
 
 QUICK = {"interval": 0.3, "health_timeout": 20.0, "wait": 60.0}
 

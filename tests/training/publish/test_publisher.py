@@ -23,7 +23,7 @@ from keel.training import Trainer
 from keel.training.publish.publisher import FolderTransport, InMemoryTransport, Publisher
 from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
 from tests.support.policy_strategies import LORA, tiny
-from tests.support.run_world import train
+from tests.support.tiny_runs import train
 
 
 class Told:

@@ -119,7 +119,7 @@ class Lives:
     """Runs that live in processes of their own and may be killed."""
 
     def __init__(self) -> None:
-        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support import run_world; run_world.serve()"
+        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support import tiny_runs; tiny_runs.serve()"
         self._server = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

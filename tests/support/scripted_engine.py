@@ -4,7 +4,8 @@ import asyncio
 
 from keel.config import EnvironmentSettings, EpisodeLimits, Sampling
 from keel.inference.protocol import EngineError, Generation, Health
-from keel.rollout.environments.environment import load_environment, run_episode
+from keel.rollout.environments.environment import run_episode
+from keel.rollout.environments.registry import load_environment
 from keel.rollout.policy_client import PolicyClient
 from keel.rollout.rendering.renderer import Renderer
 from keel.training.model import tiny_models

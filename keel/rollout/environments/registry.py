@@ -1,0 +1,65 @@
+"""Loading of environments by name: built-in ones, adapters of other libraries, and `module:attribute` import paths."""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from pydantic import ValidationError
+
+from keel.common.settings import suggest_name, to_config_error
+from keel.config.rollout import EnvironmentSettings
+from keel.errors import ConfigError
+from keel.rollout.environments import builtin
+from keel.rollout.environments.environment import Environment
+from keel.rollout.environments.reasoning_gym_tasks import ReasoningGym
+from keel.rollout.environments.verifiers_tasks import Verifiers
+
+INTEGRATIONS: dict[str, Callable[..., Environment]] = {"reasoning_gym": ReasoningGym, "verifiers": Verifiers}
+"""Adapters of other libraries, by the prefix of the environment's name: `reasoning_gym:gcd`."""
+
+
+def load_environment(settings: EnvironmentSettings) -> Environment:
+    """Return the environment `settings.name`, constructed with `settings.options`."""
+    factory = _find_factory(settings.name)
+    try:
+        environment = factory(**settings.options)
+    except ValidationError as error:
+        raise to_config_error(error, ("environment", "options")) from error
+    except TypeError as error:
+        raise ConfigError(f"environment.options = {settings.options} do not fit {settings.name}: {error}") from error
+    if not isinstance(environment, Environment):
+        raise ConfigError(
+            f'environment.name = "{settings.name}" gave a {type(environment).__name__}; an environment has a name,'
+            " tasks(split) and an async episode(task, client)"
+        )
+    return environment
+
+
+def _find_factory(name: str) -> Callable[..., Any]:
+    prefix, _, rest = name.partition(":")
+    if name in builtin.ENVIRONMENTS:
+        return builtin.ENVIRONMENTS[name]
+    if prefix in INTEGRATIONS and rest:
+        return partial(INTEGRATIONS[prefix], rest)
+    if rest:
+        return _import_factory(name, prefix, rest)
+    known = [*builtin.ENVIRONMENTS, *(f"{integration}:TASK" for integration in INTEGRATIONS)]
+    raise ConfigError(
+        f'environment.name = "{name}" is not known; {suggest_name(name, known)} (your own environment:'
+        ' "module:attribute")'
+    )
+
+
+def _import_factory(name: str, module: str, attribute: str) -> Callable[..., Any]:
+    try:
+        factory: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            factory = getattr(factory, part)
+    except (ImportError, AttributeError) as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        hint = "; put the module next to the recipe, in the current folder or on PYTHONPATH" if missing else ""
+        raise ConfigError(f'environment.name = "{name}" cannot be imported: {error}{hint}') from error
+    if not callable(factory):
+        raise ConfigError(f'environment.name = "{name}" is a {type(factory).__name__}, not a class or function')
+    return factory  # type: ignore[no-any-return]
