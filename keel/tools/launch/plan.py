@@ -163,8 +163,8 @@ def check_overrides(overrides: Sequence[str], allow_changes: bool) -> None:
     others = [name for name, _ in parse_overrides(overrides) if name.partition(".")[0] != "launch"]
     if others and not allow_changes:
         raise ConfigError(
-            f"--{others[0]} would change the settings that the run was started with; pass --allow-changes to resume with"
-            " the new value, or remove it (--launch.* may always change)"
+            f"--{others[0]} would change the settings that the run was started with; pass --allow-changes to resume"
+            " with the new value, or remove it (--launch.* may always change)"
         )
 
 
@@ -233,6 +233,6 @@ def _add_resources(first: Resources, second: Resources) -> Resources:
         return Resources(cpus=first.cpus + second.cpus, gpus=first.gpus + second.gpus, memory_gb=memory or None)
     except ValidationError:
         raise ConfigError(
-            f"launch.trainer.gpus = {first.gpus} and launch.orchestrator.gpus = {second.gpus} add up for rank 0, which is"
-            f" one process; their sum {first.gpus + second.gpus} must be an integer if it is above 1"
+            f"launch.trainer.gpus = {first.gpus} and launch.orchestrator.gpus = {second.gpus} are for one process,"
+            f" rank 0; their sum {first.gpus + second.gpus} must be an integer if it is above 1"
         ) from None
