@@ -91,9 +91,10 @@ def run_checks(folder: Path) -> list[DoctorCheck]:
 
 def _check_python() -> list[DoctorCheck]:
     detail = f"{platform.python_version()} in {sys.prefix}"
-    if sys.version_info < (3, 11):
-        return [DoctorCheck("python", "problem", detail, "use Python 3.11 or later")]
-    return [DoctorCheck("python", "ok", detail)]
+    supported = sys.version_info >= (3, 11)
+    return [
+        DoctorCheck("python", "ok" if supported else "problem", detail, "" if supported else "use Python 3.11 or later")
+    ]
 
 
 def _check_packages() -> list[DoctorCheck]:

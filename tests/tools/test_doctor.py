@@ -25,7 +25,7 @@ from keel.tools.doctor import (
 
 
 def write_meminfo(folder: Path, free_gib: float) -> Path:
-    file = folder / "write_meminfo"
+    file = folder / "meminfo"
     file.write_text(f"MemTotal: {32 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {int(free_gib * 2**20)} kB\n")
     return file
 
@@ -138,18 +138,21 @@ def run_with(checks: list[DoctorCheck], monkeypatch: pytest.MonkeyPatch, *argv: 
 def test_the_exit_code_is_1_for_problems_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fine, worse = DoctorCheck("a", "ok", "good"), DoctorCheck("b", "warning", "slow", "wait")
-    broken = DoctorCheck("c", "problem", "[bold]gone[/bold]", "bring it back")
-    assert run_with([fine, worse], monkeypatch) == 0
-    assert "0 problems, 1 warnings" in capsys.readouterr().out
-    assert run_with([fine, broken], monkeypatch) == 1
-    said = capsys.readouterr().out
-    # what is check may hold any text, which is no markup
-    assert "[bold]gone[/bold]" in said
-    assert "bring it back" in said
+    good, slow = DoctorCheck("a", "ok", "good"), DoctorCheck("b", "warning", "slow", "wait")
+    missing = DoctorCheck("m", "absent", "not installed (optional)", "pip install m")
+    broken = DoctorCheck("c", "problem", "[bold]gone[/bold]", "restore it")
+    assert run_with([good, slow, missing], monkeypatch) == 0
+    output = capsys.readouterr().out
+    assert "0 problems, 1 warning\n" in output
+    assert re.search(r"^m +- +not installed \(optional\) +pip install m *$", output, re.MULTILINE)
+    assert run_with([good, broken], monkeypatch) == 1
+    output = capsys.readouterr().out
+    # details may hold any text, which must not be read as markup
+    assert "[bold]gone[/bold]" in output
+    assert "restore it" in output
 
 
-def test_json_holds_every_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_with([DoctorCheck("c", "problem", "gone", "restore it")], monkeypatch, "--json") == 1
     payload: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert payload["checks"] == [{"name": "c", "state": "problem", "detail": "gone", "remedy": "restore it"}]

@@ -22,9 +22,9 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine and the installation",
-        description="Check Python, torch, GPUs, cores, memory, allocator, disk, ports and optional packages, and time a"
-        " small training step\nand sampling. Nothing is installed, downloaded or changed. The exit code is 1 if there is"
-        " a problem, else 0.",
+        description="Check Python, torch, GPUs, cores, memory, allocator, disk, ports and optional packages, and time"
+        " a small\ntraining step and sampling. Nothing is installed, downloaded or changed. The exit code is 1 if there"
+        " is a\nproblem, else 0.",
         epilog="examples:\n  keel doctor\n  keel doctor --json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
