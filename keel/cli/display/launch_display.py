@@ -1,7 +1,7 @@
-"""What `keel launch` shows: a table of all parts and the trainer's last lines in a terminal, plain lines elsewhere.
+"""Display of `keel launch`: a table of components and the trainer's last lines in a terminal, plain lines elsewhere.
 
-Lines of a part are text of others: characters that would move the cursor are written out. Everything shown is also in
-the logs of the run's folder; what is shown is only followed from them.
+The trainer's output is untrusted text: characters that would move the cursor are escaped. It is read from the logs in
+the run's folder, so everything shown is also there.
 """
 
 import time
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from keel.tools.launch.supervisor import ComponentState
 
 TRAINER_LINES = 8
-"""Of the trainer, under the table."""
-TRAIN_RESUME_HINT = "go on with: keel train --resume"
-"""The trainer knows nothing of the launch, which goes on by another command."""
+"""Lines of the trainer's output below the table."""
+TRAIN_RESUME_HINT = "resume with: keel train --resume"
+"""Lines with this hint of the trainer are hidden: a launch is resumed with `keel launch`."""
 STYLES = {"placed": "dim", "starting": "yellow", "up": "green", "down": "red", "ended": "dim"}
 
 
 class LogFollower:
-    """The lines that a log has got since it was last read; only whole ones."""
+    """Reads the complete lines that were appended to a log since the last read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,19 +40,19 @@ class LogFollower:
         try:
             with self._path.open("rb") as log:
                 log.seek(self._offset)
-                read = log.read()
+                data = log.read()
         except OSError:
             return []
-        whole = read[: read.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        lines = whole.decode(errors="replace").splitlines()
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        lines = complete.decode(errors="replace").splitlines()
         return [
             escape_unprintable(line) for line in lines if not line.startswith("--- ") and TRAIN_RESUME_HINT not in line
         ]
 
 
 class LaunchLog:
-    """For files and pipes: what happens, and what the trainer says, as it comes."""
+    """Display for files and pipes: events and the trainer's output, line by line."""
 
     def __init__(self, screen: Console, log: Path) -> None:
         self._console, self._follower = screen, LogFollower(log)
@@ -67,7 +67,7 @@ class LaunchLog:
         self._print_new_lines()
         self._print(f"[{time.strftime('%H:%M:%S')}] {escape_unprintable(text)}")
 
-    def on_status(self, states: "list[ComponentState]") -> None:  # noqa: ARG002 - what changed was told already
+    def on_status(self, states: "list[ComponentState]") -> None:  # noqa: ARG002 - changes were printed by on_event
         self._print_new_lines()
 
     def _print_new_lines(self) -> None:
@@ -80,7 +80,7 @@ class LaunchLog:
 
 
 class LaunchScreen:
-    """For a terminal: one row a part, and the trainer's last lines."""
+    """Display for a terminal: one row per component, and the trainer's last lines."""
 
     def __init__(self, screen: Console, log: Path, host: Callable[[str], str]) -> None:
         self._console, self._follower, self._host = screen, LogFollower(log), host
@@ -89,7 +89,7 @@ class LaunchScreen:
 
     def __enter__(self) -> Self:
         self._live.start()
-        # a process that is killed could not bring the cursor back
+        # keep the cursor visible, since a killed process could not restore it
         self._console.show_cursor(True)
         return self
 
@@ -111,26 +111,26 @@ class LaunchScreen:
 def status_table(
     states: "list[ComponentState]", host: Callable[[str], str], clock: Callable[[], float] = time.monotonic
 ) -> RenderableType:
-    """All parts, a row each."""
-    shown = Table(box=None, pad_edge=False)
-    for title in ("part", "node", "state"):
-        shown.add_column(title, no_wrap=True)
+    """Return a table with one row per component."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("component", "node", "state"):
+        table.add_column(title, no_wrap=True)
     for title in ("for", "restarts"):
-        shown.add_column(title, justify="right", no_wrap=True)
-    shown.add_column("", overflow="fold")
-    for life in states:
-        shown.add_row(
-            Text(life.component.name),
-            Text(host(life.component.name)),
-            Text(life.status, style=STYLES[life.status]),
-            Text(format_duration(max(0.0, clock() - life.status_since)) if life.status_since else ""),
-            Text(str(life.restarts) if life.restarts else ""),
-            Text(life.last_error if life.status == "down" else life.url),
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for state in states:
+        table.add_row(
+            Text(state.component.name),
+            Text(host(state.component.name)),
+            Text(state.status, style=STYLES[state.status]),
+            Text(format_duration(max(0.0, clock() - state.status_since)) if state.status_since else ""),
+            Text(str(state.restarts) if state.restarts else ""),
+            Text(state.last_error if state.status == "down" else state.url),
         )
-    return shown
+    return table
 
 
 def make_launch_display(plan: "LaunchPlan", host: Callable[[str], str]) -> LaunchLog | LaunchScreen:
-    """The view that suits standard output; a context manager, so that a terminal is left as it was found."""
+    """Return the display for standard output, a context manager that restores the terminal."""
     screen, log = console(), plan.log_path(plan.trainers[0].name)
     return LaunchScreen(screen, log, host) if screen.is_terminal else LaunchLog(screen, log)

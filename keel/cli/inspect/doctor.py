@@ -1,6 +1,6 @@
-"""`keel doctor`: what this machine is like, what is missing on it, and how fast it is.
+"""`keel doctor`: check this machine and the installation, and measure their speed.
 
-Exit code 1 when something keeps Keel from working, 0 otherwise: warnings and optional parts do not count.
+The exit code is 1 if there is a problem and 0 otherwise: warnings and missing optional packages do not count.
 """
 
 import argparse
@@ -14,40 +14,46 @@ from rich.text import Text
 
 from keel.cli.display.console import console, write_stdout
 
-STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+STYLES = {"ok": "green", "absent": "dim", "warning": "yellow", "problem": "bold red"}
 
 
 def add(subparsers: Any) -> None:
     """Register the command."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check this machine",
-        description="Check Python, torch, cores, memory, allocator, disk, ports and optional parts, and time a small"
-        " training step\nand sampling. Nothing is installed, downloaded or changed. Exit code 1: there is a problem.",
+        help="check this machine and the installation",
+        description="Check Python, torch, GPUs, cores, memory, allocator, disk, ports and optional packages, and time"
+        " a small\ntraining step and sampling. Nothing is installed, downloaded or changed. The exit code is 1 if there"
+        " is a\nproblem, else 0.",
         epilog="examples:\n  keel doctor\n  keel doctor --json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, show, and say by the exit code whether it will do."""
+    """Run all checks, print them, and return 1 if there is a problem."""
     from keel.tools.doctor import run_checks
 
-    findings = run_checks(Path.cwd())
-    counts = {state: sum(one.state == state for one in findings) for state in STYLES}
+    checks = run_checks(Path.cwd())
+    counts = {state: sum(check.state == state for check in checks) for state in STYLES}
     if args.json:
-        write_stdout(json.dumps({"findings": [asdict(one) for one in findings], **counts}, indent=2) + "\n")
+        write_stdout(json.dumps({"checks": [asdict(check) for check in checks], **counts}, indent=2) + "\n")
         return 1 if counts["problem"] else 0
     table = Table(box=None, pad_edge=False)
-    for title in ("", "", "found", "what to do"):
+    for title in ("check", "state", "detail", "what to do"):
         table.add_column(title, overflow="fold")
-    for one in findings:
-        state = Text(one.state, STYLES[one.state])
-        table.add_row(Text(one.name), state, Text(one.detail), Text(one.remedy, "dim" if one.state == "ok" else ""))
+    for check in checks:
+        state = Text("-" if check.state == "absent" else check.state, STYLES[check.state])
+        remedy = Text(check.remedy, "dim" if check.state in ("ok", "absent") else "")
+        table.add_row(Text(check.name), state, Text(check.detail), remedy)
     screen = console()
     screen.print(table)
-    screen.print(Text(f"\n{counts['problem']} problems, {counts['warning']} warnings"))
+    screen.print(Text(f"\n{_count(counts['problem'], 'problem')}, {_count(counts['warning'], 'warning')}"))
     return 1 if counts["problem"] else 0
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

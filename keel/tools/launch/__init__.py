@@ -1,1 +1,1 @@
-"""A run on a cluster: its parts as real processes, placed by Ray, watched, and started again by policy."""
+"""Run training on a cluster: engine servers and trainer ranks as processes, placed by Ray, supervised and restarted."""

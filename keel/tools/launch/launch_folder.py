@@ -1,8 +1,8 @@
-"""The files of a launch in the run's folder: its key, its mark, its lock; the logs and the list of engines beside them.
+"""The folder `launch/` of a run: API key, node marker and lock, next to the logs and the list of engines.
 
-Guarantees that the key is one word made for this launch alone, readable by its owner only, and gone when the launch is;
-and that a run is launched by one launcher at a time. The kernel drops the lock of a launcher that was killed; the key
-it left is replaced by the next one.
+Guarantees that the key is created for this launch, readable by its owner only, and deleted when the launch ends; and
+that a run has one launcher at a time. The kernel releases the lock of a launcher that was killed; a key it left behind
+is replaced by the next launch.
 """
 
 import fcntl
@@ -19,10 +19,9 @@ from keel.tools.launch.plan import LaunchPlan
 
 @contextmanager
 def prepared_run_folder(plan: LaunchPlan, *, resume: bool, overrides: Sequence[str] = ()) -> Iterator[None]:
-    """The run's folder with all that the parts look for in it, for as long as the block lasts."""
+    """Create or open the run's folder with the files that the components need; delete key and marker on exit."""
     if resume:
-        words = [*overrides, *plan.overrides]
-        RunFolder.open(plan.run_folder, overrides=words, allow_changes=True).close()
+        RunFolder.open(plan.run_folder, overrides=[*overrides, *plan.overrides], allow_changes=True).close()
     else:
         RunFolder.create(plan.run_folder, plan.loaded).close()
     try:
@@ -30,19 +29,19 @@ def prepared_run_folder(plan: LaunchPlan, *, resume: bool, overrides: Sequence[s
         lock = (plan.launch_folder / "lock").open("a")
     except OSError as error:
         raise StorageError(
-            f"{plan.launch_folder} could not be made: {error.strerror}; make room, or choose --run"
+            f"{plan.launch_folder} could not be created: {error.strerror}; free disk space, or choose another --run"
         ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise KeelError(
-                f"{plan.run_folder} is being launched by another; wait for that launch, or stop it"
+                f"{plan.run_folder} is in use by another keel launch; wait for it to end, or stop it"
             ) from None
         try:
             _write_key(plan)
             (plan.launch_folder / MARK_FILE).write_text(secrets.token_hex(16))
-            plan.engines_file.unlink(missing_ok=True)  # of servers that are gone
+            plan.engines_file.unlink(missing_ok=True)  # lists servers of an earlier launch
             yield
         finally:
             for file in (plan.key_file, plan.engines_file, plan.launch_folder / MARK_FILE):
@@ -50,7 +49,7 @@ def prepared_run_folder(plan: LaunchPlan, *, resume: bool, overrides: Sequence[s
 
 
 def _write_key(plan: LaunchPlan) -> None:
-    """A new file each time: one that is there may be readable by others."""
+    """Write the key to a new file, since an existing one may be readable by other users."""
     plan.key_file.unlink(missing_ok=True)
     handle = os.open(plan.key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "w") as file:

@@ -1,8 +1,8 @@
-"""What lives on a node for one part: it starts the part's process there, looks at it, and ends it.
+"""The agent of one component on its node: starts the component's process, probes it, and stops it.
 
-Invariant: at most one process of the part lives at a time, and none outlives the holder (`warden.py`). It runs inside a
-Ray actor but knows nothing of Ray and imports nothing heavy, since a node may hold many. It decides nothing: when to
-start, and what a death means, is the supervisor's.
+Invariant: at most one process of the component runs at a time, and none outlives the agent (`process_guard.py`). It
+runs inside a Ray actor but does not depend on Ray and imports nothing heavy, since a node may have many agents. All
+decisions, when to start and how to handle a crash, are made by the supervisor.
 """
 
 import contextlib
@@ -22,50 +22,50 @@ from pathlib import Path
 from keel.tools.launch import process_guard
 
 HEALTH_TIMEOUT = 2.0
-"""Seconds in which a server has to say that it is there."""
+"""Seconds in which a server must answer a health check."""
 MARK_FILE = "mark"
-"""A file in the launch's folder by which a node shows that it sees the same folder."""
+"""A file in the launch folder whose content shows that a node sees the same folder."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """How a part is started."""
+    """How a component is started."""
 
     argv: tuple[str, ...]
     python: str | None = None
-    """The interpreter; not given: the one that the node runs Keel by."""
+    """The interpreter; None: the one that runs Keel on the node."""
     environment: Mapping[str, str] = field(default_factory=dict)
     secret_env: tuple[str, str] | None = None
-    """The variable that a key goes into, and the file that holds it."""
+    """An environment variable to set, and the file that holds its secret value."""
     health_url: str | None = None
-    """What to ask whether it answers; not given: a process that runs is up."""
+    """URL of the health check; None: a running process is healthy."""
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """A node, as its holder sees it."""
+    """A node, as its agent reports it."""
 
     address: str
     host: str
     mark: str
-    """What it reads in the launch's folder; empty: it does not see it."""
+    """Content of the marker file in the launch folder; empty if the node does not see the folder."""
     keel_version: str
     python_version: str
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A part at one moment."""
+    """The state of a component at one moment."""
 
     exit_code: int | None = None
-    """Its exit code; none: it runs."""
+    """Exit code of the process; None while it runs."""
     healthy: bool = True
     lost_reason: str = ""
-    """Why its holder cannot be asked, if it cannot."""
+    """Why the agent cannot be reached; empty if it can."""
 
 
 class NodeAgent:
-    """Holds one part on this node. `address` tells the node's own, once it is there."""
+    """Runs one component on this node. `get_address` returns the node's address and is called on the node."""
 
     def __init__(self, folder: str, name: str, get_address: Callable[[], str]) -> None:
         self._folder, self._name, self._address = Path(folder), name, get_address()
@@ -83,7 +83,7 @@ class NodeAgent:
         )
 
     def free_port(self, host: str) -> int:
-        """A port that nothing listens on at the moment."""
+        """Return a port that is currently free."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as probe:
             probe.bind((host, 0))
@@ -91,16 +91,16 @@ class NodeAgent:
             return port
 
     def start(self, command: Command, directory: str) -> None:
-        """Start the part; one that still runs is ended first. What it says goes to its log."""
+        """Start the component; a process that still runs is killed first. Its output goes to its log."""
         self.kill()
-        words = [command.python or sys.executable, *command.argv]
-        # the token of the cluster is not the parts' business
+        argv = [command.python or sys.executable, *command.argv]
+        # components must not see the authentication token of the cluster
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
         with (self._folder / f"{self._name}.log").open("ab") as log:
             log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} on {socket.gethostname()}\n".encode())
             log.flush()
             self._process = subprocess.Popen(
-                process_guard.guard_argv(sys.executable, words, command.secret_env),
+                process_guard.guard_argv(sys.executable, argv, command.secret_env),
                 env={**inherited, "PYTHONUNBUFFERED": "1", **command.environment},
                 cwd=directory if Path(directory).is_dir() else self._folder,
                 stdin=subprocess.PIPE,
@@ -112,17 +112,17 @@ class NodeAgent:
 
     def probe(self) -> Probe:
         if self._process is None:
-            return Probe(lost_reason="it was not started")
+            return Probe(lost_reason="was not started")
         code = self._process.poll()
-        code = None if code is None else process_guard.shell_exit_code(code)  # a warden that was killed too
+        code = None if code is None else process_guard.shell_exit_code(code)  # the guard itself may have been killed
         return Probe(code, healthy=code is None and (self._health_url is None or _is_healthy(self._health_url)))
 
     def terminate(self) -> None:
-        """Ask the part to end in order."""
+        """Ask the component to shut down."""
         self._send_command(process_guard.TERMINATE_COMMAND)
 
     def kill(self) -> None:
-        """End the part and all that it started. Returns when it is gone."""
+        """Kill the component and all processes that it started. Returns when they are gone."""
         if self._process is None:
             return
         self._send_command(process_guard.KILL_COMMAND)
@@ -138,13 +138,13 @@ class NodeAgent:
     def _send_command(self, command: bytes) -> None:
         if self._process is None or self._process.stdin is None or self._process.stdin.closed:
             return
-        with contextlib.suppress(OSError):  # it has ended, and listens no more
+        with contextlib.suppress(OSError):  # the process has ended
             self._process.stdin.write(command)
             self._process.stdin.flush()
 
 
 def _is_healthy(url: str) -> bool:
-    # no proxy: it is this very machine
+    # no proxy: the server is on this machine
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=HEALTH_TIMEOUT) as response:

@@ -1,8 +1,8 @@
-"""From a recipe to the parts of a launch: what is started, with which resources, by which command.
+"""Turn a recipe into the components of a launch: what is started, with which resources, by which command.
 
-Everything that can be refused is refused here, before anything starts. A launch changes only how a run samples: its
-engine becomes a pool of the servers that are started, found by a watched file, behind a key that is in a file of its
-own. It starts nothing and knows nothing of Ray.
+All settings are checked here, before anything starts. A launch changes only how a run samples: its engine becomes a
+pool of the launched servers, discovered through a watched file and protected by a key in a separate file. This module
+starts nothing and does not depend on Ray.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,9 @@ from keel.tools.launch.node_agent import Command
 from keel.training.model import model_source, tiny_models
 
 LAUNCH_FOLDER, ENGINES_FILE, KEY_FILE = "launch", "engines.txt", "key"
-"""In the run's folder: the logs of all parts, the addresses of the engines, and what the engines ask for."""
-POOL_SOURCES = ("urls", "dns", "file", "list_url")
+"""In the run's folder: the folder of the launch; in it the URLs of the engines and the API key, next to the logs."""
+POOL_SOURCES = ("urls", "dns", "file", "discovery_url")
+"""Settings of `pool` that name servers."""
 
 ComponentRole = Literal["trainer", "engine"]
 
@@ -44,24 +45,24 @@ class Component:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Its resources in Ray's words. A part that needs nothing still has a place."""
-        asked = {"CPU": self.resources.cpus, "GPU": self.resources.gpus}
-        asked["memory"] = float(round((self.resources.memory_gb or 0.0) * 1e9))
-        return {name: amount for name, amount in asked.items() if amount} or {"CPU": 0.001}
+        """Its resources as a Ray bundle. A component without resources gets a tiny share of a CPU to be placed."""
+        amounts = {"CPU": self.resources.cpus, "GPU": self.resources.gpus}
+        amounts["memory"] = float(round((self.resources.memory_gb or 0.0) * 1e9))
+        return {name: amount for name, amount in amounts.items() if amount} or {"CPU": 0.001}
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A launch that was checked."""
+    """A validated launch."""
 
     run_folder: Path
-    """The run's folder, absolute: every node sees it under this path."""
+    """Absolute path of the run's folder, the same on every node."""
     loaded: LoadedSettings
     backend: Literal["keel", "vllm"]
     model: str
-    """What the engine servers load."""
+    """Name or path of the model that the engine servers load."""
     overrides: tuple[str, ...] = field(default=(), repr=False)
-    """Overrides by which the run's settings become those of the launch."""
+    """Overrides that turn the run's settings into those of the launch."""
 
     @property
     def settings(self) -> RunSettings:
@@ -88,58 +89,58 @@ class LaunchPlan:
 
     @property
     def trainers(self) -> list[Component]:
-        """The ranks; the first one runs the loop too."""
-        asked, ranks = self.launch.trainer, self.settings.trainer.ranks
-        first = _add_resources(asked, self.launch.orchestrator)
-        return [Component("trainer", rank, asked if rank else first, asked.restarts) for rank in range(ranks)]
+        """The trainer ranks; rank 0 also runs the training loop."""
+        settings, ranks = self.launch.trainer, self.settings.trainer.ranks
+        first = _add_resources(settings, self.launch.orchestrator)
+        return [Component("trainer", rank, settings if rank else first, settings.restarts) for rank in range(ranks)]
 
     @property
     def engines(self) -> list[Component]:
-        asked = self.launch.engine
-        return [Component("engine", index, asked, asked.restarts) for index in range(self.launch.engines)]
+        settings = self.launch.engine
+        return [Component("engine", index, settings, settings.restarts) for index in range(self.launch.engines)]
 
     def engine_command(self, host: str, port: int) -> Command:
-        """An engine server on an address of its node. It listens there only, and answers holders of the key only."""
-        asked, settings = self.launch.engine, self.settings
-        dtype = asked.dtype if asked.dtype != "auto" else settings.model.dtype
-        shown = f"[{host}]" if ":" in host else host
-        health = f"http://{shown}:{port}/health"
+        """Return the command of an engine server that listens on this address only and requires the key."""
+        engine, settings = self.launch.engine, self.settings
+        dtype = engine.dtype if engine.dtype != "auto" else settings.model.dtype
+        url_host = f"[{host}]" if ":" in host else host
+        health_url = f"http://{url_host}:{port}/health"
         if self.backend == "vllm":
             rank = settings.model.lora.rank if settings.model.lora else None
-            words = process.vllm_argv(self.model, host, port, dtype, rank)
+            argv = process.vllm_argv(self.model, host, port, dtype, rank)
             return Command(
-                (*words, *asked.extra_args),
+                (*argv, *engine.extra_args),
                 python=str(Path(settings.engine.vllm_python).absolute()),
                 environment=process.SERVER_ENV,
                 secret_env=("VLLM_API_KEY", str(self.key_file)),
-                health_url=health,
+                health_url=health_url,
             )
-        words = ["-m", "keel.cli", "serve", self.model, "--name", "policy", "--host", host, "--port", str(port)]
-        words += ["--api-key-file", str(self.key_file), "--dtype", dtype, "--max-batch", str(settings.engine.max_batch)]
-        words += ["--weights-from", str(self.run_folder)]
-        words += ["--native-kernels", asked.native_kernels]
-        words += ["--int8"] if asked.int8 else []
-        return Command((*words, *asked.extra_args), health_url=health)
+        argv = ["-m", "keel.cli", "serve", self.model, "--name", "policy", "--host", host, "--port", str(port)]
+        argv += ["--api-key-file", str(self.key_file), "--dtype", dtype, "--max-batch", str(settings.engine.max_batch)]
+        argv += ["--weights-from", str(self.run_folder)]
+        argv += ["--native-kernels", engine.native_kernels]
+        argv += ["--int8"] if engine.int8 else []
+        return Command((*argv, *engine.extra_args), health_url=health_url)
 
     def trainer_command(self, rank: int, address: str, port: int, attempt: int) -> Command:
-        """A rank of the trainer. The run's folder is there already: the first start goes on with it like any other."""
+        """Return the command of a trainer rank. The run's folder already exists, so the first start resumes it too."""
         ranks = self.settings.trainer.ranks
-        place = {
+        environment = {
             "RANK": str(rank),
             "WORLD_SIZE": str(ranks),
-            # Ray shows each rank its own GPUs only, so that everyone's first is its own
+            # Ray shows each rank only its own GPUs, so device 0 is always the rank's own
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
         }
-        words = ("-m", "keel.cli", "train", "--resume", str(self.run_folder))
-        return Command(words, environment=place if ranks > 1 else {})
+        argv = ("-m", "keel.cli", "train", "--resume", str(self.run_folder))
+        return Command(argv, environment=environment if ranks > 1 else {})
 
 
 def make_plan(file: Path, overrides: Sequence[str], run_folder: Path) -> LaunchPlan:
-    """The launch that a recipe, or the `config.toml` of a run, and overrides describe."""
+    """Build and check the launch described by a recipe, or the `config.toml` of a run, and overrides."""
     run_folder = run_folder.absolute()
     tree = read_tables(file, overrides)
     changes = _launch_overrides(tree, run_folder / LAUNCH_FOLDER)
@@ -149,73 +150,76 @@ def make_plan(file: Path, overrides: Sequence[str], run_folder: Path) -> LaunchP
         run_folder, loaded, "keel" if settings.pool is None else settings.pool.backend, _server_model(settings), changes
     )
     if plan.backend == "vllm" and plan.launch.engine.int8 and plan.launch.engines:
-        raise ConfigError("launch.engine.int8 = true cannot act: vLLM samples by itself; leave it out")
+        raise ConfigError("launch.engine.int8 = true has no effect with vLLM servers; remove it")
     if plan.backend == "vllm" and plan.launch.engine.native_kernels != "auto" and plan.launch.engines:
-        shown = to_toml(plan.launch.engine.native_kernels)
-        raise ConfigError(f"launch.engine.native_kernels = {shown} cannot act: vLLM samples by itself; leave it out")
-    _ = plan.trainers  # refuses resources that one process cannot have
+        value = to_toml(plan.launch.engine.native_kernels)
+        raise ConfigError(f"launch.engine.native_kernels = {value} has no effect with vLLM servers; remove it")
+    _ = plan.trainers  # raises for resources that one process cannot have
     return plan
 
 
 def check_overrides(overrides: Sequence[str], allow_changes: bool) -> None:
-    """A run that is gone on with keeps its settings; where its parts live may always be another."""
+    """Raise if a resumed run would get other settings; the settings of the launch may always change."""
     others = [name for name, _ in parse_overrides(overrides) if name.partition(".")[0] != "launch"]
     if others and not allow_changes:
         raise ConfigError(
-            f"--{others[0]} would change the settings that the run was started with; go on with them by"
-            " --allow-changes, or leave it out (--launch.* may be given at any time)"
+            f"--{others[0]} would change the settings that the run was started with; pass --allow-changes to resume"
+            " with the new value, or remove it (--launch.* may always change)"
         )
 
 
 def _launch_overrides(tree: Mapping[str, Any], launch_folder: Path) -> tuple[str, ...]:
-    """What makes the run sample from the servers of this launch, as overrides."""
+    """Return the overrides that make the run sample from the servers of this launch."""
     launch = _table(tree, "launch")
     engines = launch.get("engines", LaunchSettings().engines)
     if engines == 0:
-        # a table that says nothing else still says that this is a launch
+        # even without other settings, a launch table marks the run as launched
         return ("--launch.engines=0",)
     engine, pool = _table(tree, "engine"), _table(tree, "pool")
     try:
-        asked = EngineSettings.model_validate(engine)
+        engine_settings = EngineSettings.model_validate(engine)
     except ValidationError as error:
         raise to_config_error(error, ("engine",)) from None
     foreign = [name for name in POOL_SOURCES if pool.get(name) and not _is_own_engines_file(name, pool[name])]
     if foreign:
         raise ConfigError(
-            f"pool.{foreign[0]} = {to_toml(pool[foreign[0]])} names servers that somebody else started, and"
-            f" launch.engines = {engines} would start others; set launch.engines = 0, or leave pool.{foreign[0]} out"
+            f"pool.{foreign[0]} = {to_toml(pool[foreign[0]])} names existing servers, and launch.engines = {engines}"
+            f" would start others; set launch.engines = 0, or remove pool.{foreign[0]}"
         )
-    server = pool.get("server", "keel") if asked.kind == "pool" else "vllm" if asked.kind == "vllm" else "keel"
+    if engine_settings.kind == "pool":
+        backend = pool.get("backend", "keel")
+    else:
+        backend = "vllm" if engine_settings.kind == "vllm" else "keel"
     values: dict[str, Any] = {
         "engine.kind": "pool",
-        "pool.backend": server,
+        "pool.backend": backend,
         "pool.file": str(launch_folder / ENGINES_FILE),
         "pool.api_key_file": str(launch_folder / KEY_FILE),
         "launch.engines": engines,
     }
-    # the servers of a pool have their own of these: they move to where the servers are described
-    if asked.int8:
+    # with a pool these are options of the servers: they move to launch.engine
+    if engine_settings.int8:
         values |= {"engine.int8": False, "launch.engine.int8": True}
-    if asked.native_kernels != "auto":
-        values |= {"engine.native_kernels": "auto", "launch.engine.native_kernels": asked.native_kernels}
-    if asked.dtype != "auto":
-        values |= {"engine.dtype": "auto", "launch.engine.dtype": asked.dtype}
+    if engine_settings.native_kernels != "auto":
+        values |= {"engine.native_kernels": "auto", "launch.engine.native_kernels": engine_settings.native_kernels}
+    if engine_settings.dtype != "auto":
+        values |= {"engine.dtype": "auto", "launch.engine.dtype": engine_settings.dtype}
     return tuple(f"--{name}={to_toml(value)}" for name, value in values.items())
 
 
 def _table(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    # a table that is none is refused when the settings are checked
+    # a value that is not a table is reported when the settings are validated
     table = tree.get(name)
     return table if isinstance(table, dict) else {}
 
 
 def _is_own_engines_file(name: str, value: Any) -> bool:
-    """Whether it is the file of an earlier launch, wherever the run's folder was then."""
+    """Return whether a pool setting is the engines file of an earlier launch, even if the run's folder was moved."""
     return name == "file" and Path(str(value)).parts[-2:] == (LAUNCH_FOLDER, ENGINES_FILE)
 
 
 def _server_model(settings: RunSettings) -> str:
-    """What a server on any node can load: a name, or a folder on a path that all share."""
+    """Return the model that a server on any node can load: a name, or a folder on a shared path."""
     model = settings.model
     if model.name in tiny_models.MODEL_NAMES:
         return str(model_source.resolve_model(model.name, settings.seed, model.sft_warmup_steps).folder)
@@ -229,6 +233,6 @@ def _add_resources(first: Resources, second: Resources) -> Resources:
         return Resources(cpus=first.cpus + second.cpus, gpus=first.gpus + second.gpus, memory_gb=memory or None)
     except ValidationError:
         raise ConfigError(
-            f"launch.trainer.gpus = {first.gpus} and launch.orchestrator.gpus = {second.gpus} are for one process, rank 0;"
-            f" their sum {first.gpus + second.gpus} must be a whole number above 1"
+            f"launch.trainer.gpus = {first.gpus} and launch.orchestrator.gpus = {second.gpus} are for one process,"
+            f" rank 0; their sum {first.gpus + second.gpus} must be an integer if it is above 1"
         ) from None

@@ -1,8 +1,8 @@
-"""Ends what a Ray cluster of this machine leaves behind when the launcher that started it is killed.
+"""Kill the remaining processes of a local Ray cluster when the launcher that started it is killed.
 
-Most of Ray's processes end with the one that started them; some wait minutes for a head that is gone. This one waits on
-a pipe from the launcher, and when that breaks it ends every process that carries the launch's own token in its
-environment: nobody else has it. It needs /proc, as Linux has it; elsewhere Ray is left to itself.
+Most of Ray's processes end with their parent; some wait minutes for a head that is gone. This process waits on a pipe
+from the launcher, and when the pipe closes it kills every process that has the launch's token in its environment, which
+no other process has. It needs /proc (Linux); elsewhere nothing is cleaned up.
 """
 
 import os
@@ -15,8 +15,8 @@ TOKEN_PREFIX = b"RAY_AUTH_TOKEN="
 
 
 def start(token: str) -> "subprocess.Popen[bytes]":
-    """A sweeper for this token, to be closed by `close`; however this process ends, it sweeps."""
-    # the token goes by the pipe: the sweeper must not carry what it looks for
+    """Start a cleanup process for a token. It cleans up when `close` is called or when this process ends in any way."""
+    # the token goes through the pipe: the cleanup process must not have it in its own environment
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     process = subprocess.Popen(
         [sys.executable, "-m", "keel.tools.launch.ray_cleanup"],
@@ -31,19 +31,19 @@ def start(token: str) -> "subprocess.Popen[bytes]":
 
 
 def close(process: "subprocess.Popen[bytes]") -> None:
-    """Sweep now; what has ended in order is not there any more."""
+    """Clean up now; processes that have already ended are not affected."""
     assert process.stdin is not None
     process.stdin.close()
     process.wait()
 
 
 def kill_processes_with_token(token: bytes) -> None:
-    """End every process whose environment holds the token, until there is none."""
+    """Kill every process whose environment has the token, until none is left."""
     for _ in range(10):
-        found = [pid for pid in _list_pids() if TOKEN_PREFIX + token in _read_environ(pid)]
-        if not found:
+        pids = [pid for pid in _list_pids() if TOKEN_PREFIX + token in _read_environ(pid)]
+        if not pids:
             return
-        for pid in found:
+        for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
@@ -54,19 +54,19 @@ def _list_pids() -> list[int]:
     folder = Path("/proc")
     if not folder.is_dir():
         return []
-    return [int(one.name) for one in folder.iterdir() if one.name.isdecimal() and int(one.name) != os.getpid()]
+    return [int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal() and int(entry.name) != os.getpid()]
 
 
 def _read_environ(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return []
 
 
 if __name__ == "__main__":
-    first = sys.stdin.buffer.readline().strip()
+    launch_token = sys.stdin.buffer.readline().strip()
     while sys.stdin.buffer.read(64):
         pass
-    if first:
-        kill_processes_with_token(first)
+    if launch_token:
+        kill_processes_with_token(launch_token)

@@ -1,11 +1,12 @@
-"""The parts of a launch over time: started in order, looked at, started again by policy, ended in order.
+"""Supervise the components of a launch: start them in order, probe them, restart them, and shut them down in order.
 
 Invariants:
-- the file of members names engines that answered since they were started last, and is replaced as a whole;
-- all ranks of the trainer live and die together: one that is lost ends the others, and all go on from the run's folder;
-- whichever way `run` ends, no part is left.
+- the engines file lists only engines that were healthy since their last start, and is replaced atomically;
+- all trainer ranks start and stop together: if one is lost the others are killed, and all resume from the run's folder;
+- however `run` ends, no component is left running.
 
-What places processes is a `Cluster`; the clock is given. It knows nothing of Ray, terminals or what a part computes.
+Processes are placed by a `Cluster`, and the clock is a parameter. It does not depend on Ray or a terminal, nor on what
+a component computes.
 """
 
 import signal
@@ -23,81 +24,81 @@ from keel.tools.launch.plan import Component, LaunchPlan
 from keel.tools.launch.process_guard import SIGNAL_EXIT_BASE
 
 POLL_INTERVAL = 0.5
-"""Seconds between two looks at all parts."""
+"""Seconds between two probes of all components."""
 MAX_BACKOFF = 60.0
-"""Seconds before a part is started again, at most."""
+"""Longest delay in seconds before a component is restarted."""
 EXIT_GRACE = 15.0
-"""Seconds that engines, and ranks whose first has ended, have to end by themselves."""
+"""Seconds for engines to shut down, and for the other ranks to exit after rank 0."""
 SUSPEND_THRESHOLD = 10.0
-"""Seconds between two looks that only a launcher which was itself stopped lets pass."""
+"""More seconds than this between two probes mean that the launcher itself was suspended."""
 LOG_TAIL_LINES = 15
-"""Lines of a part's log that an error shows."""
+"""Lines of a component's log that an error shows."""
 
 ComponentStatus = Literal["placed", "starting", "up", "down", "ended"]
 LaunchOutcome = Literal["finished", "stopped", "killed"]
 
 
 class ComponentFailed(KeelError):
-    """A part that died more often than it may."""
+    """Raised when a component has used up its restarts."""
 
 
 class NodeLost(KeelError):
-    """A node that a part cannot be started on any more."""
+    """Raised when a component cannot be started because its node is gone."""
 
 
 class Cluster(Protocol):
-    """What places parts. A part that was lost gets a new place when it is started again."""
+    """Places components. A component that was lost is placed again when it is restarted."""
 
     def allocate_address(self, name: str) -> tuple[str, int]:
-        """An address of the part's node that the other parts reach, and a free port there."""
+        """Return an address of the component's node that other components can reach, and a free port."""
 
     def start(self, name: str, command: Command) -> None:
-        """Start the part where it is placed."""
+        """Start the component on its node."""
 
     def probe_all(self, names: Iterable[str]) -> dict[str, Probe]:
-        """How these parts are."""
+        """Return the state of these components."""
 
     def terminate(self, names: Iterable[str]) -> None:
-        """Ask parts to end."""
+        """Ask components to shut down."""
 
     def kill(self, names: Iterable[str]) -> None:
-        """End parts; returns when they are gone."""
+        """Kill components; returns when they are gone."""
 
 
 @dataclass
 class ComponentState:
-    """What became of a part so far."""
+    """The state of a component."""
 
     component: Component
     status: ComponentStatus = "placed"
     status_since: float = 0.0
     url: str = ""
     restarts_used: int = 0
-    """Restarts since it was last forgiven."""
+    """Restarts since the count was last reset."""
     restarts: int = 0
-    """In all."""
+    """Restarts in total."""
     restart_at: float = 0.0
-    """When it is started again, while it is down."""
+    """Time of the next restart, while it is down."""
     last_healthy: float = 0.0
     last_error: str = ""
-    """Why it died last."""
+    """Reason of the last failure."""
 
     def set_status(self, status: ComponentStatus, now: float) -> None:
         self.status, self.status_since = status, now
 
 
 class LaunchWatcher(Protocol):
-    """Is told what happens."""
+    """Receives the events of a launch."""
 
     def on_event(self, text: str) -> None:
-        """A line for people."""
+        """Handle one event, described in a line of text."""
 
     def on_status(self, states: list[ComponentState]) -> None:
-        """How all parts are; many times a minute."""
+        """Handle the state of all components; called after every probe."""
 
 
 class Supervisor:
-    """Carries a plan out. `run` may be called once; `stop` and `kill` from anywhere, also from a signal's handler."""
+    """Executes a plan. `run` may be called once; `stop` and `kill` may be called from a signal handler."""
 
     def __init__(
         self,
@@ -109,25 +110,25 @@ class Supervisor:
     ) -> None:
         self.plan, self._cluster, self._watcher = plan, cluster, watcher
         self._clock, self._sleep = clock, sleep
-        self.ranks = [ComponentState(part) for part in plan.trainers]
-        self.engines = [ComponentState(part) for part in plan.engines]
+        self.ranks = [ComponentState(component) for component in plan.trainers]
+        self.engines = [ComponentState(component) for component in plan.engines]
         self.stopping = self._killing = self._stop_sent = False
         self._written_urls: list[str] = []
         self._last_poll = clock()
 
     def stop(self) -> None:
-        """Let the trainer finish its step, then end everything."""
+        """Let the trainer finish its step, then shut everything down."""
         self.stopping = True
 
     def kill(self) -> None:
-        """End everything now; what is on the disk is as good as after a crash."""
+        """Kill everything now; the run can be resumed as after a crash."""
         self.stopping = self._killing = True
 
     def run(self) -> LaunchOutcome:
-        """To the end of the run, or to where it was told to stop."""
+        """Supervise until the run ends or `stop` or `kill` was called."""
         try:
-            for life in self.engines:
-                self._start_engine(life)
+            for engine in self.engines:
+                self._start_engine(engine)
             while not self._is_over():
                 self._poll()
                 self._watcher.on_status([*self.ranks, *self.engines])
@@ -146,20 +147,20 @@ class Supervisor:
         return self._killing or trainer == "ended" or (self.stopping and trainer in ("placed", "down"))
 
     def _poll(self) -> None:
-        lives = {
-            life.component.name: life for life in (*self.ranks, *self.engines) if life.status in ("starting", "up")
+        running = {
+            state.component.name: state for state in (*self.ranks, *self.engines) if state.status in ("starting", "up")
         }
-        looks = self._cluster.probe_all(lives)
-        asleep, self._last_poll = self._clock() - self._last_poll, self._clock()
-        for life in self.engines:
-            if asleep > SUSPEND_THRESHOLD:
-                life.last_healthy += asleep  # nobody listened, so that nobody was silent
-            if life.component.name in looks:
-                self._check_engine(life, looks[life.component.name])
-            if life.status == "down" and self._clock() >= life.restart_at:
-                self._start_engine(life)
+        probes = self._cluster.probe_all(running)
+        elapsed, self._last_poll = self._clock() - self._last_poll, self._clock()
+        for engine in self.engines:
+            if elapsed > SUSPEND_THRESHOLD:
+                engine.last_healthy += elapsed  # the launcher was suspended, so nothing is known about this time
+            if engine.component.name in probes:
+                self._check_engine(engine, probes[engine.component.name])
+            if engine.status == "down" and self._clock() >= engine.restart_at:
+                self._start_engine(engine)
         self._write_engines_file()
-        self._check_trainer({name: look for name, look in looks.items() if lives[name].component.role == "trainer"})
+        self._check_trainer({name: probes[name] for name in probes if running[name].component.role == "trainer"})
 
     # -- engines ------------------------------------------------------------------------------------------------------
 
@@ -183,31 +184,32 @@ class Supervisor:
             state.last_healthy = now
             if state.status == "starting":
                 self._watcher.on_event(
-                    f"{state.component.name} serves at {state.url} after {now - state.status_since:.0f} s"
+                    f"{state.component.name} is up at {state.url} after {now - state.status_since:.0f} s"
                 )
                 state.set_status("up", now)
             self._reset_restarts_if_due(state)
         else:
             starting = state.status == "starting"
-            limit, name = (launch.startup_timeout, "start") if starting else (launch.health_timeout, "silence")
+            setting = "startup_timeout" if starting else "health_timeout"
+            limit = launch.startup_timeout if starting else launch.health_timeout
             if now - state.last_healthy > limit:
                 self._cluster.kill([state.component.name])
-                self._on_death(state, f"did not answer for launch.{name} = {limit:g} s")
+                self._on_death(state, f"did not answer for launch.{setting} = {limit:g} s")
 
     def _write_engines_file(self) -> None:
-        """Only what answers; the last engine's address stays, since an empty list is a damaged one for a pool."""
-        members = [life.url for life in self.engines if life.status == "up"]
-        if members and members != self._written_urls:
+        """List the healthy engines; the last URL stays, since the pool treats an empty file as damaged."""
+        urls = [engine.url for engine in self.engines if engine.status == "up"]
+        if urls and urls != self._written_urls:
             with atomic_file(self.plan.engines_file) as temporary:
-                temporary.write_text("".join(f"{url}\n" for url in members))
-            self._written_urls = members
+                temporary.write_text("".join(f"{url}\n" for url in urls))
+            self._written_urls = urls
 
     # -- the trainer --------------------------------------------------------------------------------------------------
 
     def _check_trainer(self, probes: dict[str, Probe]) -> None:
         first = self.ranks[0]
         if first.status == "placed":
-            if not self.engines or any(life.status == "up" for life in self.engines):
+            if not self.engines or any(engine.status == "up" for engine in self.engines):
                 self._start_trainer()
         elif first.status == "down":
             if self._clock() >= first.restart_at:
@@ -215,7 +217,7 @@ class Supervisor:
         elif first.status == "up":
             if self.stopping and not self._stop_sent:
                 self._stop_sent = True
-                self._watcher.on_event("the trainer finishes its step; once more to stop at once")
+                self._watcher.on_event("the trainer finishes its step; press Ctrl-C again to stop now")
                 self._cluster.terminate([first.component.name])
             self._check_ranks(probes)
 
@@ -223,70 +225,69 @@ class Supervisor:
         name, attempt = self.ranks[0].component.name, self.ranks[0].restarts
         try:
             address, port = self._cluster.allocate_address(name)
-            for rank, life in enumerate(self.ranks):
-                self._cluster.start(life.component.name, self.plan.trainer_command(rank, address, port, attempt))
-                life.set_status("up", self._clock())
+            for rank, state in enumerate(self.ranks):
+                self._cluster.start(state.component.name, self.plan.trainer_command(rank, address, port, attempt))
+                state.set_status("up", self._clock())
         except NodeLost as error:
             self._on_trainer_death(self.ranks[0], str(error))
             return
         ranks = f" on {len(self.ranks)} ranks" if len(self.ranks) > 1 else ""
-        self._watcher.on_event(f"the trainer is started{ranks}" + (" again" if attempt else ""))
+        self._watcher.on_event(("restarted" if attempt else "started") + f" the trainer{ranks}")
 
     def _check_ranks(self, probes: dict[str, Probe]) -> None:
-        """What the ranks' exit codes mean: the first one's good end is the run's, any bad end is everyone's."""
+        """Handle the ranks' exit codes: if rank 0 succeeds the run has ended; if any rank fails all are restarted."""
         if probes[self.ranks[0].component.name].exit_code == 0:
-            self._wait_for_exit([life.component.name for life in self.ranks[1:]], EXIT_GRACE)
-            for life in self.ranks:
-                life.set_status("ended", self._clock())
+            self._wait_for_exit([state.component.name for state in self.ranks[1:]], EXIT_GRACE)
+            for state in self.ranks:
+                state.set_status("ended", self._clock())
             return
-        bad = [
-            life
-            for life in self.ranks
-            if probes[life.component.name].lost_reason or probes[life.component.name].exit_code
+        failed = [
+            state
+            for state in self.ranks
+            if probes[state.component.name].lost_reason or probes[state.component.name].exit_code
         ]
-        if not bad:
+        if not failed:
             self._reset_restarts_if_due(self.ranks[0])
             return
-        # where one was killed and others gave up because of it, the one that was killed is the one to name
-        life = max(
-            bad,
-            key=lambda one: (
-                bool(probes[one.component.name].lost_reason)
-                or (probes[one.component.name].exit_code or 0) > SIGNAL_EXIT_BASE
-            ),
-        )
-        look = probes[life.component.name]
-        self._on_trainer_death(life, look.lost_reason or _describe_exit(look.exit_code))
+
+        def was_killed(state: ComponentState) -> bool:
+            probe = probes[state.component.name]
+            return bool(probe.lost_reason) or (probe.exit_code or 0) > SIGNAL_EXIT_BASE
+
+        # if one rank was killed and others exited because of it, report the one that was killed
+        culprit = max(failed, key=was_killed)
+        probe = probes[culprit.component.name]
+        self._on_trainer_death(culprit, probe.lost_reason or _describe_exit(probe.exit_code))
 
     def _on_trainer_death(self, state: ComponentState, reason: str) -> None:
-        """All ranks go down with one; the first one's count is everyone's."""
-        self._cluster.kill([one.component.name for one in self.ranks])
-        for one in self.ranks:
-            one.set_status("down", self._clock())
+        """Kill all ranks because one failed; restarts are counted on rank 0."""
+        self._cluster.kill([rank.component.name for rank in self.ranks])
+        for rank in self.ranks:
+            rank.set_status("down", self._clock())
         if self.stopping:
             self._stop_sent = True
             self._watcher.on_event(f"{state.component.name} {reason} before its step was finished")
             return
         self._on_death(self.ranks[0], reason, state)
-        for one in self.ranks[1:]:
-            one.restarts, one.restart_at, one.last_error = (
+        for rank in self.ranks[1:]:
+            rank.restarts, rank.restart_at, rank.last_error = (
                 self.ranks[0].restarts,
                 self.ranks[0].restart_at,
                 self.ranks[0].last_error,
             )
 
-    # -- policy -------------------------------------------------------------------------------------------------------
+    # -- restart policy -----------------------------------------------------------------------------------------------
 
     def _on_death(self, state: ComponentState, reason: str, culprit: ComponentState | None = None) -> None:
-        """Start it again later, or give up."""
+        """Schedule a restart, or raise if all restarts are used up."""
         now, name = self._clock(), (culprit or state).component.name
         state.set_status("down", now)
         state.last_error = reason
         allowed = state.component.max_restarts
         if state.restarts_used >= allowed:
             raise ComponentFailed(
-                f"{name} {reason}, and launch.{state.component.role}.restarts = {allowed} are used up. Its last lines"
-                f" ({self.plan.log_path(name)}):\n{_log_tail(self.plan.log_path(name))}"
+                f"{name} {reason}, and all launch.{state.component.role}.restarts = {allowed} are used up. End of its"
+                f" log ({self.plan.log_path(name)}):\n{_log_tail(self.plan.log_path(name))}"
             )
         state.restarts_used += 1
         state.restarts += 1
@@ -298,34 +299,34 @@ class Supervisor:
         if state.restarts_used and self._clock() - state.status_since >= self.plan.launch.restart_reset_after:
             state.restarts_used = 0
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- shutdown -----------------------------------------------------------------------------------------------------
 
     def _finish_step(self) -> None:
-        """The launch has failed; what the trainer has in hand is still worth finishing."""
+        """Let the trainer finish its step after the launch has failed."""
         first = self.ranks[0]
         if first.status == "up" and not self._killing:
             self._cluster.terminate([first.component.name])
             self._wait_for_exit([first.component.name], self.plan.launch.shutdown_timeout)
 
     def _shutdown(self) -> None:
-        """Trainer first, so that it never waits for engines that are gone; then the engines."""
-        with suppress(KeyboardInterrupt):  # the second of two signals may fall here: there is nothing to do but this
-            self._cluster.kill([life.component.name for life in self.ranks])
-            engines = [life.component.name for life in self.engines]
+        """Stop the trainer first, so that it never waits for stopped engines, then the engines."""
+        with suppress(KeyboardInterrupt):  # a second signal may arrive here, and shutting down must still finish
+            self._cluster.kill([state.component.name for state in self.ranks])
+            engines = [state.component.name for state in self.engines]
             if not self._killing:
                 self._cluster.terminate(engines)
                 self._wait_for_exit(engines, EXIT_GRACE)
             self._cluster.kill(engines)
-        for life in (*self.ranks, *self.engines):
-            life.set_status("ended", self._clock())
+        for state in (*self.ranks, *self.engines):
+            state.set_status("ended", self._clock())
         self._watcher.on_status([*self.ranks, *self.engines])
 
     def _wait_for_exit(self, names: list[str], seconds: float) -> None:
-        """Until these parts have ended, or the time is up."""
+        """Wait until these components have exited, or the time is up."""
         deadline = self._clock() + seconds
         while names and self._clock() < deadline and not self._killing:
-            looks = self._cluster.probe_all(names)
-            if all(look.lost_reason or look.exit_code is not None for look in looks.values()):
+            probes = self._cluster.probe_all(names)
+            if all(probe.lost_reason or probe.exit_code is not None for probe in probes.values()):
                 return
             self._sleep(POLL_INTERVAL / 2)
 
@@ -339,9 +340,9 @@ def _describe_exit(exit_code: int | None) -> str:
 
 
 def _log_tail(log: Path) -> str:
-    """The end of a log, on lines of their own."""
+    """Return the last lines of a log, indented."""
     try:
         lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     except OSError:
         lines = []
-    return "\n".join(f"  {line}" for line in lines) or "  (nothing)"
+    return "\n".join(f"  {line}" for line in lines) or "  (empty)"

@@ -1,6 +1,7 @@
-"""A run before it is run: the real scheduler on a virtual clock, with engines and a trainer that only take their time.
+"""Predict a run's throughput: the real scheduler on a virtual clock, with engines and trainer modelled by their speeds.
 
-`clock` is the loop, `engines` the samplers and what goes wrong with them, `world` the run, `prediction` what comes of
-it, `advice` what holds it up and what to change, `measure` what a real run tells about speeds and lengths. It computes
-no tokens and no gradients, and says nothing about what is learned.
+`virtual_clock` is the event loop, `engines` and `simulated_pool` model sampling and its failures, `publishing` the
+transfer of weights, `simulated_run` the training loop, `prediction` summarises its steps, `bottleneck` explains what
+limits the run and proposes changes, and `calibrate` measures speeds and lengths from a real run. No tokens or gradients
+are computed, so nothing is predicted about what the model learns.
 """

@@ -1,9 +1,9 @@
-"""Engines that sample nothing and take as long as real ones would.
+"""Simulated engines: they sample no tokens but take as long as real engines would.
 
-One decode step of an engine with c requests takes a + b c seconds and gives each of them a token: so many requests get
-that much less each, and the engine that much more in all. Requests beyond `max_batch` wait in line. A token carries the
-version that the engine held when it was sampled. Time goes from event to event: nothing happens token by token, and
-what a request costs does not grow with its length or with the number of engines.
+One decode step of an engine with c requests takes a + b c seconds and gives each request one token: with more requests
+each gets slower, and the engine's total throughput grows. Requests beyond `max_batch` wait in a queue. A token carries
+the version that the engine held when it was sampled. The simulation is event-driven, not per token: the cost of
+simulating a request does not depend on its length or on the number of engines.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from keel.config.simulate import SimulateSettings
 from keel.errors import ConfigError
 
 TOKEN_TOLERANCE = 1e-6
-"""Of a token: what rounding leaves of a request that is done."""
+"""Fraction of a token: a request with less than this left to sample is done (rounding error)."""
 
 
 class DecodeSpeed(NamedTuple):
-    """Seconds of a decode step by the requests in it."""
+    """Seconds of a decode step as a function of the number of requests in it."""
 
     base_seconds: float
     seconds_per_request: float
@@ -27,20 +27,20 @@ class DecodeSpeed(NamedTuple):
 
     @classmethod
     def from_settings(cls, settings: SimulateSettings, max_batch: int) -> "DecodeSpeed":
-        """From the speed of a request alone and of a full batch."""
-        most = max_batch * settings.tokens_per_second_alone
-        if max_batch > 1 and settings.tokens_per_second > most * (1 + 1e-9):
+        """Derive the costs from the speed of a single request and of a full batch."""
+        max_speed = max_batch * settings.tokens_per_second_alone
+        if max_batch > 1 and settings.tokens_per_second > max_speed * (1 + 1e-9):
             raise ConfigError(
                 f"tokens_per_second = {settings.tokens_per_second:g} is above max_batch = {max_batch} times"
-                f" tokens_per_second_alone = {settings.tokens_per_second_alone:g}: no request is faster for having"
-                " others beside it"
+                f" tokens_per_second_alone = {settings.tokens_per_second_alone:g}: a request cannot be faster in a"
+                " batch than alone"
             )
         alone, full = 1 / settings.tokens_per_second_alone, max_batch / settings.tokens_per_second
-        each = max((full - alone) / (max_batch - 1), 0.0) if max_batch > 1 else 0.0
-        return cls(max(alone - each, 0.0), each, max_batch)
+        per_request = max((full - alone) / (max_batch - 1), 0.0) if max_batch > 1 else 0.0
+        return cls(max(alone - per_request, 0.0), per_request, max_batch)
 
     def rates(self) -> list[float]:
-        """Tokens a second of each request, by how many there are."""
+        """Return the tokens per second of each request, indexed by the number of requests."""
         return [
             0.0,
             *(1 / (self.base_seconds + self.seconds_per_request * count) for count in range(1, self.max_batch + 1)),
@@ -48,7 +48,7 @@ class DecodeSpeed(NamedTuple):
 
 
 class SimulatedRollout:
-    """A rollout, as far as the scheduler and the account look at it."""
+    """The fields of a rollout that the scheduler and the prediction read."""
 
     __slots__ = ("error", "error_kind", "oldest_version", "tokens", "tokens_by_version", "truncated")
 
@@ -61,7 +61,7 @@ class SimulatedRollout:
         error: str = "",
     ) -> None:
         self.tokens_by_version = tokens_by_version
-        """Versions, and how many tokens were sampled from each."""
+        """Pairs of version and number of tokens sampled with it."""
         self.tokens = sum(count for _, count in tokens_by_version)
         self.oldest_version = tokens_by_version[0][0] if tokens_by_version else None
         self.truncated = truncated
@@ -70,17 +70,17 @@ class SimulatedRollout:
 
 
 class SimulatedRequest(asyncio.Future[SimulatedRollout]):
-    """One rollout under way. A bare future: what would only wait needs no task of its own."""
+    """One rollout in flight. A plain future: it only waits, so it needs no task."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, listener: "EngineListener", group: str, tokens: int) -> None:
         super().__init__(loop=loop)
         self._listener = listener
         self.group = group
         self.tokens = tokens
-        """To sample until it ends, well or not."""
+        """Tokens to sample until it ends, successfully or not."""
         self.truncated = False
         self.fails_with: str | None = None
-        """The kind of the error that it ends with."""
+        """Kind of the error that it ends with."""
         self.engine: SimulatedEngine | None = None
         self.running = False
         self.start_progress = 0.0
@@ -95,26 +95,26 @@ class SimulatedRequest(asyncio.Future[SimulatedRollout]):
 
 
 class EngineListener(Protocol):
-    """Who is told what becomes of requests, and what all engines have in common."""
+    """Receives the events of all engines, and holds the parameters that they share."""
 
     rates: list[float]
-    """Of each request by their number, as things are now."""
+    """Current tokens per second of each request, indexed by the number of requests."""
     max_batch: int
     prefill_seconds: float
-    """Seconds that a group's prompt takes."""
+    """Seconds to compute a group's prompt."""
 
     def on_sampled(self, request: SimulatedRequest, tokens_by_version: list[tuple[int, int]]) -> None:
-        """All its tokens are there."""
+        """All tokens of a request have been sampled."""
 
     def on_cancelled(self, request: SimulatedRequest) -> None:
-        """Nobody wants it any more."""
+        """A request was cancelled."""
 
     def on_load_decreased(self, engine: "SimulatedEngine") -> None:
-        """It has fewer requests than before."""
+        """An engine has fewer requests than before."""
 
 
 class SimulatedEngine:
-    """One engine. Invariant: `progress` is the number of tokens that a request here since the beginning would have."""
+    """One engine. Invariant: `progress` is the number of tokens a request would have if it had run from the start."""
 
     def __init__(self, number: int, listener: EngineListener, loop: asyncio.AbstractEventLoop) -> None:
         self.number, self._listener, self._loop = number, listener, loop
@@ -128,10 +128,10 @@ class SimulatedEngine:
         self._version_marks: list[tuple[float, int]] = [(0.0, 0)]
         self._cached_groups: set[str] = set()
         self.up = self.accepting = True
-        """Not crashed; taking new requests."""
+        """Whether it has not crashed, and whether it admits new requests."""
         self._drained: asyncio.Future[None] | None = None
         self.heap_load = 0
-        """Under which it is known to whoever looks for the least loaded."""
+        """The load under which it is in the pool's heap."""
         self.sampled_tokens = self.busy_seconds = self.down_since = 0.0
 
     @property
@@ -148,7 +148,7 @@ class SimulatedEngine:
         self._admit()
 
     def remove(self, request: SimulatedRequest) -> None:
-        """It was cancelled."""
+        """Remove a cancelled request."""
         if request.running:
             self.advance()
             request.running = False
@@ -160,30 +160,30 @@ class SimulatedEngine:
         self._listener.on_load_decreased(self)
 
     def set_version(self, version: int) -> None:
-        """New weights are live."""
+        """Sample with new weights from now on."""
         self.advance()
         self._version_marks.append((self.progress, version))
         self._cached_groups.clear()
 
     def stall(self, seconds: float) -> None:
-        """Nothing is sampled for so long."""
+        """Stop sampling for a number of seconds."""
         self.advance()
         self._stalled_until = max(self._stalled_until, self._loop.time()) + seconds
         self._schedule_next(force=True)
 
     async def wait_drained(self) -> None:
-        """Wait until nothing is being decoded."""
+        """Wait until no request is being decoded."""
         if self.num_decoding:
             self._drained = self._loop.create_future()
             await self._drained
 
     def set_accepting(self, accepting: bool) -> None:
-        """Whether new requests are begun."""
+        """Set whether waiting requests are admitted."""
         self.accepting = accepting
         self._admit()
 
     def on_rates_changed(self) -> None:
-        """The rates of all engines have changed; each was advanced by the old ones."""
+        """Reschedule after the shared rates changed; the engine was already advanced with the old rates."""
         self._schedule_next(force=True)
 
     @property
@@ -191,7 +191,7 @@ class SimulatedEngine:
         return [request for *_, request in self._running if request.running]
 
     def crash(self) -> list[SimulatedRequest]:
-        """Everything that it had is lost; who had asked for it."""
+        """Lose all requests and return them."""
         self.advance()
         lost = [*self.running_requests, *self.waiting]
         for request in lost:
@@ -204,16 +204,14 @@ class SimulatedEngine:
         return lost
 
     def restart(self, version: int) -> None:
-        """Empty, with these weights."""
+        """Come back without requests, with the weights of a version."""
         self.up = self.accepting = True
         self.heap_load = 0
         self.set_version(version)
 
     def tokens_sampled_for(self, request: SimulatedRequest) -> float:
-        """Tokens so far."""
+        """Return the number of tokens sampled so far for a request."""
         return self.progress - request.start_progress if request.running else 0.0
-
-    # inside
 
     def _admit(self) -> None:
         if not (self.accepting and self.up and self.waiting):
@@ -235,7 +233,7 @@ class SimulatedEngine:
         self._schedule_next()
 
     def advance(self) -> None:
-        """Up to now."""
+        """Account for the tokens sampled up to now."""
         now = self._loop.time()
         if self.num_decoding:
             since = max(self._advanced_at, min(self._stalled_until, now))
@@ -246,8 +244,11 @@ class SimulatedEngine:
         self._advanced_at = now
 
     def _schedule_next(self, *, force: bool = False) -> None:
-        """Set the timer for whoever is done first. One that is set too early is not moved: it finds nothing to do and
-        is set again, which is cheaper than moving it for each request that joins."""
+        """Set the timer for the first request to finish.
+
+        A timer that is due too early is not moved: it fires, finds nothing to do and is set again, which is cheaper
+        than moving it for each request that joins.
+        """
         running = self._running
         while running and not running[0][2].running:
             heapq.heappop(running)
@@ -280,17 +281,17 @@ class SimulatedEngine:
         self._schedule_next()
 
     def _tokens_by_version(self, request: SimulatedRequest) -> list[tuple[int, int]]:
-        """Its tokens by the version that sampled them."""
+        """Split a request's tokens by the version that sampled them."""
         marks = self._version_marks
         if request.start_version_index == len(marks) - 1:
             return [(marks[-1][1], request.tokens)]
         parts, before = [], 0
         ends = [at for at, _ in marks[request.start_version_index + 1 :]] + [self.progress]
         for (_, version), end in zip(marks[request.start_version_index :], ends, strict=True):
-            upto = min(round(end - request.start_progress), request.tokens)
-            if upto > before:
-                parts.append((version, upto - before))
-                before = upto
+            sampled = min(round(end - request.start_progress), request.tokens)
+            if sampled > before:
+                parts.append((version, sampled - before))
+                before = sampled
         if before < request.tokens:
             parts.append((marks[-1][1], request.tokens - before))
         return parts

@@ -1,8 +1,8 @@
-"""From when rollouts began and ended to what a decode step costs: least squares with few unknowns, none negative.
+"""Fit the cost of a decode step to the start and end times of rollouts, by non-negative least squares.
 
-A rollout that samples n tokens beside c others, on an engine that computes beside its trainer for a share s of that
-time, is taken to last outside + n (base + each c) (1 + s (contention - 1)) seconds. What waited for a place in the
-engine's batch is taken to have begun when a place was free, first come, first served.
+The model: a rollout that samples n tokens while c requests run on its engine, and while the trainer computes for a
+share s of that time, lasts environment + n (base + per_request c) (1 + s (trainer_slowdown - 1)) seconds. A rollout
+that had to wait for a slot in the engine's batch is assumed to start when a slot became free, in order of arrival.
 """
 
 import heapq
@@ -17,59 +17,59 @@ from numpy.typing import NDArray
 from keel.errors import KeelError
 
 TRAINER_SLOWDOWNS = np.linspace(1.0, 4.0, 31)
-"""What is tried: an engine beside a trainer is up to so many times slower."""
+"""Candidate values: how many times slower an engine is while a trainer computes on the same machine."""
 MIN_STEP_SECONDS = 1e-7
-"""Seconds of a decode step that no engine is below."""
+"""Lower bound on the seconds of a decode step."""
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class RolloutTimings:
-    """What was under way, in Unix time, and what it sampled."""
+    """Start and end of each rollout in Unix time, and the tokens it sampled."""
 
     started_at: Array
     ended_at: Array
     tokens: Array
     training_spans: Array
-    """Begin and end of each span in which the trainer computed, one a row."""
+    """Start and end of each span in which the trainer computed, one per row."""
     capacity: int
-    """Of all engines together: who is beyond them waits."""
+    """Requests that all engines together decode concurrently; further requests wait."""
 
 
 class DecodeCosts(NamedTuple):
-    """What a rollout's time is made of."""
+    """The components of a rollout's duration."""
 
     environment_seconds: float
     base_seconds: float
     seconds_per_request: float
-    """For each request beside it on its engine, itself included."""
+    """Seconds added to a decode step by each request on the engine, including the rollout's own."""
     trainer_slowdown: float
 
 
 def fit_decode_costs(rollouts: RolloutTimings, engines: int) -> DecodeCosts:
-    """The costs that fit best."""
+    """Return the costs with the least squared error."""
     sampled = rollouts.tokens > 0
     if sampled.sum() < 8:
-        raise KeelError(f"only {int(sampled.sum())} rollouts of the run sampled anything, too few to measure by")
+        raise KeelError(f"only {int(sampled.sum())} rollouts of the run sampled any tokens; at least 8 are needed")
     start = admission_times(rollouts)
     seconds, tokens = (rollouts.ended_at - start)[sampled], rollouts.tokens[sampled]
-    beside = (mean_concurrency(start, rollouts.ended_at) / engines)[sampled]
-    shared = overlap_share(start, rollouts.ended_at, rollouts.training_spans)[sampled]
+    concurrency = (mean_concurrency(start, rollouts.ended_at) / engines)[sampled]
+    overlap = overlap_share(start, rollouts.ended_at, rollouts.training_spans)[sampled]
     best: tuple[float, DecodeCosts] | None = None
-    for contention in TRAINER_SLOWDOWNS:
-        slow = 1 + shared * (contention - 1)
-        terms = np.stack([np.ones_like(tokens), tokens * slow, tokens * beside * slow], axis=1)
-        found, error = nonnegative_least_squares(terms, seconds)
+    for trainer_slowdown in TRAINER_SLOWDOWNS:
+        slowdown = 1 + overlap * (trainer_slowdown - 1)
+        terms = np.stack([np.ones_like(tokens), tokens * slowdown, tokens * concurrency * slowdown], axis=1)
+        coefficients, error = nonnegative_least_squares(terms, seconds)
         if best is None or error < best[0] * (1 - 1e-6):
-            outside, base, each = (float(one) for one in found)
-            best = error, DecodeCosts(outside, max(base, MIN_STEP_SECONDS), each, float(contention))
+            environment, base, per_request = (float(value) for value in coefficients)
+            best = error, DecodeCosts(environment, max(base, MIN_STEP_SECONDS), per_request, float(trainer_slowdown))
     assert best is not None
     return best[1]
 
 
 def admission_times(rollouts: RolloutTimings) -> Array:
-    """When each was given a place: at once, or when one of those before it had ended."""
+    """Return when each rollout got a slot: immediately, or when an earlier rollout ended."""
     start = rollouts.started_at.copy()
     busy: list[float] = []
     for number in np.argsort(rollouts.started_at, kind="stable"):
@@ -82,7 +82,7 @@ def admission_times(rollouts: RolloutTimings) -> Array:
 
 
 def mean_concurrency(started_at: Array, ended_at: Array) -> Array:
-    """How many were under way in the mean over the time of each, itself included."""
+    """Return the average number of rollouts in flight during each rollout, itself included."""
     times = np.unique(np.concatenate([started_at, ended_at]))
     change = np.zeros(len(times))
     np.add.at(change, np.searchsorted(times, started_at), 1.0)
@@ -90,36 +90,35 @@ def mean_concurrency(started_at: Array, ended_at: Array) -> Array:
     count = np.cumsum(change)
     area = np.concatenate([[0.0], np.cumsum(count[:-1] * np.diff(times))])
     inside = area[np.searchsorted(times, ended_at)] - area[np.searchsorted(times, started_at)]
-    lasted = ended_at - started_at
-    return np.where(lasted > 0, inside / np.where(lasted > 0, lasted, 1.0), 1.0)
+    duration = ended_at - started_at
+    return np.where(duration > 0, inside / np.where(duration > 0, duration, 1.0), 1.0)
 
 
 def overlap_share(started_at: Array, ended_at: Array, spans: Array) -> Array:
-    """The share of each rollout's time that lies in one of the spans, which do not overlap each other."""
+    """Return the share of each rollout's duration that lies in one of the spans, which must not overlap each other."""
     common = np.zeros_like(started_at)
     for first, last in spans:
         common += np.clip(np.minimum(ended_at, last) - np.maximum(started_at, first), 0.0, None)
-    lasted = ended_at - started_at
-    return np.where(lasted > 0, common / np.where(lasted > 0, lasted, 1.0), 0.0)
+    duration = ended_at - started_at
+    return np.where(duration > 0, common / np.where(duration > 0, duration, 1.0), 0.0)
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """The constant and the slope that fit best, none of them negative."""
+    """Return the best-fitting constant and slope, both non-negative."""
     terms = np.stack([np.ones(len(x)), np.asarray(x, float)], axis=1)
     (fixed, slope), _ = nonnegative_least_squares(terms, np.asarray(y, float))
     return float(fixed), float(slope)
 
 
 def nonnegative_least_squares(terms: Array, targets: Array) -> tuple[Array, float]:
-    """Coefficients of at least 0, and the sum of squares that they leave: the best of all sets of terms, which are
-    few."""
+    """Return non-negative coefficients and their squared error, by trying every subset of the (few) terms."""
     count = terms.shape[1]
-    best, left = np.zeros(count), float((targets**2).sum())
+    best, best_error = np.zeros(count), float((targets**2).sum())
     for size in range(1, count + 1):
         for chosen in combinations(range(count), size):
-            found, *_ = np.linalg.lstsq(terms[:, chosen], targets, rcond=None)
-            error = float(((terms[:, chosen] @ found - targets) ** 2).sum())
-            if (found >= 0).all() and error < left:
-                best, left = np.zeros(count), error
-                best[list(chosen)] = found
-    return best, left
+            coefficients, *_ = np.linalg.lstsq(terms[:, chosen], targets, rcond=None)
+            error = float(((terms[:, chosen] @ coefficients - targets) ** 2).sum())
+            if (coefficients >= 0).all() and error < best_error:
+                best, best_error = np.zeros(count), error
+                best[list(chosen)] = coefficients
+    return best, best_error

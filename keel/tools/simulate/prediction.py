@@ -1,7 +1,7 @@
-"""From the steps of a simulated run to what it predicts.
+"""Summarise the steps of a simulated run as a prediction.
 
-The first steps are left out of all rates: a run begins with nothing under way, and gets faster or slower until as much
-is in line as its staleness allows. All numbers are means over the steps that are left.
+The first steps are left out: a run starts with nothing in flight, and its speed changes until as many rollouts are
+queued as its staleness limit allows. All numbers are averages over the remaining steps.
 """
 
 from collections import Counter
@@ -18,16 +18,16 @@ from keel.tools.simulate.simulated_run import ProgressCallback, SimulatedStep, r
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run will be like."""
+    """Predicted speed, utilisation, staleness and waste of a run."""
 
     steps: int
-    """That were simulated."""
+    """Simulated steps."""
     counted_steps: int
-    """The last of them, which the numbers are of."""
+    """Steps at the end that the averages are over."""
     rollouts: int
-    """That had a fate, in all steps."""
+    """Rollouts that were trained or dropped, in all steps."""
     hours: float
-    """Of virtual time, all steps."""
+    """Virtual hours of all steps."""
     engines: int
     ranks: int
 
@@ -37,29 +37,29 @@ class Prediction:
     trained_tokens_per_second: float
 
     engine_busy: float
-    """Share of time in which an engine has a request at all."""
+    """Share of time in which an engine has at least one request."""
     engine_fill: float
-    """Tokens sampled, as a share of what engines with full batches would sample."""
+    """Sampled tokens, as a share of what engines with full batches would sample."""
     engine_down: float
     in_flight: float
-    """Rollouts under way."""
+    """Rollouts in flight."""
     trainer_busy: float
     """Share of time in which the trainer computes."""
     waiting: float
-    """Share in which it waits for a batch."""
+    """Share of time in which the trainer waits for a batch."""
     publishing: float
     saving: float
 
     staleness: float
-    """Versions that a trained token is old, in the mean."""
+    """Average staleness of a trained token, in versions."""
     staleness_shares: dict[int, float]
-    """Tokens by how many versions old they were."""
+    """Share of trained tokens by staleness."""
     dropped: dict[str, float]
-    """Rollouts by reason, as shares of all that had a fate."""
+    """Dropped rollouts by reason, as shares of all trained or dropped rollouts."""
     wasted: dict[str, float]
-    """Tokens that were sampled for nothing, by reason, as shares of all sampled; crash: lost with an engine."""
+    """Sampled tokens that were not trained, by reason, as shares of all sampled tokens; crash: lost with an engine."""
     truncated: float
-    """Share of the trained rollouts that were cut at their longest."""
+    """Share of the trained rollouts that were truncated at the token limit."""
 
     @property
     def dropped_share(self) -> float:
@@ -70,7 +70,7 @@ class Prediction:
         return sum(self.wasted.values())
 
     def as_json(self) -> dict[str, Any]:
-        shares = {str(age): share for age, share in self.staleness_shares.items()}
+        shares = {str(staleness): share for staleness, share in self.staleness_shares.items()}
         return {
             **asdict(self),
             "staleness_shares": shares,
@@ -82,29 +82,29 @@ class Prediction:
 def predict(
     settings: RunSettings, assumed: SimulateSettings, on_progress: ProgressCallback | None = None
 ) -> Prediction:
-    """Simulate, and say what came of it."""
+    """Simulate a run and summarise its steps."""
     return summarise(settings, assumed, simulate(settings, assumed, on_progress))
 
 
 def summarise(settings: RunSettings, assumed: SimulateSettings, steps: Sequence[SimulatedStep]) -> Prediction:
-    """The means of a run's steps, without its beginning."""
+    """Average over a run's steps, without the warm-up steps."""
     first = count_warmup_steps(settings, len(steps))
     counted, before = steps[first:], steps[first - 1] if first else SimulatedStep()
     last, start = counted[-1], before.engine_totals
     seconds = last.ended_at - before.ended_at
     sampled = last.engine_totals.sampled_tokens - start.sampled_tokens
     batch = resolve_max_batch(settings, assumed)
-    full = DecodeSpeed.from_settings(assumed, batch).rates()[-1] * batch * assumed.engines
-    refused = sum((one.dropped for one in counted), Counter[str]())
-    wasted = sum((one.wasted_tokens for one in counted), Counter[str]())
+    full_speed = DecodeSpeed.from_settings(assumed, batch).rates()[-1] * batch * assumed.engines
+    dropped = sum((step.dropped for step in counted), Counter[str]())
+    wasted = sum((step.wasted_tokens for step in counted), Counter[str]())
     wasted["crash"] = round(last.engine_totals.lost_tokens - start.lost_tokens)
-    ages = sum((one.staleness for one in counted), Counter[int]())
-    rollouts, tokens = sum(one.trained_rollouts for one in counted), sum(one.trained_tokens for one in counted)
-    fates, used = rollouts + refused.total(), tokens + wasted.total()
+    staleness = sum((step.staleness for step in counted), Counter[int]())
+    rollouts, tokens = sum(step.trained_rollouts for step in counted), sum(step.trained_tokens for step in counted)
+    all_rollouts, all_tokens = rollouts + dropped.total(), tokens + wasted.total()
     return Prediction(
         steps=len(steps),
         counted_steps=len(counted),
-        rollouts=sum(one.trained_rollouts + one.dropped.total() for one in steps),
+        rollouts=sum(step.trained_rollouts + step.dropped.total() for step in steps),
         hours=last.ended_at / 3600,
         engines=assumed.engines,
         ranks=resolve_ranks(settings, assumed),
@@ -113,21 +113,21 @@ def summarise(settings: RunSettings, assumed: SimulateSettings, steps: Sequence[
         sampled_tokens_per_second=sampled / seconds,
         trained_tokens_per_second=tokens / seconds,
         engine_busy=(last.engine_totals.busy_seconds - start.busy_seconds) / seconds / assumed.engines,
-        engine_fill=sampled / seconds / full,
+        engine_fill=sampled / seconds / full_speed,
         engine_down=(last.engine_totals.down_seconds - start.down_seconds) / seconds / assumed.engines,
         in_flight=(last.engine_totals.rollout_seconds - start.rollout_seconds) / seconds,
-        trainer_busy=sum(one.training_seconds for one in counted) / seconds,
-        waiting=sum(one.waiting_seconds for one in counted) / seconds,
-        publishing=sum(one.publishing_seconds for one in counted) / seconds,
-        saving=sum(one.saving_seconds for one in counted) / seconds,
-        staleness=sum(age * count for age, count in ages.items()) / max(ages.total(), 1),
-        staleness_shares={age: ages[age] / ages.total() for age in sorted(ages)},
-        dropped={reason: count / max(fates, 1) for reason, count in refused.most_common()},
-        wasted={reason: count / max(used, 1) for reason, count in wasted.most_common() if count},
-        truncated=sum(one.truncated for one in counted) / max(rollouts, 1),
+        trainer_busy=sum(step.training_seconds for step in counted) / seconds,
+        waiting=sum(step.waiting_seconds for step in counted) / seconds,
+        publishing=sum(step.publishing_seconds for step in counted) / seconds,
+        saving=sum(step.saving_seconds for step in counted) / seconds,
+        staleness=sum(versions * count for versions, count in staleness.items()) / max(staleness.total(), 1),
+        staleness_shares={versions: staleness[versions] / staleness.total() for versions in sorted(staleness)},
+        dropped={reason: count / max(all_rollouts, 1) for reason, count in dropped.most_common()},
+        wasted={reason: count / max(all_tokens, 1) for reason, count in wasted.most_common() if count},
+        truncated=sum(step.truncated for step in counted) / max(rollouts, 1),
     )
 
 
 def count_warmup_steps(settings: RunSettings, num_steps: int) -> int:
-    """Steps at the beginning that say little about the rest: until the line is full and what was in it has trained."""
+    """Return the number of first steps to leave out: until the queue is full and its first content has trained."""
     return min(2 * settings.scheduler.max_off_policy_steps + 1, num_steps // 3)

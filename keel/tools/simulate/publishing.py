@@ -1,10 +1,10 @@
-"""New weights on their way to simulated engines, beside the next rollouts where the run would have it so.
+"""Simulate publishing weights to the engines, overlapping the next rollouts where a real run would.
 
-The order of things is that of `keel/training/publish/publisher.py`: weights are taken while the trainer must not
-change them, then given to the engines, one publication at a time. A folder is written once and read by every engine;
-a broadcast goes from engine to engine layer by layer, and takes as long as over one link; a copy in one process takes
-its fixed time. Engines sample on until the new weights are live, in all of them at the same moment, or are drained
-first.
+The order of operations is that of `keel/training/publish/publisher.py`: a snapshot is taken while the trainer must not
+change the weights, then sent to the engines, one publication at a time. A folder is written once and read by every
+engine; a broadcast is pipelined from engine to engine and takes as long as one link; an in-memory copy takes its fixed
+time. Engines keep sampling until the new weights are live, which happens in all of them at the same moment, or are
+drained first.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from keel.tools.simulate.simulated_pool import SimulatedPool
 
 
 class SimulatedPublisher:
-    """Publications to all engines."""
+    """Publishes weights to all simulated engines."""
 
     def __init__(
         self, settings: RunSettings, assumed: SimulateSettings, pool: SimulatedPool, on_live: Callable[[int], None]
@@ -24,13 +24,13 @@ class SimulatedPublisher:
         self._assumed, self._pool, self._on_live = assumed, pool, on_live
         self._broadcast = settings.publish.transport == "broadcast"
         self._drain = settings.publish.in_flight == "drain"
-        # weights that arrive while the next batch is taken make it that much older, which its limit has to allow
+        # weights that arrive during the next batch make its tokens staler, which max_off_policy_steps must allow
         self._overlap = 2 * settings.publish.every - 1 <= settings.scheduler.max_off_policy_steps
         self._snapshot_task: asyncio.Task[None] | None = None
         self._send_task: asyncio.Task[None] | None = None
 
     async def publish(self, version: int) -> None:
-        """Begin, after the publication before this one is over; and, without overlap, wait for the end."""
+        """Start publishing after the previous publication has ended; without overlap, also wait for the end."""
         await _wait_if_running(self._send_task)
         self._snapshot_task = asyncio.create_task(self._snapshot())
         self._send_task = asyncio.create_task(self._send(self._snapshot_task, version))
@@ -59,7 +59,7 @@ class SimulatedPublisher:
         self._pool.version = version
         for engine in self._pool.engines:
             if not engine.up:
-                continue  # it comes back with these
+                continue  # it loads these weights when it restarts
             if self._assumed.load_seconds:
                 engine.stall(self._assumed.load_seconds)
             engine.set_version(version)

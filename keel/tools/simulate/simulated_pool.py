@@ -1,8 +1,8 @@
-"""All engines of a simulated run: who gets which request, what fails, and how new weights arrive.
+"""All engines of a simulated run: routing of requests, failures, crashes and weight transfer times.
 
-As a pool does it: the requests of a group go to one engine, a new group to the least loaded; one that crashed comes
-back with the newest weights, and what the crash interrupted is asked for again elsewhere, `attempts` times in all.
-Waiting for an engine has no time limit here.
+Follows the rules of the real pool: the requests of a group go to one engine, a new group to the least loaded; an engine
+that crashed comes back with the newest weights, and interrupted requests are retried on another engine, up to
+`pool.max_attempts` attempts in total. Unlike in the real pool, waiting for an engine has no time limit.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from keel.tools.simulate.draws import NUM_QUANTILES, SeededDraws, length_quantil
 from keel.tools.simulate.engines import DecodeSpeed, SimulatedEngine, SimulatedRequest, SimulatedRollout
 
 MAX_TRACKED_GROUPS = 65_536
-"""Groups whose engine is remembered."""
+"""Number of groups whose engine is remembered."""
 DEFAULT_POOL_BATCH = 256
-"""Requests of an engine that is a server of somebody else's, where nothing says how many."""
+"""Assumed batch size of an external server, whose batch size is not in the settings."""
 
 
 def resolve_max_batch(settings: RunSettings, assumed: SimulateSettings) -> int:
-    """Requests that one engine decodes together."""
+    """Return the number of requests that one engine decodes together."""
     if assumed.max_batch is not None:
         return assumed.max_batch
     return settings.engine.max_batch if settings.engine.kind in ("local", "process") else DEFAULT_POOL_BATCH
@@ -32,23 +32,22 @@ def resolve_max_batch(settings: RunSettings, assumed: SimulateSettings) -> int:
 
 @dataclass
 class EngineTotals:
-    """What the engines have come to since the beginning."""
+    """Totals over all engines since the start of the run."""
 
     sampled_tokens: float = 0.0
-    """Sampled."""
     busy_seconds: float = 0.0
-    """Seconds of all engines with at least one request."""
+    """Engine seconds with at least one request."""
     rollout_seconds: float = 0.0
-    """Rollouts under way, times seconds."""
+    """Rollouts in flight, integrated over time."""
     down_seconds: float = 0.0
-    """Seconds of all engines that had crashed and were not back."""
+    """Engine seconds between a crash and the restart."""
     lost_tokens: float = 0.0
-    """Tokens that crashes lost."""
+    """Tokens lost in crashes."""
     crashes: int = 0
 
 
 class SimulatedPool:
-    """Runs dispatches of the scheduler on engines in virtual time."""
+    """Runs the scheduler's rollout requests on simulated engines in virtual time."""
 
     def __init__(
         self,
@@ -69,18 +68,18 @@ class SimulatedPool:
         self._draws = SeededDraws(settings.seed)
         self._length_tables: dict[str, list[int]] = {}
         self._max_sampled_tokens: dict[str, int] = {}
-        for name, one in environments.items():
-            most = (one.sampling or settings.sampling).max_tokens
-            self._length_tables[name] = length_quantiles(assumed.length, most)
-            self._max_sampled_tokens[name] = most * assumed.turns
-        self._limits = {name: one.limits for name, one in environments.items()}
+        for name, environment in environments.items():
+            max_tokens = (environment.sampling or settings.sampling).max_tokens
+            self._length_tables[name] = length_quantiles(assumed.length, max_tokens)
+            self._max_sampled_tokens[name] = max_tokens * assumed.turns
+        self._limits = {name: environment.limits for name, environment in environments.items()}
         self._max_attempts = settings.pool.max_attempts if settings.pool is not None else 1
         self.engines = [SimulatedEngine(number, self, self._loop) for number in range(assumed.engines)]
         self._load_heap = [(0, engine.number) for engine in self.engines]
         self._group_engines: dict[str, SimulatedEngine] = {}
         self._unplaced: deque[SimulatedRequest] = deque()
         self.version = 0
-        """The newest that is live: what an engine that comes back has."""
+        """The newest live version, which a restarted engine loads."""
         self._in_flight, self._counted_at = 0, 0.0
         self._totals = EngineTotals()
         self._crash_timers: dict[int, asyncio.TimerHandle] = {}
@@ -88,13 +87,11 @@ class SimulatedPool:
             for engine in self.engines:
                 self._schedule_crash(engine, self._draws.crash_intervals(engine.number, assumed.engine_crash_hours))
 
-    # requests
-
     def __call__(self, rollout_request: RolloutRequest) -> SimulatedRequest:
-        """One rollout; what becomes of it depends on its name."""
+        """Start one rollout. Its length and failure are drawn from its group, member and attempt."""
         self._on_dispatch()
         assumed, name = self._assumed, rollout_request.environment
-        length, failure, where = self._draws.uniforms(
+        length, failure, failure_point = self._draws.uniforms(
             rollout_request.group, rollout_request.member, rollout_request.attempt
         )
         drawn, cap = self._length_tables[name][int(length * NUM_QUANTILES)], self._max_sampled_tokens[name]
@@ -103,7 +100,7 @@ class SimulatedPool:
         limits = self._limits[name]
         if failure < assumed.rollout_failures:
             request.fails_with, request.truncated = "exception", False
-            request.tokens = int(request.tokens * where)
+            request.tokens = int(request.tokens * failure_point)
         elif assumed.prompt_tokens + request.tokens > limits.max_sequence_tokens:
             if limits.on_overlength == "drop":
                 request.fails_with = "over_length"
@@ -116,11 +113,11 @@ class SimulatedPool:
     def on_sampled(self, request: SimulatedRequest, tokens_by_version: list[tuple[int, int]]) -> None:
         kind = request.fails_with
         error = f"simulated: {kind}" if kind else ""
-        answer = SimulatedRollout(tokens_by_version, truncated=request.truncated, error_kind=kind, error=error)
+        rollout = SimulatedRollout(tokens_by_version, truncated=request.truncated, error_kind=kind, error=error)
         if self._assumed.environment_seconds:
-            self._loop.call_later(self._assumed.environment_seconds, self._complete, request, answer)
+            self._loop.call_later(self._assumed.environment_seconds, self._complete, request, rollout)
         else:
-            self._complete(request, answer)
+            self._complete(request, rollout)
 
     def on_cancelled(self, request: SimulatedRequest) -> None:
         self._update_in_flight(-1)
@@ -145,16 +142,19 @@ class SimulatedPool:
         engine.submit(request)
 
     def _least_loaded(self) -> SimulatedEngine | None:
-        """By a heap in which each engine has one good entry, under `Engine.key`, which is its load or less."""
-        free = self._load_heap
-        while free:
-            load, number = free[0]
+        """Return the running engine with the least load, or none.
+
+        In the heap each engine has one valid entry, under `SimulatedEngine.heap_load`, which is at most its load.
+        """
+        heap = self._load_heap
+        while heap:
+            load, number = heap[0]
             engine = self.engines[number]
             if not engine.up or load != engine.heap_load:
-                heapq.heappop(free)
+                heapq.heappop(heap)
             elif engine.load > load:
                 engine.heap_load = engine.load
-                heapq.heapreplace(free, (engine.heap_load, number))
+                heapq.heapreplace(heap, (engine.heap_load, number))
             else:
                 return engine
         return None
@@ -164,17 +164,15 @@ class SimulatedPool:
             engine.heap_load = engine.load
             heapq.heappush(self._load_heap, (engine.heap_load, engine.number))
 
-    # what happens to all of them
-
     def transfer_seconds(self, num_engines: int) -> float:
-        """Of weights that are there for all, until each of so many engines has them."""
-        size, each = self._assumed.publish_gigabytes, self._assumed.bandwidth
+        """Return the seconds until `num_engines` engines have received published weights."""
+        size, bandwidth = self._assumed.publish_gigabytes, self._assumed.bandwidth
         if self._assumed.storage_bandwidth is not None:
-            each = min(each, self._assumed.storage_bandwidth / max(num_engines, 1))
-        return size / each
+            bandwidth = min(bandwidth, self._assumed.storage_bandwidth / max(num_engines, 1))
+        return size / bandwidth
 
     def set_trainer_computing(self, computing: bool) -> None:
-        """The trainer begins or ends to use what the engines use too."""
+        """Slow the engines down while the trainer computes on the same machine."""
         if self._assumed.trainer_slowdown > 1:
             for engine in self.engines:
                 engine.advance()
@@ -183,17 +181,22 @@ class SimulatedPool:
                 engine.on_rates_changed()
 
     def totals(self) -> EngineTotals:
-        """Up to now."""
+        """Return the totals up to now."""
         self._update_in_flight(0)
         for engine in self.engines:
             engine.advance()
         now = self._loop.time()
-        found = self._totals
-        found.sampled_tokens = sum(engine.sampled_tokens for engine in self.engines)
-        found.busy_seconds = sum(engine.busy_seconds for engine in self.engines)
-        down = found.down_seconds + sum(now - engine.down_since for engine in self.engines if not engine.up)
+        totals = self._totals
+        totals.sampled_tokens = sum(engine.sampled_tokens for engine in self.engines)
+        totals.busy_seconds = sum(engine.busy_seconds for engine in self.engines)
+        down_seconds = totals.down_seconds + sum(now - engine.down_since for engine in self.engines if not engine.up)
         return EngineTotals(
-            found.sampled_tokens, found.busy_seconds, found.rollout_seconds, down, found.lost_tokens, found.crashes
+            totals.sampled_tokens,
+            totals.busy_seconds,
+            totals.rollout_seconds,
+            down_seconds,
+            totals.lost_tokens,
+            totals.crashes,
         )
 
     def close(self) -> None:
@@ -206,18 +209,16 @@ class SimulatedPool:
         self._in_flight += delta
         self._counted_at = now
 
-    # crashes
-
     def _schedule_crash(self, engine: SimulatedEngine, intervals: Iterator[float]) -> None:
         self._crash_timers[engine.number] = self._loop.call_later(next(intervals), self._crash, engine, intervals)
 
     def _crash(self, engine: SimulatedEngine, intervals: Iterator[float]) -> None:
         engine.advance()
-        self._totals.lost_tokens += sum(engine.tokens_sampled_for(one) for one in engine.running_requests)
+        self._totals.lost_tokens += sum(engine.tokens_sampled_for(request) for request in engine.running_requests)
         self._totals.crashes += 1
-        back = self._assumed.engine_restart_seconds + self.transfer_seconds(1)
+        restart_seconds = self._assumed.engine_restart_seconds + self.transfer_seconds(1)
         lost = engine.crash()
-        self._crash_timers[engine.number] = self._loop.call_later(back, self._restart, engine, intervals)
+        self._crash_timers[engine.number] = self._loop.call_later(restart_seconds, self._restart, engine, intervals)
         for request in lost:
             request.attempts += 1
             if request.attempts < self._max_attempts:
@@ -232,7 +233,7 @@ class SimulatedPool:
         engine.restart(self.version)
         heapq.heappush(self._load_heap, (0, engine.number))
         self._schedule_crash(engine, intervals)
-        homeless, self._unplaced = self._unplaced, deque()
-        for request in homeless:
+        unplaced, self._unplaced = self._unplaced, deque()
+        for request in unplaced:
             if not request.done():
                 self._assign(request)

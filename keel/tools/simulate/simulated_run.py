@@ -1,8 +1,8 @@
-"""A run in virtual time: the real scheduler, simulated engines, and a trainer that only takes its time.
+"""Simulate a run in virtual time: the real scheduler, simulated engines, and a trainer modelled by its speed.
 
-The order of things is that of `keel/run/loop.py`: take a batch, train, count the version up, publish, save. What comes
-of it is an account of each step; `prediction` makes numbers of them. Evaluations are left out: how long they take has
-nothing to do with how fast a run trains.
+The order of operations is that of `keel/run/loop.py`: take a batch, train, increment the version, publish, save. The
+result is one record per step, which `prediction` summarises. Evaluations are left out: they do not change how fast a
+run trains.
 """
 
 import asyncio
@@ -26,58 +26,56 @@ from keel.tools.simulate.virtual_clock import run_virtually
 
 ZERO_VARIANCE = "zero_variance"
 MAX_DEFAULT_STEPS = 50
-"""That are simulated of a longer run: enough to see what it settles at."""
+"""Most steps simulated of a longer run by default: enough to reach a steady state."""
 MAX_DISPATCH_FACTOR = 1000
-"""Times the rollouts of a batch that may be dispatched for one batch before the run is called hopeless."""
+"""The simulation fails if it dispatches this many times a batch's rollouts without completing a batch."""
 
 ProgressCallback = Callable[[int, int], None]
-"""Told the number of the step that ended, and of how many."""
+"""Called with the number of the step that ended and the total number of steps."""
 
 
 @dataclass(frozen=True)
 class SimulatedTask:
-    """All that the scheduler asks of one."""
+    """The fields of a task that the scheduler reads."""
 
     id: str
 
 
 @dataclass
 class SimulatedStep:
-    """What one step came to."""
+    """The record of one step."""
 
     ended_at: float = 0.0
     waiting_seconds: float = 0.0
-    """Seconds until the batch was there."""
+    """Seconds spent waiting for the batch."""
     training_seconds: float = 0.0
-    """Seconds of the trainer's work."""
     publishing_seconds: float = 0.0
-    """Seconds for which weights that travelled kept the trainer waiting."""
+    """Seconds in which the trainer waited for weights to be published."""
     saving_seconds: float = 0.0
     trained_rollouts: int = 0
-    """That trained."""
     trained_tokens: int = 0
-    """Sampled, that trained."""
+    """Sampled tokens that trained."""
     computed_tokens: int = 0
-    """Tokens that the trainer computed: prompts once for each group."""
+    """Tokens that the trainer computed: each group's prompt once."""
     truncated: int = 0
-    """Rollouts that trained and were cut at their longest."""
+    """Trained rollouts that were truncated at the token limit."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Rollouts by reason."""
+    """Dropped rollouts by reason."""
     wasted_tokens: Counter[str] = field(default_factory=Counter)
-    """Their tokens."""
+    """Tokens of dropped rollouts by reason."""
     staleness: Counter[int] = field(default_factory=Counter)
-    """Tokens that trained, by how many versions old they were."""
+    """Trained tokens by staleness."""
     engine_totals: EngineTotals = field(default_factory=EngineTotals)
-    """Of the engines, when the step ended."""
+    """Totals of the engines when the step ended."""
 
 
 def resolve_ranks(settings: RunSettings, assumed: SimulateSettings) -> int:
-    """Of the trainer."""
+    """Return the number of trainer ranks."""
     return assumed.ranks or int(getattr(settings.trainer, "ranks", 1) or 1)
 
 
 def trainer_seconds(assumed: SimulateSettings, ranks: int, tokens: int) -> float:
-    """A step of so many tokens."""
+    """Return the seconds of a training step with this many tokens."""
     speed = assumed.trainer_tokens_per_second * (1 + (ranks - 1) * assumed.rank_efficiency)
     return assumed.step_seconds + tokens / speed
 
@@ -85,13 +83,13 @@ def trainer_seconds(assumed: SimulateSettings, ranks: int, tokens: int) -> float
 def simulate(
     settings: RunSettings, assumed: SimulateSettings, on_progress: ProgressCallback | None = None
 ) -> list[SimulatedStep]:
-    """Every step of the run, or of as many as are asked for. The same settings give the same steps, always."""
-    collecting = gc.isenabled()
-    gc.disable()  # nothing here is in a cycle, and looking for one takes a fifth of the time of a large simulation
+    """Simulate a run and return its steps. The same settings always give the same steps."""
+    gc_was_enabled = gc.isenabled()
+    gc.disable()  # a simulation creates no reference cycles, and looking for them takes a fifth of a large one's time
     try:
         return run_virtually(SimulatedRun(settings, assumed, on_progress).run())
     finally:
-        if collecting:
+        if gc_was_enabled:
             gc.enable()
 
 
@@ -108,20 +106,23 @@ class SimulatedRun:
         self._dispatch_budget = 0
 
     async def run(self) -> list[SimulatedStep]:
-        fleet = SimulatedPool(self._settings, self._assumed, self._environments, self._on_dispatch)
-        sources = [TaskSource(name, [SimulatedTask(name)], one.weight) for name, one in self._environments.items()]
-        scheduler = Scheduler(fleet, sources, self._settings.scheduler)
+        pool = SimulatedPool(self._settings, self._assumed, self._environments, self._on_dispatch)
+        sources = [
+            TaskSource(name, [SimulatedTask(name)], environment.weight)
+            for name, environment in self._environments.items()
+        ]
+        scheduler = Scheduler(pool, sources, self._settings.scheduler)
         self._budget_exhausted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         scheduler.set_engine_version(self._version)
-        publisher = SimulatedPublisher(self._settings, self._assumed, fleet, scheduler.set_engine_version)
+        publisher = SimulatedPublisher(self._settings, self._assumed, pool, scheduler.set_engine_version)
         count = self._assumed.steps or min(self._settings.steps, MAX_DEFAULT_STEPS)
         steps: list[SimulatedStep] = []
         for number in range(1, count + 1):
-            steps.append(await self._run_step(number, scheduler, fleet, publisher))
+            steps.append(await self._run_step(number, scheduler, pool, publisher))
             self._stop_if_nothing_trains(steps)
             self._on_progress(number, count)
         await publisher.wait_live()
-        fleet.close()
+        pool.close()
         await scheduler.close()
         return steps
 
@@ -129,9 +130,9 @@ class SimulatedRun:
         self, number: int, scheduler: Scheduler, pool: SimulatedPool, publisher: SimulatedPublisher
     ) -> SimulatedStep:
         step, clock = SimulatedStep(), asyncio.get_running_loop().time
-        began = clock()
+        start = clock()
         batch = await self._next_batch(number, scheduler)
-        step.waiting_seconds = clock() - began
+        step.waiting_seconds = clock() - start
         self._record_batch(step, batch)
         if step.trained_rollouts:
             step.publishing_seconds = await _timed(publisher.snapshot_done())
@@ -153,26 +154,28 @@ class SimulatedRun:
         self._dispatch_budget = (
             MAX_DISPATCH_FACTOR * self._settings.scheduler.groups_per_step * self._settings.scheduler.group_size
         )
-        taking = asyncio.ensure_future(scheduler.next_batch(self._version))
-        either: set[asyncio.Future[Any]] = {taking, self._budget_exhausted}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not taking.done():
-            taking.cancel()
+        next_batch = asyncio.ensure_future(scheduler.next_batch(self._version))
+        futures: set[asyncio.Future[Any]] = {next_batch, self._budget_exhausted}
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        if not next_batch.done():
+            next_batch.cancel()
             raise KeelError(
-                f"the simulated run does not get beyond step {number}: {MAX_DISPATCH_FACTOR} times the rollouts of a batch were"
-                " dispatched and none came of it; look at limits.max_sequence_tokens, rollout_failures and the length of answers"
+                f"the simulated run does not get beyond step {number}: {MAX_DISPATCH_FACTOR} times the rollouts of a"
+                " batch were dispatched without completing a batch; check limits.max_sequence_tokens, rollout_failures"
+                " and length"
             )
         try:
-            return taking.result()
-        except NothingToTrain as halt:
-            raise KeelError(f"the simulated run stops at step {number}, as a real one would: {halt}") from None
+            return next_batch.result()
+        except NothingToTrain as error:
+            raise KeelError(f"the simulated run stops at step {number}, as a real one would: {error}") from None
 
     def _stop_if_nothing_trains(self, steps: list[SimulatedStep]) -> None:
         limit = self._settings.scheduler.max_empty_steps
         if limit is not None and len(steps) >= limit and not any(step.trained_rollouts for step in steps[-limit:]):
             raise KeelError(
                 f"the simulated run stops at step {len(steps)}, as a real one would: {limit} steps in a row trained"
-                f" nothing (scheduler.max_empty_steps = {limit}); look at zero_variance_share = {self._assumed.zero_variance_share:g}"
+                f" nothing (scheduler.max_empty_steps = {limit}); check"
+                f" zero_variance_share = {self._assumed.zero_variance_share:g}"
             )
 
     def _on_dispatch(self) -> None:
@@ -184,38 +187,37 @@ class SimulatedRun:
         for group in batch.groups:
             if self._is_zero_variance(group):
                 step.dropped[ZERO_VARIANCE] += len(group.rollouts)
-                step.wasted_tokens[ZERO_VARIANCE] += sum(one.tokens for one in group.rollouts)
+                step.wasted_tokens[ZERO_VARIANCE] += sum(rollout.tokens for rollout in group.rollouts)
             else:
                 self._record_trained(step, group)
             for member in group.members:
                 if member.reason is not None:
                     step.dropped[member.reason] += 1
                     step.wasted_tokens[member.reason] += member.rollout.tokens if member.rollout is not None else 0
-        for one in batch.dropped:
-            step.dropped[one.reason] += 1
-            step.wasted_tokens[one.reason] += one.rollout.tokens if one.rollout is not None else 0
+        for dropped in batch.dropped:
+            step.dropped[dropped.reason] += 1
+            step.wasted_tokens[dropped.reason] += dropped.rollout.tokens if dropped.rollout is not None else 0
 
     def _is_zero_variance(self, group: Group) -> bool:
-        """Whether its rewards are all equal, and it does not train for that."""
+        """Return whether a group is dropped because its rewards are all equal."""
         if not self._assumed.zero_variance_share or self._settings.advantages.zero_variance_groups == "train":
             return False
         return self._draws.uniforms(f"{ZERO_VARIANCE}/{group.id}")[0] < self._assumed.zero_variance_share
 
     def _record_trained(self, step: SimulatedStep, group: Group) -> None:
-        ages, now = step.staleness, self._version
         step.computed_tokens += self._assumed.prompt_tokens
-        for one in group.rollouts:
+        for rollout in group.rollouts:
             step.trained_rollouts += 1
-            step.trained_tokens += one.tokens
-            step.computed_tokens += one.tokens
-            step.truncated += one.truncated
-            for version, tokens in one.tokens_by_version:
-                ages[now - version] += tokens
+            step.trained_tokens += rollout.tokens
+            step.computed_tokens += rollout.tokens
+            step.truncated += rollout.truncated
+            for version, tokens in rollout.tokens_by_version:
+                step.staleness[self._version - version] += tokens
 
 
 async def _timed(work: Coroutine[Any, Any, None]) -> float:
-    """Virtual seconds that it takes."""
+    """Await `work` and return the virtual seconds it took."""
     clock = asyncio.get_running_loop().time
-    began = clock()
+    start = clock()
     await work
-    return clock() - began
+    return clock() - start

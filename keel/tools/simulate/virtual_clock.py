@@ -1,8 +1,8 @@
-"""An event loop whose clock jumps: hours of timers pass in as long as their callbacks take.
+"""An event loop with a virtual clock: hours of timers pass in the time that their callbacks take to run.
 
-Time moves only when nothing is left to run, and then straight to the next timer, so that the same program gives the
-same order of events each time. When nothing is left to run and no timer is set, an ordinary loop would wait for ever;
-this one raises `Deadlock`. It has no files, sockets, signals or threads.
+Time moves only when no callback is ready, and then jumps to the next timer, so a program gives the same order of events
+each time. When no callback is ready and no timer is set, an ordinary loop would wait indefinitely; this one raises
+`Deadlock`. Files, sockets, signals and threads are not supported.
 """
 
 import asyncio
@@ -14,18 +14,18 @@ ResultT = TypeVar("ResultT")
 
 
 class Deadlock(RuntimeError):
-    """Everybody waits for somebody else."""
+    """Raised when every task waits and no timer is set."""
 
 
 class _VirtualSelector:
-    """In place of a selector: it waits by moving the time."""
+    """Replaces a selector: instead of waiting it advances the time."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def select(self, timeout: float | None) -> list[Any]:
         if timeout is None:
-            raise Deadlock(f"nothing left to wait for at {self.now}")
+            raise Deadlock(f"all tasks wait and no timer is set at virtual time {self.now}")
         self.now += timeout
         return []
 
@@ -42,12 +42,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     @property
     def _clock_resolution(self) -> float:
-        """Timers this close count as due: more than a float can tell apart, or late ones would never be."""
+        """Timers this close count as due. It must exceed the float resolution, or a late timer would never be due."""
         return max(1e-9, 4 * math.ulp(self._selector.now))
 
     @_clock_resolution.setter
     def _clock_resolution(self, seconds: float) -> None:
-        """That of the machine's own clock, which is not looked at."""
+        """Ignore the resolution of the machine's clock, which the base class sets."""
 
     def _process_events(self, event_list: list[Any]) -> None:
         pass
@@ -57,7 +57,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def run_virtually(main: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """The result of `main`, in a loop of its own. What any callback raised is raised here."""
+    """Run `main` in a new virtual loop and return its result. An exception in any callback is raised here."""
     loop = VirtualLoop()
     problems: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _loop, context: problems.append(context))

@@ -1,4 +1,4 @@
-"""A part, its warden and its holder as real processes: nothing outlives the one above it."""
+"""Component, process guard and node agent as real processes: no process outlives its parent."""
 
 import os
 import signal
@@ -14,30 +14,32 @@ import pytest
 from keel.tools.launch import process_guard, ray_cleanup
 from keel.tools.launch.node_agent import MARK_FILE, Command, NodeAgent
 
-PART = """
+pytestmark = pytest.mark.process
+
+COMPONENT = """
 import os, subprocess, time
 subprocess.Popen(['sleep', '600'])
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
-"""A part that starts a process of its own, and would never end."""
+"""A component that starts a child process and never exits."""
 
 
 @contextmanager
-def guarded(*words: str, secret: tuple[str, str] | None = None) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
-    """A warden with its part, and the part's process id."""
-    command = process_guard.guard_argv(sys.executable, [sys.executable, "-c", *words], secret)
+def guarded(code: str, secret: tuple[str, str] | None = None) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+    """Run code under a process guard and yield the guard and the component's process id."""
+    command = process_guard.guard_argv(sys.executable, [sys.executable, "-c", code], secret)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        part = int(process.stdout.readline())
+        component_pid = int(process.stdout.readline())
         try:
-            yield process, part
+            yield process, component_pid
         finally:
             process.kill()
 
 
 def gone(group: int) -> bool:
-    """Whether a process group ends within some seconds."""
+    """Return whether a process group ends within ten seconds."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:
@@ -49,57 +51,57 @@ def gone(group: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("told", "code"),
+    ("command", "exit_code"),
     [
         (process_guard.TERMINATE_COMMAND, 128 + signal.SIGTERM),
         (process_guard.KILL_COMMAND, 128 + signal.SIGKILL),
         (b"", 128 + signal.SIGKILL),
     ],
 )
-def test_a_part_and_what_it_started_end_when_told_and_when_nobody_holds_them_any_more(told: bytes, code: int) -> None:
-    with guarded(PART) as (process, part):
+def test_a_component_and_its_children_end_on_command_and_when_the_pipe_closes(command: bytes, exit_code: int) -> None:
+    with guarded(COMPONENT) as (process, component_pid):
         assert process.stdin is not None
-        if told:
-            process.stdin.write(told)
+        if command:
+            process.stdin.write(command)
             process.stdin.flush()
         else:
             process.stdin.close()
-        assert process.wait(10) == code
-        assert gone(part)
+        assert process.wait(10) == exit_code
+        assert gone(component_pid)
 
 
-def test_a_part_ends_with_a_warden_that_is_killed() -> None:
-    with guarded("import os, time; print(os.getpid(), flush=True); time.sleep(600)") as (process, part):
+def test_a_component_ends_when_its_guard_is_killed() -> None:
+    with guarded("import os, time; print(os.getpid(), flush=True); time.sleep(600)") as (process, component_pid):
         process.kill()
-        assert gone(part)
+        assert gone(component_pid)
 
 
-def test_a_secret_reaches_the_part_by_its_environment_and_no_command_line(tmp_path: Path) -> None:
+def test_a_secret_is_passed_in_the_environment_and_never_in_a_command_line(tmp_path: Path) -> None:
     key = tmp_path / "key"
-    key.write_text("word\n")
+    key.write_text("secret-value\n")
     code = "import os, time; print(os.getpid(), flush=True); print(os.environ['KEY'], flush=True); time.sleep(600)"
-    with guarded(code, secret=("KEY", str(key))) as (process, part):
-        assert process.stdout is not None and process.stdout.readline() == b"word\n"
-        for pid in (process.pid, part):
-            assert b"word" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    with guarded(code, secret=("KEY", str(key))) as (process, component_pid):
+        assert process.stdout is not None and process.stdout.readline() == b"secret-value\n"
+        for pid in (process.pid, component_pid):
+            assert b"secret-value" not in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def test_a_holder_starts_one_process_at_a_time_and_writes_down_what_it_says(tmp_path: Path) -> None:
+def test_an_agent_runs_one_process_at_a_time_and_logs_its_output(tmp_path: Path) -> None:
     (tmp_path / MARK_FILE).write_text("seen")
-    holder = NodeAgent(str(tmp_path), "engine-0", lambda: "10.0.0.1")
-    assert (holder.node_info().mark, holder.node_info().address) == ("seen", "10.0.0.1")
-    holder.start(Command(("-c", PART)), str(tmp_path))
+    agent = NodeAgent(str(tmp_path), "engine-0", lambda: "10.0.0.1")
+    assert (agent.node_info().mark, agent.node_info().address) == ("seen", "10.0.0.1")
+    agent.start(Command(("-c", COMPONENT)), str(tmp_path))
     first = _pid(tmp_path / "engine-0.log", 1)
-    assert holder.probe().exit_code is None and holder.probe().healthy
-    holder.start(
-        Command(("-c", PART), health_url=f"http://127.0.0.1:{holder.free_port('127.0.0.1')}/health"), str(tmp_path)
+    assert agent.probe().exit_code is None and agent.probe().healthy
+    agent.start(
+        Command(("-c", COMPONENT), health_url=f"http://127.0.0.1:{agent.free_port('127.0.0.1')}/health"), str(tmp_path)
     )
     assert gone(first)
     second = _pid(tmp_path / "engine-0.log", 2)
-    assert not holder.probe().healthy, "it runs, and nothing listens"
-    holder.kill()
+    assert not agent.probe().healthy, "it runs, but nothing listens at its health URL"
+    agent.kill()
     assert gone(second)
-    assert holder.probe().exit_code == 128 + signal.SIGKILL
+    assert agent.probe().exit_code == 128 + signal.SIGKILL
 
 
 def _pid(log: Path, number: int) -> int:
@@ -112,15 +114,15 @@ def _pid(log: Path, number: int) -> int:
     raise AssertionError(log.read_text())
 
 
-def test_what_carries_the_token_of_a_launch_ends_with_it_and_nothing_else_does() -> None:
+def test_cleanup_kills_exactly_the_processes_with_the_token_of_the_launch() -> None:
     sleeper = ["sleep", "600"]
     with (
-        subprocess.Popen(sleeper, env={**os.environ, "RAY_AUTH_TOKEN": "word-of-this-test"}) as ours,
-        subprocess.Popen(sleeper, env={**os.environ, "RAY_AUTH_TOKEN": "word-of-this-test-not"}) as other,
+        subprocess.Popen(sleeper, env={**os.environ, "RAY_AUTH_TOKEN": "token-of-this-test"}) as ours,
+        subprocess.Popen(sleeper, env={**os.environ, "RAY_AUTH_TOKEN": "token-of-this-test-not"}) as other,
     ):
-        sweeping = ray_cleanup.start("word-of-this-test")
+        cleanup = ray_cleanup.start("token-of-this-test")
         try:
-            ray_cleanup.close(sweeping)
+            ray_cleanup.close(cleanup)
             assert ours.wait(10) == -signal.SIGKILL
             assert other.poll() is None
         finally:

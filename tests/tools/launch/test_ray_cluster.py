@@ -1,6 +1,6 @@
-"""`keel launch` on a real Ray of this machine: engines and ranks as processes, killed, started again, ended.
+"""`keel launch` on a local Ray cluster: engines and ranks as processes that are killed, restarted and shut down.
 
-One machine and several processes; nothing here says anything about networks or other nodes.
+All processes run on one machine; networks and several nodes are not tested.
 """
 
 import re
@@ -17,22 +17,24 @@ import pytest
 
 from tests.support.ray_launch import RECIPE, Ray, gone, kill, launched
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Ray]:
-    made = Ray()
-    yield made
-    made.close()
+    cluster = Ray()
+    yield cluster
+    cluster.close()
 
 
-def recipe_in(folder: Path) -> str:
+def write_recipe(folder: Path) -> str:
     file = folder / "recipe.toml"
     file.write_text(RECIPE)
     return str(file)
 
 
 def assert_accounted_for(run: Path, steps: int) -> None:
-    """Every step once, every rollout with one fate, and none trained twice."""
+    """Assert that every step is recorded once, every rollout has one outcome, and none is trained twice."""
     with sqlite3.connect(run / "run.db") as db:
         assert [row[0] for row in db.execute("SELECT step FROM steps ORDER BY step")] == list(range(1, steps + 1))
         names = db.execute('SELECT "group", member, attempt FROM rollouts').fetchall()
@@ -43,100 +45,99 @@ def assert_accounted_for(run: Path, steps: int) -> None:
         assert trained == [(step, 16) for step in range(1, steps + 1)]
 
 
-def sampled(url: str, key: str) -> float:
-    """Tokens that a server has sampled since it was started."""
+def sampled_tokens(url: str, key: str) -> float:
+    """Return the tokens that a server has sampled since it was started."""
     page = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {key}"}).text
-    found = re.search(r"^keel_tokens_sampled_total (\S+)$", page, re.MULTILINE)
-    return float(found.group(1)) if found else 0.0
+    match = re.search(r"^keel_tokens_sampled_total (\S+)$", page, re.MULTILINE)
+    return float(match.group(1)) if match else 0.0
 
 
 @dataclass
-class Survived:
-    """A launch of two engines of which one was killed, then the trainer, and which was then interrupted."""
+class InterruptedLaunch:
+    """A launch of two engines in which one engine, then the trainer was killed, and which was then interrupted."""
 
     run: Path
     key: str
-    code: int
-    said: str
-    last: int
-    """The last step."""
-    left: bool
-    """Whether a process was left."""
+    exit_code: int
+    output: str
+    last_step: int
+    processes_left: bool
 
 
 @pytest.fixture(scope="module")
-def survived(ray: Ray, tmp_path_factory: pytest.TempPathFactory) -> Survived:
-    folder = tmp_path_factory.mktemp("survived")
+def interrupted(ray: Ray, tmp_path_factory: pytest.TempPathFactory) -> InterruptedLaunch:
+    folder = tmp_path_factory.mktemp("interrupted")
     run = folder / "run"
-    with launched(ray, run, recipe_in(folder), "--run", str(run), "--steps", "100000") as launch:
+    with launched(ray, run, write_recipe(folder), "--run", str(run), "--steps", "100000") as launch:
         launch.wait_for(r"^step +3/")
         key = (run / "launch" / "key").read_text()
         assert stat.S_IMODE((run / "launch" / "key").stat().st_mode) == 0o600
-        assert not any(key in words for words in launch.processes().values()), "a key in a command line is no secret"
+        assert not any(key in argv for argv in launch.processes().values()), "the key is in no command line"
 
         kill(launch.part("keel.cli serve"))
         launch.wait_for(r"engine-\d was killed by SIGKILL .*; restart 1 of 3 in 0.2 s")
-        url = launch.wait_for(r"engine-\d serves at (\S+)", times=3)[-1]
-        while sampled(url, key) == 0:  # the new server was found, given the weights, and is asked
+        url = launch.wait_for(r"engine-\d is up at (\S+)", times=3)[-1]
+        while sampled_tokens(url, key) == 0:  # the new server joins the pool, loads the weights and gets requests
             assert launch.process.poll() is None
             time.sleep(0.2)
-        assert httpx.get(f"{url}/v1/models").status_code == 401, "without the key nobody is answered"
+        assert httpx.get(f"{url}/v1/models").status_code == 401, "requests without the key are rejected"
 
         kill(launch.part("keel.cli train"))
         launch.wait_for(r"trainer-0 was killed by SIGKILL .*; restart 1 of 3")
-        launch.wait_for("the trainer is started again")
+        launch.wait_for("restarted the trainer")
         steps = len(launch.wait_for(r"^step +\d+/"))
         launch.wait_for(r"^step +\d+/", times=steps + 2)
 
         launch.process.send_signal(signal.SIGINT)
-        code, said = launch.wait()
-        left = not gone(launch, 2.0)
+        exit_code, output = launch.wait()
+        processes_left = not gone(launch, 2.0)
     with sqlite3.connect(run / "run.db") as db:
-        (last,) = db.execute("SELECT max(step) FROM steps").fetchone()
-    return Survived(run, key, code, said, last, left)
+        (last_step,) = db.execute("SELECT max(step) FROM steps").fetchone()
+    return InterruptedLaunch(run, key, exit_code, output, last_step, processes_left)
 
 
-def test_a_run_with_two_engines_goes_on_while_its_parts_are_killed_and_trains_nothing_twice(survived: Survived) -> None:
-    assert_accounted_for(survived.run, survived.last)
+def test_a_run_continues_while_components_are_killed_and_trains_nothing_twice(interrupted: InterruptedLaunch) -> None:
+    assert_accounted_for(interrupted.run, interrupted.last_step)
 
 
-def test_ctrl_c_ends_all_parts_in_order_and_says_how_to_go_on(survived: Survived) -> None:
-    assert survived.code == 0
-    assert f"stopped after step {survived.last}; go on with: keel launch --resume {survived.run}" in survived.said
-    assert not survived.left
+def test_ctrl_c_shuts_all_components_down_and_prints_how_to_resume(interrupted: InterruptedLaunch) -> None:
+    assert interrupted.exit_code == 0
+    hint = f"stopped after step {interrupted.last_step}; resume with: keel launch --resume {interrupted.run}"
+    assert hint in interrupted.output
+    assert not interrupted.processes_left
 
 
-def test_the_key_ends_with_the_launch_and_is_in_no_log(survived: Survived) -> None:
-    assert not (survived.run / "launch" / "key").exists()
-    logs = [*(survived.run / "launch").glob("*.log"), survived.run / "config.toml"]
+def test_the_key_is_deleted_with_the_launch_and_is_in_no_log(interrupted: InterruptedLaunch) -> None:
+    assert not (interrupted.run / "launch" / "key").exists()
+    logs = [*(interrupted.run / "launch").glob("*.log"), interrupted.run / "config.toml"]
     assert len(logs) == 4
-    assert all(survived.key not in log.read_text() for log in logs)
+    assert all(interrupted.key not in log.read_text() for log in logs)
 
 
-def test_a_run_goes_on_with_one_engine_and_two_ranks_to_its_end(ray: Ray, survived: Survived) -> None:
-    run, steps = survived.run, survived.last + 2
-    words = ["--resume", str(run), "--allow-changes", f"--steps={steps}", "--trainer.ranks=2", "--engines", "1"]
-    with launched(ray, run, *words) as launch:
-        code, said = launch.wait()
-        assert code == 0, said
-        assert f"finished: {run}" in said and "the trainer is started on 2 ranks" in said
+def test_a_run_is_resumed_with_one_engine_and_two_ranks(ray: Ray, interrupted: InterruptedLaunch) -> None:
+    run, steps = interrupted.run, interrupted.last_step + 2
+    argv = ["--resume", str(run), "--allow-changes", f"--steps={steps}", "--trainer.ranks=2", "--engines", "1"]
+    with launched(ray, run, *argv) as launch:
+        exit_code, output = launch.wait()
+        assert exit_code == 0, output
+        assert f"finished: {run}" in output and "started the trainer on 2 ranks" in output
         assert gone(launch, 2.0)
     assert_accounted_for(run, steps)
 
 
-def test_when_the_launcher_is_killed_its_parts_end(ray: Ray, tmp_path: Path) -> None:
+def test_components_end_when_the_launcher_is_killed(ray: Ray, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with launched(ray, run, recipe_in(tmp_path), "--run", str(run), "--engines", "1") as launch:
-        launch.wait_for(r"engine-0 serves at")
+    with launched(ray, run, write_recipe(tmp_path), "--run", str(run), "--engines", "1") as launch:
+        launch.wait_for(r"engine-0 is up at")
         assert launch.processes()
         launch.process.kill()
         assert gone(launch)
 
 
-def test_what_the_cluster_does_not_have_is_refused_and_leaves_nothing(ray: Ray, tmp_path: Path) -> None:
+def test_a_launch_larger_than_the_cluster_is_an_error_and_leaves_no_folder(ray: Ray, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with launched(ray, run, recipe_in(tmp_path), "--run", str(run), "--launch.engine.cpus", "3") as launch:
-        code, said = launch.wait()
-    assert code == 2
-    assert "3 parts ask for 7 CPUs in all, and the cluster has 4 CPUs" in said
+    with launched(ray, run, write_recipe(tmp_path), "--run", str(run), "--launch.engine.cpus", "3") as launch:
+        exit_code, output = launch.wait()
+    assert exit_code == 2
+    assert "3 components need 7 CPUs in total, and the cluster has 4 CPUs" in output
     assert not run.exists()

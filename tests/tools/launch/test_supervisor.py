@@ -1,4 +1,4 @@
-"""What a launch decides: its plan, what it refuses, what it does when parts die; on a scripted cluster and clock."""
+"""The plan of a launch, its errors, and how the supervisor handles failures, on a scripted cluster and clock."""
 
 import io
 import itertools
@@ -33,19 +33,19 @@ name = "tiny"
 """
 
 
-def plan_of(folder: Path, *overrides: str, recipe: str = RECIPE) -> LaunchPlan:
+def make_test_plan(folder: Path, *overrides: str, recipe: str = RECIPE) -> LaunchPlan:
     file = folder / "recipe.toml"
     file.write_text(recipe)
-    made = make_plan(file, overrides, folder / "run")
-    made.launch_folder.mkdir(parents=True, exist_ok=True)
-    return made
+    plan = make_plan(file, overrides, folder / "run")
+    plan.launch_folder.mkdir(parents=True, exist_ok=True)
+    return plan
 
 
 # the plan
 
 
-def test_the_run_samples_from_the_servers_of_the_launch_behind_a_key_in_a_file(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--launch.engines=2", "--pool.poll_interval=0.5")
+def test_the_run_samples_from_the_launched_servers_with_a_key_from_a_file(tmp_path: Path) -> None:
+    plan = make_test_plan(tmp_path, "--launch.engines=2", "--pool.poll_interval=0.5")
     assert plan.settings.engine.kind == "pool" and plan.settings.pool is not None
     assert plan.settings.pool.file == str(tmp_path / "run/launch/engines.txt")
     assert plan.settings.pool.api_key_file == str(tmp_path / "run/launch/key")
@@ -56,17 +56,19 @@ def test_the_run_samples_from_the_servers_of_the_launch_behind_a_key_in_a_file(t
     assert command.health_url == "http://10.0.0.5:8123/health"
 
 
-def test_how_the_local_engine_computes_is_how_the_servers_do(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--engine.int8=true", "--engine.dtype=bfloat16", "--engine.native_kernels=off")
-    words = plan.engine_command("127.0.0.1", 1).argv
-    assert "--int8" in words and words[words.index("--dtype") + 1] == "bfloat16"
-    assert words[words.index("--native-kernels") + 1] == "off"
-    again = make_plan(_written(plan), [], plan.run_folder)
-    assert again.engine_command("127.0.0.1", 1) == plan.engine_command("127.0.0.1", 1), "also when it is gone on with"
+def test_engine_settings_become_options_of_the_servers(tmp_path: Path) -> None:
+    plan = make_test_plan(tmp_path, "--engine.int8=true", "--engine.dtype=bfloat16", "--engine.native_kernels=off")
+    argv = plan.engine_command("127.0.0.1", 1).argv
+    assert "--int8" in argv and argv[argv.index("--dtype") + 1] == "bfloat16"
+    assert argv[argv.index("--native-kernels") + 1] == "off"
+    again = make_plan(_write_config(plan), [], plan.run_folder)
+    assert again.engine_command("127.0.0.1", 1) == plan.engine_command("127.0.0.1", 1), "also when the run is resumed"
 
 
-def test_a_vllm_server_gets_its_key_by_its_environment_from_a_file(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--engine.kind=vllm", "--model.lora.rank=8", '--launch.engine.extra_args=["--seed", "1"]')
+def test_a_vllm_server_gets_its_key_from_a_file_through_its_environment(tmp_path: Path) -> None:
+    plan = make_test_plan(
+        tmp_path, "--engine.kind=vllm", "--model.lora.rank=8", '--launch.engine.extra_args=["--seed", "1"]'
+    )
     command = plan.engine_command("127.0.0.1", 8000)
     assert plan.settings.pool is not None and plan.settings.pool.backend == "vllm"
     assert command.secret_env == ("VLLM_API_KEY", str(plan.key_file))
@@ -75,59 +77,63 @@ def test_a_vllm_server_gets_its_key_by_its_environment_from_a_file(tmp_path: Pat
     assert command.python is not None and command.python.endswith(".venv-vllm/bin/python")
 
 
-def test_without_engines_the_run_samples_as_its_recipe_says(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--launch.engines=0")
+def test_without_engines_the_run_samples_as_its_recipe_sets(tmp_path: Path) -> None:
+    plan = make_test_plan(tmp_path, "--launch.engines=0")
     assert plan.settings.engine.kind == "local" and plan.engines == []
 
 
-def test_the_first_rank_is_given_what_the_loop_needs_too(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--trainer.ranks=2", "--launch.trainer.cpus=2", "--launch.orchestrator.memory_gb=3")
+def test_rank_0_also_gets_the_resources_of_the_orchestrator(tmp_path: Path) -> None:
+    plan = make_test_plan(tmp_path, "--trainer.ranks=2", "--launch.trainer.cpus=2", "--launch.orchestrator.memory_gb=3")
     first, second = plan.trainers
     assert first.bundle == {"CPU": 3.0, "memory": 3e9}
     assert second.bundle == {"CPU": 2.0}
-    place = plan.trainer_command(1, "10.0.0.1", 29500, attempt=2).environment
-    assert (place["RANK"], place["WORLD_SIZE"], place["LOCAL_RANK"]) == ("1", "2", "0")
-    assert (place["MASTER_ADDR"], place["MASTER_PORT"]) == ("10.0.0.1", "29500")
+    environment = plan.trainer_command(1, "10.0.0.1", 29500, attempt=2).environment
+    assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_RANK"]) == ("1", "2", "0")
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "29500")
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--engine.kind=pool", '--pool.urls=["http://10.0.0.1:1"]'], "set launch.engines = 0, or leave pool.urls out"),
+        (["--engine.kind=pool", '--pool.urls=["http://10.0.0.1:1"]'], "set launch.engines = 0, or remove pool.urls"),
+        (["--engine.kind=pool", '--pool.discovery_url="http://10.0.0.1:1"'], "or remove pool.discovery_url"),
         (["--launch.engine.gpus=1.5"], "launch.engine.gpus = 1.5 must be a whole number"),
         (["--launch.trainer.gpus=1", "--launch.orchestrator.gpus=0.5"], "are for one process, rank 0"),
         (["--launch.engnes=2"], "launch.engnes is not a setting; did you mean engines?"),
         (["--launch.engine.extra_args=['--api-key', 'x']"], "an option --api-key cannot act"),
-        (["--engine.kind=vllm", "--launch.engine.int8=true"], "launch.engine.int8 = true cannot act"),
+        (["--engine.kind=vllm", "--launch.engine.int8=true"], "launch.engine.int8 = true has no effect"),
         (
             ["--engine.kind=vllm", "--launch.engine.native_kernels=off"],
-            'launch.engine.native_kernels = "torch" cannot act',
+            'launch.engine.native_kernels = "off" has no effect with vLLM servers',
         ),
     ],
 )
-def test_what_cannot_be_launched_is_refused_before_anything_starts(
-    overrides: list[str], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError) as refused:
-        plan_of(tmp_path, *overrides)
-    assert message in str(refused.value)
+def test_invalid_settings_are_errors_before_anything_starts(overrides: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as rejected:
+        make_test_plan(tmp_path, *overrides)
+    assert message in str(rejected.value)
     assert not (tmp_path / "run").exists()
 
 
-def test_where_parts_live_may_change_and_the_run_may_not() -> None:
+def test_the_backend_of_a_pool_is_the_backend_of_the_launched_servers(tmp_path: Path) -> None:
+    plan = make_test_plan(tmp_path, "--engine.kind=pool", "--pool.backend=vllm")
+    assert plan.backend == "vllm"
+
+
+def test_a_resumed_run_may_change_its_launch_settings_only() -> None:
     check_overrides(["--launch.engines=4", "--launch.engine.gpus=1"], allow_changes=False)
     check_overrides(["--steps=9"], allow_changes=True)
     with pytest.raises(ConfigError, match="--steps would change the settings"):
         check_overrides(["--launch.engines=4", "--steps=9"], allow_changes=False)
 
 
-def test_a_cluster_that_cannot_be_reached_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_cluster_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    words = ["launch", str(tmp_path / "recipe.toml"), "--run", str(tmp_path / "run")]
-    assert main([*words, "--cluster", "127.0.0.1:1"]) == 2
+    argv = ["launch", str(tmp_path / "recipe.toml"), "--run", str(tmp_path / "run")]
+    assert main([*argv, "--cluster", "127.0.0.1:1"]) == 2
     assert "--cluster 127.0.0.1:1 cannot be reached" in capsys.readouterr().err
-    assert main([*words, "--cluster", "ray://127.0.0.1:10001"]) == 2
-    assert "is not the address of a head, such as 10.0.0.1:6379" in capsys.readouterr().err
+    assert main([*argv, "--cluster", "ray://127.0.0.1:10001"]) == 2
+    assert "is not the address of a Ray head such as 10.0.0.1:6379" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -139,7 +145,7 @@ def test_without_ray_the_error_says_how_to_install_it(
     assert "keel launch needs Ray: pip install 'keel-rl[ray]'" in capsys.readouterr().err
 
 
-def test_the_examples_launch_by_words_that_the_command_knows(tmp_path: Path) -> None:
+def test_the_cluster_examples_use_valid_arguments(tmp_path: Path) -> None:
     job, policy = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
     cluster = job["spec"]["rayClusterSpec"]
     assert cluster["authOptions"]["mode"] == "token" and policy["kind"] == "NetworkPolicy"
@@ -148,18 +154,18 @@ def test_the_examples_launch_by_words_that_the_command_knows(tmp_path: Path) -> 
     line = re.search(r"^keel launch .*(?= &$)", (EXAMPLES / "slurm.sbatch").read_text(), re.MULTILINE)
     assert line is not None
     slurm = shlex.split(line[0].replace('"${words[@]}"', "recipe.toml --run one").replace("$SLURM_NNODES", "3"))
-    for words in (kubernetes, slurm):
-        args, overrides = build_parser().parse_known_args(join_overrides(words[1:]))
+    for argv in (kubernetes, slurm):
+        args, overrides = build_parser().parse_known_args(join_overrides(argv[1:]))
         engines = [] if args.engines is None else [f"--launch.engines={args.engines}"]
-        plan = plan_of(tmp_path, *overrides, *engines)
+        plan = make_test_plan(tmp_path, *overrides, *engines)
         assert plan.launch.nodes == {"auto": 5}.get(args.cluster, 3)
         assert args.folder is not None and args.recipe is not None
 
 
-# what fits
+# resources
 
 
-def part(name: str, **amounts: float) -> Component:
+def component(name: str, **amounts: float) -> Component:
     role, index = name.split("-")
     return Component(role, int(index), Resources(**amounts), 3)  # type: ignore[arg-type]
 
@@ -168,72 +174,75 @@ NODES = [{"CPU": 4.0, "memory": 8e9}, {"CPU": 4.0, "GPU": 2.0, "memory": 8e9}]
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("components", "message"),
     [
-        ([part("engine-0", cpus=5)], "engine-0 asks for 5 CPUs, and no node of the cluster has that"),
-        ([part("engine-0", gpus=3)], "engine-0 asks for 1 CPUs and 3 GPUs, and no node"),
-        ([part("trainer-0", memory_gb=9)], "launch.trainer and launch.orchestrator"),
-        ([part(f"engine-{i}", cpus=3) for i in range(3)], "3 parts ask for 9 CPUs in all, and the cluster has 8 CPUs"),
+        ([component("engine-0", cpus=5)], "engine-0 needs 5 CPUs, and no node of the cluster has that"),
+        ([component("engine-0", gpus=3)], "engine-0 needs 1 CPUs and 3 GPUs, and no node"),
+        ([component("trainer-0", memory_gb=9)], "launch.trainer and launch.orchestrator"),
+        (
+            [component(f"engine-{i}", cpus=3) for i in range(3)],
+            "3 components need 9 CPUs in total, and the cluster has 8 CPUs",
+        ),
     ],
 )
-def test_more_than_the_cluster_has_is_refused_with_both_numbers(parts: list[Component], message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        check_resources(parts, NODES)
-    assert message in str(refused.value)
+def test_insufficient_resources_are_an_error_with_both_numbers(components: list[Component], message: str) -> None:
+    with pytest.raises(ConfigError) as rejected:
+        check_resources(components, NODES)
+    assert message in str(rejected.value)
 
 
 @given(st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0, 5.0]), min_size=1, max_size=6))
-def test_what_is_refused_really_exceeds_a_node_or_the_whole(cpus: list[float]) -> None:
+def test_resources_are_rejected_only_if_they_exceed_a_node_or_the_cluster(cpus: list[float]) -> None:
     try:
-        check_resources([part(f"engine-{i}", cpus=amount) for i, amount in enumerate(cpus)], NODES)
+        check_resources([component(f"engine-{i}", cpus=amount) for i, amount in enumerate(cpus)], NODES)
     except ConfigError:
         assert max(cpus) > 4.0 or sum(cpus) > 8.0
     else:
         assert max(cpus) <= 4.0 and sum(cpus) <= 8.0
 
 
-# what happens when parts die
+# failures and restarts
 
 
 @dataclass
-class World:
-    """A cluster, a watcher and a clock in one: what happens is written in a script by time."""
+class ScriptedCluster:
+    """A cluster, a watcher and a clock in one; `script` maps a time to what happens then."""
 
-    script: dict[float, Callable[["World"], None]] = field(default_factory=dict)
+    script: dict[float, Callable[["ScriptedCluster"], None]] = field(default_factory=dict)
     time: float = 0.0
-    looks_of: dict[str, Probe] = field(default_factory=dict)
+    probes: dict[str, Probe] = field(default_factory=dict)
     started: list[tuple[float, str]] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
-    obedient: bool = True
+    exits_on_terminate: bool = True
 
     def allocate_address(self, name: str) -> tuple[str, int]:
         if name in self.lost:
-            raise NodeLost("has no place")
+            raise NodeLost("could not be placed")
         return "127.0.0.1", 1000 + len(self.started)
 
     def start(self, name: str, command: Command) -> None:
         self.started.append((round(self.time, 3), name))
-        self.looks_of[name] = Probe()
+        self.probes[name] = Probe()
 
     def probe_all(self, names: Iterable[str]) -> dict[str, Probe]:
-        return {name: self.looks_of[name] for name in names}
+        return {name: self.probes[name] for name in names}
 
     def terminate(self, names: Iterable[str]) -> None:
         for name in names:
-            self.ended.append(f"end {name}")
-            if self.obedient and name in self.looks_of:
-                self.looks_of[name] = Probe(0, healthy=False)
+            self.stopped.append(f"terminate {name}")
+            if self.exits_on_terminate and name in self.probes:
+                self.probes[name] = Probe(0, healthy=False)
 
     def kill(self, names: Iterable[str]) -> None:
         for name in names:
-            self.ended.append(f"kill {name}")
-            if name in self.looks_of and self.looks_of[name].exit_code is None:
-                self.looks_of[name] = Probe(137, healthy=False)
+            self.stopped.append(f"kill {name}")
+            if name in self.probes and self.probes[name].exit_code is None:
+                self.probes[name] = Probe(137, healthy=False)
 
     def on_event(self, text: str) -> None:
-        self.told.append(text)
+        self.events.append(text)
 
     def on_status(self, states: list[ComponentState]) -> None:
         pass
@@ -245,166 +254,171 @@ class World:
         self.time += seconds
         for at in sorted(at for at in self.script if at <= self.time):
             self.script.pop(at)(self)
-        assert self.time < 10_000, "it waits for ever"
+        assert self.time < 10_000, "the supervisor waits indefinitely"
 
     def die(self, name: str, code: int = 137) -> None:
-        self.looks_of[name] = Probe(code, healthy=False)
+        self.probes[name] = Probe(code, healthy=False)
 
     def starts(self, name: str) -> list[float]:
-        return [at for at, one in self.started if one == name]
+        return [at for at, started in self.started if started == name]
 
 
-def supervise(plan: LaunchPlan, world: World) -> Supervisor:
-    return Supervisor(plan, world, world, world.clock, world.sleep)
+def supervise(plan: LaunchPlan, cluster: ScriptedCluster) -> Supervisor:
+    return Supervisor(plan, cluster, cluster, cluster.clock, cluster.sleep)
 
 
-def finish(world: World) -> None:
-    world.die("trainer-0", 0)
+def finish(cluster: ScriptedCluster) -> None:
+    cluster.die("trainer-0", 0)
 
 
-def test_the_trainer_begins_when_an_engine_answers_and_its_end_is_the_end(tmp_path: Path) -> None:
-    plan, world = plan_of(tmp_path, "--launch.engines=2"), World()
+def test_the_trainer_starts_when_an_engine_is_healthy_and_the_launch_ends_with_it(tmp_path: Path) -> None:
+    plan, cluster = make_test_plan(tmp_path, "--launch.engines=2"), ScriptedCluster()
 
-    def silent(world: World) -> None:
-        world.looks_of |= {name: Probe(healthy=False) for name in ("engine-0", "engine-1")}
+    def make_unhealthy(cluster: ScriptedCluster) -> None:
+        cluster.probes |= {name: Probe(healthy=False) for name in ("engine-0", "engine-1")}
 
-    def answers(world: World) -> None:
-        world.looks_of["engine-1"] = Probe()
-        world.script[8.0] = lambda world: members.append(plan.engines_file.read_text())
+    def make_healthy(cluster: ScriptedCluster) -> None:
+        cluster.probes["engine-1"] = Probe()
+        cluster.script[8.0] = lambda cluster: engine_lists.append(plan.engines_file.read_text())
 
-    members: list[str] = []
-    supervisor = supervise(plan, world)
-    start = world.start
-    world.start = lambda name, command: (start(name, command), silent(world))  # type: ignore[assignment,misc]
-    world.script = {5.0: answers, 20.0: finish}
+    engine_lists: list[str] = []
+    supervisor = supervise(plan, cluster)
+    start = cluster.start
+    cluster.start = lambda name, command: (start(name, command), make_unhealthy(cluster))  # type: ignore[assignment,misc]
+    cluster.script = {5.0: make_healthy, 20.0: finish}
     assert supervisor.run() == "finished"
-    assert world.starts("trainer-0") == [5.0]
-    assert members == [f"{supervisor.engines[1].url}\n"], "only the engine that answers is a member"
-    assert world.ended.index("kill trainer-0") < world.ended.index("end engine-0")
-    assert not any(look.exit_code is None for look in world.looks_of.values()), "nothing is left"
+    assert cluster.starts("trainer-0") == [5.0]
+    assert engine_lists == [f"{supervisor.engines[1].url}\n"], "only the healthy engine is listed"
+    assert cluster.stopped.index("kill trainer-0") < cluster.stopped.index("terminate engine-0")
+    assert not any(probe.exit_code is None for probe in cluster.probes.values()), "no component is left running"
 
 
-def test_an_engine_that_dies_is_started_again_later_each_time_and_then_no_more(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--launch.engine.restarts=3", "--launch.backoff=4")
+def test_a_crashing_engine_is_restarted_with_backoff_until_its_restarts_are_used_up(tmp_path: Path) -> None:
+    plan = make_test_plan(tmp_path, "--launch.engine.restarts=3", "--launch.backoff=4")
     plan.log_path("engine-0").write_text("loading\nout of memory\n")
-    world = World(script={})
-    start = world.start
+    cluster = ScriptedCluster(script={})
+    start = cluster.start
 
     def start_and_die(name: str, command: Command) -> None:
         start(name, command)
         if name == "engine-0":
-            world.die(name, 1)
+            cluster.die(name, 1)
 
-    world.start = start_and_die  # type: ignore[method-assign]
+    cluster.start = start_and_die  # type: ignore[method-assign]
     with pytest.raises(ComponentFailed) as failed:
-        supervise(plan, world).run()
-    starts = world.starts("engine-0")
+        supervise(plan, cluster).run()
+    starts = cluster.starts("engine-0")
     assert [later - earlier for earlier, later in itertools.pairwise(starts)] == [4.0, 8.5, 16.5]
-    assert "engine-0 ended with exit code 1, and launch.engine.restarts = 3 are used up" in str(failed.value)
-    assert "out of memory" in str(failed.value), "its last lines are shown"
+    assert "engine-0 ended with exit code 1, and all launch.engine.restarts = 3 are used up" in str(failed.value)
+    assert "out of memory" in str(failed.value), "the end of its log is shown"
 
 
-def test_when_a_launch_fails_the_trainer_may_finish_its_step_first(tmp_path: Path) -> None:
-    plan, world = plan_of(tmp_path, "--launch.engine.restarts=0"), World(script={3.0: lambda w: w.die("engine-0")})
+def test_when_a_launch_fails_the_trainer_finishes_its_step_first(tmp_path: Path) -> None:
+    plan, cluster = (
+        make_test_plan(tmp_path, "--launch.engine.restarts=0"),
+        ScriptedCluster(script={3.0: lambda w: w.die("engine-0")}),
+    )
     with pytest.raises(ComponentFailed, match="engine-0 was killed by SIGKILL"):
-        supervise(plan, world).run()
-    assert world.ended[0] == "end trainer-0"
+        supervise(plan, cluster).run()
+    assert cluster.stopped[0] == "terminate trainer-0"
 
 
-def test_a_lost_rank_takes_the_others_down_and_all_go_on_together(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--trainer.ranks=3", "--launch.engines=0")
+def test_if_one_rank_is_lost_all_ranks_are_restarted(tmp_path: Path) -> None:
+    plan = make_test_plan(tmp_path, "--trainer.ranks=3", "--launch.engines=0")
 
-    def lose(world: World) -> None:
-        world.die("trainer-2", 137)
-        world.die("trainer-0", 1)  # gave up because of the other
+    def lose(cluster: ScriptedCluster) -> None:
+        cluster.die("trainer-2", 137)
+        cluster.die("trainer-0", 1)  # exited because rank 2 was lost
 
-    world = World(script={5.0: lose, 30.0: finish})
-    supervisor = supervise(plan, world)
+    cluster = ScriptedCluster(script={5.0: lose, 30.0: finish})
+    supervisor = supervise(plan, cluster)
     assert supervisor.run() == "finished"
-    assert [len(world.starts(f"trainer-{rank}")) for rank in range(3)] == [2, 2, 2]
-    assert any("trainer-2 was killed by SIGKILL" in text for text in world.told), "the one that was killed is named"
+    assert [len(cluster.starts(f"trainer-{rank}")) for rank in range(3)] == [2, 2, 2]
+    assert any("trainer-2 was killed by SIGKILL" in text for text in cluster.events), (
+        "the rank that was killed is named"
+    )
     assert supervisor.ranks[0].restarts == 1
 
 
-def test_a_node_that_is_lost_is_a_death_like_any_other(tmp_path: Path) -> None:
-    plan, world = plan_of(tmp_path, "--launch.backoff=1"), World()
+def test_a_lost_node_is_handled_like_a_crash(tmp_path: Path) -> None:
+    plan, cluster = make_test_plan(tmp_path, "--launch.backoff=1"), ScriptedCluster()
 
-    def lose(world: World) -> None:
-        world.looks_of["engine-0"] = Probe(lost_reason="is lost with its node")
-        world.lost.add("engine-0")
+    def lose(cluster: ScriptedCluster) -> None:
+        cluster.probes["engine-0"] = Probe(lost_reason="was lost with its node")
+        cluster.lost.add("engine-0")
 
-    world.script = {3.0: lose, 5.0: lambda w: w.lost.clear(), 30.0: finish}
-    supervisor = supervise(plan, world)
+    cluster.script = {3.0: lose, 5.0: lambda w: w.lost.clear(), 30.0: finish}
+    supervisor = supervise(plan, cluster)
     assert supervisor.run() == "finished"
-    assert len(world.starts("engine-0")) == 2
-    assert supervisor.engines[0].restarts == 2, "a start that finds no place counts too"
+    assert len(cluster.starts("engine-0")) == 2
+    assert supervisor.engines[0].restarts == 2, "a start that cannot be placed counts too"
 
 
-def test_an_engine_that_runs_and_does_not_answer_is_killed_and_started_again(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--launch.health_timeout=20")
+def test_an_engine_that_does_not_answer_is_killed_and_restarted(tmp_path: Path) -> None:
+    plan = make_test_plan(tmp_path, "--launch.health_timeout=20")
 
-    def hang(world: World) -> None:
-        world.looks_of["engine-0"] = Probe(healthy=False)
+    def hang(cluster: ScriptedCluster) -> None:
+        cluster.probes["engine-0"] = Probe(healthy=False)
 
-    world = World(script={5.0: hang, 60.0: finish})
-    assert supervise(plan, world).run() == "finished"
-    assert any("engine-0 did not answer for launch.health_timeout = 20 s; restart 1" in text for text in world.told)
+    cluster = ScriptedCluster(script={5.0: hang, 60.0: finish})
+    assert supervise(plan, cluster).run() == "finished"
+    assert any("engine-0 did not answer for launch.health_timeout = 20 s; restart 1" in text for text in cluster.events)
 
 
-def test_a_part_that_was_up_for_long_has_all_its_restarts_again(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "--launch.engine.restarts=1", "--launch.restart_reset_after=100")
+def test_the_restart_count_is_reset_after_a_long_time_up(tmp_path: Path) -> None:
+    plan = make_test_plan(tmp_path, "--launch.engine.restarts=1", "--launch.restart_reset_after=100")
     deaths = {float(at): (lambda w: w.die("engine-0")) for at in (10, 130, 250, 370)}
-    world = World(script={**deaths, 500.0: finish})
-    assert supervise(plan, world).run() == "finished"
-    assert len(world.starts("engine-0")) == 5
+    cluster = ScriptedCluster(script={**deaths, 500.0: finish})
+    assert supervise(plan, cluster).run() == "finished"
+    assert len(cluster.starts("engine-0")) == 5
 
 
-def test_asked_to_stop_the_trainer_finishes_and_then_all_end(tmp_path: Path) -> None:
-    plan, world = plan_of(tmp_path), World()
-    supervisor = supervise(plan, world)
-    world.script = {5.0: lambda w: supervisor.stop()}
+def test_stop_lets_the_trainer_finish_before_the_engines_are_stopped(tmp_path: Path) -> None:
+    plan, cluster = make_test_plan(tmp_path), ScriptedCluster()
+    supervisor = supervise(plan, cluster)
+    cluster.script = {5.0: lambda w: supervisor.stop()}
     assert supervisor.run() == "stopped"
-    assert world.ended[0] == "end trainer-0" and "end engine-0" in world.ended
+    assert cluster.stopped[0] == "terminate trainer-0" and "terminate engine-0" in cluster.stopped
 
 
-def test_asked_twice_nobody_is_waited_for(tmp_path: Path) -> None:
-    plan, world = plan_of(tmp_path), World(obedient=False)
-    supervisor = supervise(plan, world)
-    world.script = {5.0: lambda w: supervisor.stop(), 9.0: lambda w: supervisor.kill()}
+def test_kill_waits_for_no_component(tmp_path: Path) -> None:
+    plan, cluster = make_test_plan(tmp_path), ScriptedCluster(exits_on_terminate=False)
+    supervisor = supervise(plan, cluster)
+    cluster.script = {5.0: lambda w: supervisor.stop(), 9.0: lambda w: supervisor.kill()}
     assert supervisor.run() == "killed"
-    assert world.time < 11.0
-    assert not any(look.exit_code is None for look in world.looks_of.values())
+    assert cluster.time < 11.0
+    assert not any(probe.exit_code is None for probe in cluster.probes.values())
 
 
-def test_a_trainer_that_fails_while_it_is_stopped_is_not_started_again(tmp_path: Path) -> None:
-    plan, world = plan_of(tmp_path), World(obedient=False)
-    supervisor = supervise(plan, world)
-    world.script = {5.0: lambda w: supervisor.stop(), 7.0: lambda w: w.die("trainer-0", 1)}
+def test_a_trainer_that_fails_while_stopping_is_not_restarted(tmp_path: Path) -> None:
+    plan, cluster = make_test_plan(tmp_path), ScriptedCluster(exits_on_terminate=False)
+    supervisor = supervise(plan, cluster)
+    cluster.script = {5.0: lambda w: supervisor.stop(), 7.0: lambda w: w.die("trainer-0", 1)}
     assert supervisor.run() == "stopped"
-    assert len(world.starts("trainer-0")) == 1
+    assert len(cluster.starts("trainer-0")) == 1
 
 
 @given(st.lists(st.tuples(st.floats(1, 200), st.sampled_from(["engine-0", "engine-1", "trainer-0"])), max_size=12))
-def test_whatever_dies_whenever_every_launch_ends_and_leaves_nothing(
+def test_every_launch_ends_and_leaves_no_process_whatever_crashes(
     tmp_path_factory: pytest.TempPathFactory, deaths: list[tuple[float, str]]
 ) -> None:
-    plan = plan_of(tmp_path_factory.mktemp("any"), "--launch.engines=2", "--launch.backoff=5")
+    plan = make_test_plan(tmp_path_factory.mktemp("any"), "--launch.engines=2", "--launch.backoff=5")
 
-    def dies(name: str) -> Callable[[World], None]:
-        return lambda w: w.die(name) if name in w.looks_of and w.looks_of[name].exit_code is None else None
+    def crash(name: str) -> Callable[[ScriptedCluster], None]:
+        return lambda w: w.die(name) if name in w.probes and w.probes[name].exit_code is None else None
 
-    world = World(script={at: dies(name) for at, name in deaths})
-    world.script[900.0] = finish
-    counts = {name: sum(one == name for _, one in deaths) for name in ("engine-0", "engine-1", "trainer-0")}
+    cluster = ScriptedCluster(script={at: crash(name) for at, name in deaths})
+    cluster.script[900.0] = finish
+    counts = {name: sum(dead == name for _, dead in deaths) for name in ("engine-0", "engine-1", "trainer-0")}
     try:
-        assert supervise(plan, world).run() == "finished"
+        assert supervise(plan, cluster).run() == "finished"
     except ComponentFailed:
         assert max(counts.values()) > 3
-    assert not any(look.exit_code is None for look in world.looks_of.values())
-    assert all(len(world.starts(name)) <= 4 for name in counts)
+    assert not any(probe.exit_code is None for probe in cluster.probes.values())
+    assert all(len(cluster.starts(name)) <= 4 for name in counts)
 
 
-def _written(plan: LaunchPlan) -> Path:
+def _write_config(plan: LaunchPlan) -> Path:
     from keel.config.toml_writer import toml_lines
 
     file = plan.run_folder / "config.toml"
@@ -412,10 +426,10 @@ def _written(plan: LaunchPlan) -> Path:
     return file
 
 
-# what is shown
+# display
 
 
-def test_a_log_is_followed_by_whole_lines_and_escape_sequences_are_written_out(tmp_path: Path) -> None:
+def test_a_log_is_followed_line_by_line_and_control_characters_are_escaped(tmp_path: Path) -> None:
     log = tmp_path / "trainer-0.log"
     log.write_text("of an earlier launch\n")
     follower = LogFollower(log)
@@ -423,14 +437,16 @@ def test_a_log_is_followed_by_whole_lines_and_escape_sequences_are_written_out(t
         file.write("--- 2026-01-01 00:00:00 on node\nstep 1/2\nhalf")
         file.flush()
         assert follower.read_new_lines() == ["step 1/2"]
-        file.write(" a line \x1b[2J\nstopped after step 1; go on with: keel train --resume x\n")
+        file.write(" a line \x1b[2J\nstopped after step 1; resume with: keel train --resume x\n")
         file.flush()
-    assert follower.read_new_lines() == ["half a line \\x1b[2J"], "and the trainer's own advice is not that of a launch"
+    assert follower.read_new_lines() == ["half a line \\x1b[2J"], "the resume hint of keel train is hidden"
 
 
-def test_the_table_shows_where_a_part_is_and_why_it_died() -> None:
-    up = ComponentState(part("engine-0"), "up", status_since=1.0, url="http://127.0.0.1:8000")
-    down = ComponentState(part("trainer-0"), "down", status_since=60.0, restarts=2, last_error="was killed by SIGKILL")
+def test_the_table_shows_the_node_of_a_component_and_why_it_failed() -> None:
+    up = ComponentState(component("engine-0"), "up", status_since=1.0, url="http://127.0.0.1:8000")
+    down = ComponentState(
+        component("trainer-0"), "down", status_since=60.0, restarts=2, last_error="was killed by SIGKILL"
+    )
     screen = Console(width=100, file=io.StringIO())
     screen.print(status_table([up, down], lambda name: f"node-of-{name}", clock=lambda: 61.0))
     rows = [line.split() for line in screen.file.getvalue().splitlines()]  # type: ignore[attr-defined]
