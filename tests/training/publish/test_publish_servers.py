@@ -23,7 +23,7 @@ from tests.support.policy_strategies import tiny
 from tests.support.publishing_world import PROMPT, Serving, expected, sampled, servers
 from tests.support.run_world import train
 
-QUICK = {"interval": 0.3, "health_timeout": 20.0, "wait": 60.0}
+QUICK = {"poll_interval": 0.3, "health_timeout": 20.0, "ready_timeout": 60.0}
 
 
 @pytest.fixture(scope="module")
@@ -177,4 +177,4 @@ def test_how_the_settings_sample_is_how_a_server_of_the_runs_own_is_started(tmp_
     assert (given.max_batch, given.native_kernels, given.int8, given.dtype) == (7, "off", True, "bfloat16")
     assert given.weights_from == [tmp_path]
     usual = build_parser().parse_args(server_argv(EngineSettings(kind="process"), model, tmp_path)[1:])
-    assert (usual.kernels, usual.int8, usual.dtype) == ("auto", False, "float32")
+    assert (usual.native_kernels, usual.int8, usual.dtype) == ("auto", False, "float32")

@@ -34,11 +34,11 @@ class Told:
         self.did: list[str] = []
         self.error: Exception | None = None
 
-    def take(self, version: int) -> None:
+    def snapshot(self, version: int) -> None:
         assert self.may_take.wait(10)
         self.did.append(f"took {version}")
 
-    async def give(self, engine: Engine, version: int, *, drain: bool) -> None:
+    async def send(self, engine: Engine, version: int, *, drain: bool) -> None:
         await self.may_give.wait()
         if self.error is not None:
             raise self.error
@@ -365,7 +365,7 @@ def _always() -> threading.Event:
         (["--publish.path=/tmp", "--publish.transport=broadcast", "--engine.kind=process"], "writes nothing"),
         (
             ["--publish.bind_address=10.0.0.1"],
-            'publish.bind_address = "10.0.0.1" cannot act: it belongs to way = "broadcast"',
+            'publish.bind_address = "10.0.0.1" cannot act: it belongs to transport = "broadcast"',
         ),
         (["--publish.in_flight=wait"], "publish.in_flight"),
     ],
