@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,8 +36,13 @@ from keel.inference.pool.vllm_engine import start_vllm
 from keel.inference.protocol import Engine
 from keel.training import load_model
 from keel.training.model.model import Model
-from keel.training.publish.broadcast import BroadcastTransport
-from keel.training.publish.publisher import FolderTransport, Publisher, WeightTransport
+from keel.training.publish import (
+    AdapterTransport,
+    BroadcastTransport,
+    FolderTransport,
+    Publisher,
+    WeightTransport,
+)
 
 ASKERS = 4
 TOKENS = 16
@@ -126,13 +130,12 @@ async def run(args: argparse.Namespace, folder: Path) -> list[Row]:
         ways: list[tuple[str, Model, WeightTransport]] = [
             ("folder", whole, FolderTransport(whole, folder / "folder")),
             ("broadcast", whole, BroadcastTransport(whole, "127.0.0.1")),
-            ("adapter", adapted, FolderTransport(adapted, folder / "adapter")),
+            ("adapter", adapted, AdapterTransport(adapted, folder / "adapter")),
         ]
         for name, model, way in ways:
             # straggling servers are waited for, because live is to mean every server here
             settings = PoolSettings(urls=urls, poll_interval=60.0)
-            connect = partial(way.connect, api_key=None) if isinstance(way, BroadcastTransport) else HttpEngine
-            pool = Pool(settings, connect)
+            pool = Pool(settings, HttpEngine)
             rows.append(await measured(name, f"{args.members} keel serve", pool, way, model, args.rounds))
             show(rows[-1])
             await pool.close()
@@ -142,7 +145,7 @@ async def run(args: argparse.Namespace, folder: Path) -> list[Row]:
         )
         try:
             for name, model in (("folder", whole), ("adapter", adapted)):
-                way = FolderTransport(model, folder / f"vllm-{name}")
+                way = (FolderTransport if model is whole else AdapterTransport)(model, folder / f"vllm-{name}")
                 rows.append(await measured(name, "vLLM", engine, way, model, args.rounds))
                 show(rows[-1])
         finally:

@@ -25,6 +25,7 @@ from keel.common.openmp import OpenMPReleasingExecutor
 from keel.config import CheckpointSettings, EngineSettings, TrainerSettings
 from keel.config.run import AdvantageSettings, ZeroVarianceGroups
 from keel.errors import ConfigError, KeelError, ModelError
+from keel.inference.protocol import WeightSource
 from keel.training import load_model
 
 
@@ -264,9 +265,9 @@ class _ModelSession:
     async def _publish(self) -> None:
         """Give the engine the weights of the last checkpoint, by the file: what is served is what was saved."""
         assert self.endpoint is not None
-        engine, folder = self.endpoint.engine, str(self.trainer.checkpoint_path.resolve())
-        load = engine.load_weights if self.trainer.model.peft is None else engine.load_adapter
-        await self.endpoint.run_coroutine(load(folder, self.trainer.step_number))
+        path = self.trainer.checkpoint_path.resolve()
+        source = WeightSource.folder(path) if self.trainer.model.peft is None else WeightSource.adapter(path)
+        await self.endpoint.run_coroutine(self.endpoint.engine.load_weights(source, self.trainer.step_number))
 
 
 def _check_no_effect_settings(

@@ -4,8 +4,9 @@ Plain data without torch, so that it can cross processes. It holds no policy of 
 `EngineError`, and whoever asked decides what to do.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from keel.config import Sampling
@@ -70,6 +71,50 @@ class BroadcastSlot:
     """From 1; the sender is 0."""
 
 
+class BroadcastClient(Protocol):
+    """An engine that can tell its server to receive a broadcast."""
+
+    async def receive_weights(self, slot: BroadcastSlot, version: int, *, drain: bool = False) -> None:
+        """Receive all weights at this slot. Returns when they are live."""
+
+
+class WeightSender(Protocol):
+    """Sends weights to one server while the server receives them."""
+
+    async def send_to(self, engine: BroadcastClient, version: int, *, drain: bool) -> None:
+        """Send this version through the engine's `receive_weights`. Returns when the weights are live."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where an engine gets new weights from. Two sources are equal if their kind and path are."""
+
+    kind: Literal["in_memory", "folder", "adapter", "broadcast"]
+    path: Path | None = None
+    """Folder with all weights (`folder`) or a PEFT adapter (`adapter`), on a path that the engine can read."""
+    tensors: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """State dict of all weights (`in_memory`)."""
+    sender: WeightSender | None = field(default=None, compare=False, repr=False)
+    """Sender of all weights (`broadcast`)."""
+
+    @classmethod
+    def folder(cls, path: str | Path) -> "WeightSource":
+        """Return the source of all weights in a Hugging Face folder."""
+        return cls("folder", Path(path))
+
+    @classmethod
+    def adapter(cls, path: str | Path) -> "WeightSource":
+        """Return the source of a PEFT adapter in a folder; it applies to the base weights loaded last."""
+        return cls("adapter", Path(path))
+
+    def __str__(self) -> str:
+        return self.kind if self.path is None else str(self.path)
+
+    def unsupported_by(self, engine: str) -> EngineError:
+        """Return the error of an engine that cannot load from this kind of source."""
+        return EngineError(f"{engine} cannot load weights from a source of kind {self.kind}", retryable=False)
+
+
 class Engine(Protocol):
     """Whatever samples. All methods may be called at any time from one event loop."""
 
@@ -79,15 +124,12 @@ class Engine(Protocol):
         Cancelling the call frees what it holds at once.
         """
 
-    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
-        """Take all weights from a Hugging Face folder. Returns when they are live.
+    async def load_weights(self, source: WeightSource, version: int, *, drain: bool = False) -> None:
+        """Load all weights, or an adapter on top of those loaded last. Returns when they are live.
 
-        Requests in flight go on, and their later tokens are of the new version; with `drain` they end first, later
-        ones wait, and every answer is of one version.
+        Requests in flight continue, and their later tokens are sampled with the new version. With `drain` they finish
+        first, later requests wait, and every completion has tokens of a single version.
         """
-
-    async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
-        """Take a PEFT adapter for the base model. Returns when it is live."""
 
     async def version(self) -> int:
         """Of the weights that are live."""

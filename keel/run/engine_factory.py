@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import blake2b
@@ -28,8 +28,7 @@ from keel.inference.server.api_key import read_api_key
 from keel.training import load_model
 from keel.training.model.model import Model
 from keel.training.model.weights_io import dtype_name
-from keel.training.publish.broadcast import BroadcastTransport
-from keel.training.publish.publisher import FolderTransport, InMemoryTransport, Publisher, WeightTransport
+from keel.training.publish import Publisher, make_transport
 from keel.training.step.core_sharing import share_cores
 
 
@@ -50,17 +49,17 @@ async def open_engine(settings: RunSettings, model: Model, folder: Path) -> Asyn
         # two runs may share a path, and their names
         which = blake2b(str(folder.resolve()).encode(), digest_size=4).hexdigest()
         folder = Path(publish.path) / f"{folder.parent.name}-{which}"
-    way = _make_transport(settings, model, folder)
+    transport = make_transport(settings, model, folder)
     async with contextlib.AsyncExitStack() as stack:
         engine: Engine
         if kind == "local":
-            engine, threads = _make_local_engine(settings, model, way)
+            engine, threads = _make_local_engine(settings, model)
             if threads is not None:
                 stack.enter_context(
                     share_cores(model.network, partial(_trainer_threads, torch.get_num_threads(), threads, engine))
                 )
         elif kind == "process":
-            engine = await stack.enter_async_context(_run_server(settings, model, way, folder))
+            engine = await stack.enter_async_context(_run_server(settings, model, folder))
         elif kind == "vllm":
             rank = settings.model.lora.rank if settings.model.lora else None
             dtype = settings.engine.dtype if settings.engine.dtype != "auto" else dtype_name(model.dtype)
@@ -68,21 +67,13 @@ async def open_engine(settings: RunSettings, model: Model, folder: Path) -> Asyn
                 settings.engine.vllm_python, str(model.source.folder), dtype=dtype, max_lora_rank=rank
             )
         else:
-            engine = _make_pool(settings, way)
+            engine = _make_pool(settings)
         stack.push_async_callback(engine.close)
         # while a publication is under way the engine is one further behind: not where no batch may be that old
         overlap = 2 * settings.publish.every - 1 <= settings.scheduler.max_off_policy_steps
-        found = PublishingEngine(engine, way, drain=publish.in_flight == "drain", overlap=overlap)
+        found = PublishingEngine(engine, transport, drain=publish.in_flight == "drain", overlap=overlap)
         stack.push_async_callback(found.close)
         yield found
-
-
-def _make_transport(settings: RunSettings, model: Model, folder: Path) -> WeightTransport:
-    if settings.publish.transport == "broadcast":
-        return BroadcastTransport(model, settings.publish.bind_address)
-    if settings.publish.transport == "auto" and settings.engine.kind == "local" and model.peft is None:
-        return InMemoryTransport(model)
-    return FolderTransport(model, folder)
 
 
 def _trainer_threads(cores: int, engine_threads: int, engine: LocalEngine) -> int:
@@ -90,42 +81,29 @@ def _trainer_threads(cores: int, engine_threads: int, engine: LocalEngine) -> in
     return max(1, cores - engine_threads) if engine.busy else cores
 
 
-def _make_local_engine(
-    settings: RunSettings, model: Model, transport: WeightTransport
-) -> tuple[LocalEngine, int | None]:
+def _make_local_engine(settings: RunSettings, model: Model) -> tuple[LocalEngine, int | None]:
     """The engine, and how many threads it computes with beside the trainer."""
     dtype = dtype_name(model.dtype) if settings.engine.dtype == "auto" else settings.engine.dtype
     plain = {"lora": None, "gradient_checkpointing": False, "dtype": dtype}
     own = load_model(ModelSettings.model_validate(settings.model.model_dump() | plain), settings.seed)
-    read = transport.read_snapshot if isinstance(transport, InMemoryTransport) else None
     # a synchronous run is the same each time; an asynchronous one need not wait for that
     lockstep = settings.scheduler.max_off_policy_steps == 0
     # beside a trainer, which has the other cores while both compute: decoding takes about a third of a step's work
     threads = None if lockstep or own.device.type != "cpu" else max(1, (os.cpu_count() or 1) // 4)
-    engine = LocalEngine(
-        own.network, own.tokenizer, settings.engine, weight_reader=read, lockstep=lockstep, threads=threads
-    )
+    engine = LocalEngine(own.network, own.tokenizer, settings.engine, lockstep=lockstep, threads=threads)
     return engine, threads
 
 
-def _make_pool(settings: RunSettings, transport: WeightTransport) -> Pool:
+def _make_pool(settings: RunSettings) -> Pool:
     given = settings.pool
     assert given is not None
     key = None if given.api_key_file is None else read_api_key("pool.api_key_file", given.api_key_file)
-    return Pool(given, partial(VllmEngine, api_key=key) if given.backend == "vllm" else _make_connect(transport, key))
-
-
-def _make_connect(transport: WeightTransport, key: str | None) -> Callable[[str], Engine]:
-    """How servers of ours are reached."""
-    if isinstance(transport, BroadcastTransport):
-        return partial(transport.connect, api_key=key)
-    return partial(HttpEngine, api_key=key)
+    engine_class = VllmEngine if given.backend == "vllm" else HttpEngine
+    return Pool(given, partial(engine_class, api_key=key))
 
 
 @asynccontextmanager
-async def _run_server(
-    settings: RunSettings, model: Model, transport: WeightTransport, folder: Path
-) -> AsyncIterator[Pool]:
+async def _run_server(settings: RunSettings, model: Model, folder: Path) -> AsyncIterator[Pool]:
     """`keel serve` in a process of its own, on loopback behind a key; it ends with this process, however that ends.
 
     One that dies is started again: as a pool of one, it gets its weights before its requests.
@@ -136,7 +114,7 @@ async def _run_server(
         file.flush()
         words = server_argv(settings.engine, model, folder)
         async with run_managed_server([sys.executable, "-m", *words, "--api-key-file", file.name]) as server:
-            yield Pool(POOL_SETTINGS, _make_connect(transport, key), source=server)
+            yield Pool(POOL_SETTINGS, partial(HttpEngine, api_key=key), source=server)
 
 
 def server_argv(engine: EngineSettings, model: Model, folder: Path) -> list[str]:

@@ -31,7 +31,7 @@ TABLES_SQL = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE steps (
     step INTEGER PRIMARY KEY, version INTEGER NOT NULL, stepped INTEGER NOT NULL, time REAL NOT NULL,
-    numbers TEXT NOT NULL
+    metrics TEXT NOT NULL
 ) STRICT;
 CREATE TABLE rollouts (
     "group" TEXT NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, environment TEXT NOT NULL,
@@ -45,7 +45,7 @@ CREATE TABLE finished (
     PRIMARY KEY ("group", member, attempt)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE evaluations (
-    step INTEGER NOT NULL, environment TEXT NOT NULL, time REAL NOT NULL, numbers TEXT NOT NULL,
+    step INTEGER NOT NULL, environment TEXT NOT NULL, time REAL NOT NULL, metrics TEXT NOT NULL,
     PRIMARY KEY (step, environment)
 ) STRICT;
 """
@@ -253,7 +253,7 @@ class Ledger:
             self._db.execute("INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?)", values)
 
     def evaluations(self) -> list[tuple[int, str, dict[str, Any]]]:
-        rows = self._query("SELECT step, environment, numbers FROM evaluations ORDER BY step, environment")
+        rows = self._query("SELECT step, environment, metrics FROM evaluations ORDER BY step, environment")
         return [(step, environment, self._parse_object(text)) for step, environment, text in rows]
 
     # -- inside -------------------------------------------------------------------------------------------------------

@@ -351,7 +351,7 @@ class TrainingRun:
         sources = [arena.task_source(name) for name, arena in self.environments.items()]
         settings, state = self.settings.scheduler, self.ledger.state()
         if settings.rollout_timeout is None:
-            settings = settings.model_copy(update={"watchdog": self._max_episode_seconds + OVERRUN_GRACE})
+            settings = settings.model_copy(update={"rollout_timeout": self._max_episode_seconds + OVERRUN_GRACE})
         if state is None:
             scheduler = Scheduler(episodes, sources, settings)
         else:

@@ -52,7 +52,7 @@ def test_what_is_sampled_after_train_comes_from_the_new_weights(tmp_path: Path, 
             return model, results, response.choices[0]
 
     model, (first, second), choice = run(train())
-    assert (first.step, second.step) == (1, 2) and not second.why_not
+    assert (first.step, second.step) == (1, 2) and not second.skip_reason
     assert second.checkpoint_path == tmp_path / "agent-1" / "checkpoints" / "step_2" and second.checkpoint_path.is_dir()
     assert choice.versions == [2] * len(choice.token_ids)
     assert furthest(*replayed(trainer_at(tmp_path, 2, model), choice)) < 1e-4
@@ -233,9 +233,9 @@ def test_zero_variance_groups_train_wherever_it_is_asked_for(tmp_path: Path, giv
             return dropped, await backend.train(model, groups, objective=signal, **given)
 
     dropped, trained = run(train())
-    assert dropped.step == 0 and "all advantages are zero" in dropped.why_not
+    assert dropped.step == 0 and "all advantages are zero" in dropped.skip_reason
     assert dropped.metrics["rollout/zero_variance_tokens"] > 0
-    assert (trained.step, trained.why_not) == (1, "")
+    assert (trained.step, trained.skip_reason) == (1, "")
     assert trained.metrics["rollout/zero_variance_tokens"] == 0
 
 

@@ -118,7 +118,7 @@ def test_groups_without_signal_are_counted_and_left_out_or_kept() -> None:
     assert dropped.metrics["rollout/zero_variance_tokens"] == 6 and kept.metrics["rollout/zero_variance_tokens"] == 0
     assert {sample.group for sample in dropped.samples} == {1}
     nothing = batch(flat)
-    assert not nothing.samples and "in 1 groups all advantages are zero" in nothing.why_not
+    assert not nothing.samples and "in 1 groups all advantages are zero" in nothing.skip_reason
     # by an estimator that compares with no other attempt, equal rewards are signal
     assert len(batch(flat, name="constant", baseline=0.0).samples) == 2
 

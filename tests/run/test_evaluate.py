@@ -149,14 +149,14 @@ class Digest:
 
 def run(environment, engine=None, **options):
     engine = engine or ScriptedEngine(answer=lambda _: f"7{END}")
-    given = {"tasks": 4, "samples": 1, "sampling": Sampling(max_tokens=8), "limits": EpisodeLimits(), "seed": 3}
+    given = {"num_tasks": 4, "samples_per_task": 1, "sampling": Sampling(max_tokens=8), "limits": EpisodeLimits(), "seed": 3}
     return asyncio.run(evaluate(engine, Renderer(engine.tokenizer), environment, **given | options))
 
 
 def test_the_first_held_out_tasks_are_played_as_often_as_asked():
     engine = ScriptedEngine(answer=lambda _: f"7{END}")
     # an endless supply: only what is asked for may be drawn
-    found = run(Coins(lambda number, _: float(number % 2)), engine, tasks=4, samples=3)
+    found = run(Coins(lambda number, _: float(number % 2)), engine, num_tasks=4, samples_per_task=3)
     groups = [group for _, _, group in engine.requests]
     assert sorted(groups) == sorted(f"eval/eval/{number}" for number in range(4) for _ in range(3))
     assert (found.num_tasks, found.samples_per_task, found.failed_episodes) == (4, 3, 0)
@@ -168,24 +168,24 @@ def test_the_first_held_out_tasks_are_played_as_often_as_asked():
 def test_every_answer_has_a_seed_of_its_own_that_the_number_in_flight_does_not_change():
     def seeds(**options):
         engine = ScriptedEngine(answer=lambda _: f"7{END}")
-        run(Finite(lambda *_: 1.0), engine, samples=3, **options)
+        run(Finite(lambda *_: 1.0), engine, samples_per_task=3, **options)
         return {(prompt, sampling.seed) for prompt, sampling, _ in engine.requests}
 
-    alone = seeds(in_flight=1)
+    alone = seeds(max_in_flight=1)
     assert len(alone) == 12
-    assert seeds(in_flight=64) == alone
+    assert seeds(max_in_flight=64) == alone
     assert not seeds(seed=4) & alone
 
 
 def test_no_more_than_in_flight_are_played_at_once():
     environment = Finite(lambda *_: 1.0)
-    run(environment, tasks=10, samples=2, in_flight=3)
+    run(environment, num_tasks=10, samples_per_task=2, max_in_flight=3)
     assert environment.most == 3
 
 
 def test_progress_is_told_of_every_episode():
     told = []
-    run(Finite(lambda *_: 1.0), tasks=3, samples=2, progress=lambda done, total: told.append((done, total)))
+    run(Finite(lambda *_: 1.0), num_tasks=3, samples_per_task=2, progress=lambda done, total: told.append((done, total)))
     assert told == [(number, 6) for number in range(1, 7)]
 
 
@@ -214,7 +214,7 @@ def test_partial_credit_is_in_the_reward_and_not_in_pass_at_k():
 
 
 def test_fewer_tasks_than_asked_are_all_played_and_none_is_an_error():
-    assert run(Finite(lambda *_: 1.0, count=2), tasks=64).num_tasks == 2
+    assert run(Finite(lambda *_: 1.0, count=2), num_tasks=64).num_tasks == 2
     with pytest.raises(ConfigError, match='"mine" has no tasks for evaluation'):
         run(Finite(lambda *_: 1.0, count=0), name="mine")
 
@@ -223,11 +223,11 @@ def test_greedy_answers_to_one_task_are_asked_for_once():
     greedy = Sampling(temperature=0, max_tokens=8)
     assert run(Finite(lambda *_: 1.0), sampling=greedy).reward == 1.0
     with pytest.raises(ConfigError, match="samples = 2 cannot act"):
-        run(Finite(lambda *_: 1.0), sampling=greedy, samples=2)
+        run(Finite(lambda *_: 1.0), sampling=greedy, samples_per_task=2)
 
 
 def test_numbers_leave_out_what_is_not_known():
-    numbers = run(Finite(lambda *_: 0.3), tasks=1).scalars()
+    numbers = run(Finite(lambda *_: 0.3), num_tasks=1).scalars()
     assert numbers["reward"] == 0.3
     assert not {"low", "high"} & numbers.keys()
     assert {"pass@1", "pass@1/low", "pass@1/high", "tasks", "samples", "seconds"} <= numbers.keys()
@@ -241,7 +241,7 @@ def test_a_built_in_environment_is_evaluated_by_its_own_answers():
         return max(question.split(" or "), key=int) + END
 
     engine = ScriptedEngine(answer=larger)
-    assert run(environment, engine, tasks=8).reward == 1.0
+    assert run(environment, engine, num_tasks=8).reward == 1.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_a_process_that_was_stopped_has_not_waited() -> None:
     """A child stops itself for six seconds while it waits two; the wait is not over when it goes on."""
     code = """
 import asyncio, os, signal, threading, time
-from keel.run.event_loop import complete
+from keel.run.event_loop import run_to_completion
 
 async def work():
     loop = asyncio.get_running_loop()
@@ -66,7 +66,7 @@ async def work():
     await asyncio.sleep(2)
     return time.monotonic() - began, loop.time() - counted
 
-print(*complete(work()))
+print(*run_to_completion(work()))
 """
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     os.waitpid(child.pid, os.WUNTRACED)

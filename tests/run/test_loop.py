@@ -31,7 +31,7 @@ def table(folder: Path, step: int) -> list[dict[str, Any]]:
 
 def timeless(folder: Path, step: int) -> list[dict[str, Any]]:
     """A step's rows without when they were made."""
-    return [{k: v for k, v in row.items() if k not in ("seconds", "ended")} for row in table(folder, step)]
+    return [{k: v for k, v in row.items() if k not in ("seconds", "ended_at")} for row in table(folder, step)]
 
 
 def weights(folder: Path, step: int) -> bytes:
@@ -72,10 +72,12 @@ def test_a_steps_file_says_of_every_token_what_became_of_it(run: tuple[Path, Wat
             )
             if row["outcome"] == "trained":
                 known = [value is not None for value in row["logprobs"]]
-                assert known == row["trainable"] == [value is not None for value in row["kept"]]
+                assert known == row["trainable"]
+                dropped = [reason is not None for reason in row["drop_reason"]]
+                assert all(trains for trains, drops in zip(row["trainable"], dropped, strict=True) if drops)
                 assert max(row["versions"]) <= row["version"]
-        kept = [mark for row in table(folder, step) for mark in row["kept"] or () if mark is not None]
-        assert len(kept) == watcher.steps[step].get("tokens", 0)
+        trained = [logprob for row in table(folder, step) for logprob in row["logprobs"] or () if logprob is not None]
+        assert len(trained) == watcher.steps[step].get("trainable_tokens", 0)
 
 
 def test_the_sampler_and_the_trainer_agree_on_fresh_tokens(run: tuple[Path, Watcher]) -> None:
@@ -325,7 +327,7 @@ def test_changed_settings_are_shown_and_have_to_be_allowed(tmp_path: Path) -> No
         ("publish.every = 4", "publish.every = 4"),
         (
             "trainer.max_tokens_per_micro_batch = 100",
-            r"larger_number\.limits\.tokens = 4096 .* trainer\.max_tokens = 100",
+            r"larger_number\.limits\.max_sequence_tokens = 4096 .* trainer\.max_tokens_per_micro_batch = 100",
         ),
         ('references.a.source = "base"', "references"),
         ('teacher.name = "tiny"', "teacher"),
@@ -342,9 +344,9 @@ def test_settings_that_cannot_act_together_are_refused(tmp_path: Path, text: str
 def test_a_second_fate_cannot_be_written(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "run.db", create=True)
     outcome = RolloutOutcome("a#1", 0, 0, "a", "t", "trained", None, None, 1.0, 3)
-    ledger.write_step(1, version=1, stepped=True, metrics={}, outcomes=[fate], state={})
+    ledger.write_step(1, version=1, stepped=True, metrics={}, outcomes=[outcome], state={})
     with pytest.raises(KeelError, match="second fate"):
-        ledger.write_step(2, version=2, stepped=True, metrics={}, outcomes=[fate], state={"x": 1})
+        ledger.write_step(2, version=2, stepped=True, metrics={}, outcomes=[outcome], state={"x": 1})
     assert ledger.last_step == 1 and ledger.state() == {}
     ledger.close()
 

@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Path:
         ("DELETE FROM rollouts WHERE member = 1", "what step 2 wrote in it was changed"),
         ("UPDATE rollouts SET outcome = 'trained' WHERE member = 2", "what step 2 wrote in it was changed"),
         ("UPDATE steps SET stepped = 0 WHERE step = 2", "what step 2 wrote in it was changed"),
-        ("DELETE FROM seals WHERE step = 2", "step 2 is in it without its seal"),
+        ("DELETE FROM checksums WHERE step = 2", "step 2 is in it without its checksum"),
         ("UPDATE meta SET value = replace(value, '3', '4') WHERE key = 'state'", "the state .* was changed"),
     ],
 )
@@ -79,7 +79,7 @@ def test_a_rollout_that_ends_after_it_was_given_up_does_not_get_a_second_fate(ru
 
 def test_a_ledger_without_seals_is_of_an_older_version_and_goes_on(run: Path) -> None:
     with sqlite3.connect(run / "run.db") as db:
-        db.execute("DROP TABLE seals")
+        db.execute("DROP TABLE checksums")
         db.execute("DELETE FROM meta WHERE key IN ('config', 'state_hash')")
     db.close()
     folder = RunFolder.open(run)

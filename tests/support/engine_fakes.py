@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from keel.config import Sampling
-from keel.inference.protocol import EngineError, Generation, Health
+from keel.inference.protocol import EngineError, Generation, Health, WeightSource
 from keel.inference.server.allowed_paths import AllowedFolders
 from keel.inference.server.openai_responses import TokenChunk
 from keel.training.model import tiny_models
@@ -58,16 +58,10 @@ class FakeEngine:
         ids = ids[: sampling.max_tokens]
         return Generation(ids, (-0.5,) * len(ids), (self.live,) * len(ids), finish, sampling.temperature)
 
-    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
-        await self._load("weights", folder, version)
-
-    async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
-        await self._load("adapter", folder, version)
-
-    async def _load(self, kind: str, folder: str, version: int) -> None:
+    async def load_weights(self, source: WeightSource, version: int, *, drain: bool = False) -> None:
         if self.fail is not None:
             raise self.fail()
-        self.loaded.append((kind, folder, version))
+        self.loaded.append(("adapter" if source.kind == "adapter" else "weights", str(source.path), version))
         self.live = version
 
     async def version(self) -> int:

@@ -10,7 +10,7 @@ from keel.config.rollout import PoolSettings, Sampling
 from keel.inference.pool.discovery import DiscoveryError
 from keel.inference.pool.pool import Pool
 from keel.inference.pool.target_weights import WeightLoad
-from keel.inference.protocol import EngineError, Generation, Health
+from keel.inference.protocol import EngineError, Generation, Health, WeightSource
 
 T = TypeVar("T")
 
@@ -180,17 +180,14 @@ class FakeEngine:
         if self.server.life != life:
             raise EngineError(f"{self.server.url} broke the connection")
         if self.server.loads_fail:
-            raise EngineError(f"{self.server.url} has no folder {load.folder}", retryable=False)
-        below = tuple(each for each in self.server.loads if each.kind == "weights")
-        self.server.loads = (load,) if load.kind == "weights" else (*below, load)
+            raise EngineError(f"{self.server.url} has no folder {load.source.path}", retryable=False)
+        below = tuple(each for each in self.server.loads if not each.is_adapter)
+        self.server.loads = (*below, load) if load.is_adapter else (load,)
         self.server.version = load.version
         self.world.live.add(self.server.loads)
 
-    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
-        await self._load(WeightLoad("weights", folder, version))
-
-    async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
-        await self._load(WeightLoad("adapter", folder, version))
+    async def load_weights(self, source: WeightSource, version: int, *, drain: bool = False) -> None:
+        await self._load(WeightLoad(source, version))
 
     async def version(self) -> int:
         await self._reach()

@@ -176,6 +176,7 @@ async def evaluate_environments(
     args: argparse.Namespace, target: EvaluationTarget, selected: "dict[str, EnvironmentSettings]"
 ) -> "list[EvaluationResult]":
     """Evaluate each environment in turn, with a bar in a terminal."""
+    from keel.inference.protocol import WeightSource
     from keel.rollout.environments.registry import load_environment
     from keel.rollout.policy_client import derive_seed
     from keel.rollout.rendering.renderer import Renderer
@@ -192,7 +193,7 @@ async def evaluate_environments(
     try:
         if settings.model.lora is not None and target.checkpoint is not None:
             check_adapter_base(target.checkpoint, model)
-            await engine.load_adapter(str(target.checkpoint), target.step or 0)
+            await engine.load_weights(WeightSource.adapter(target.checkpoint), target.step or 0)
         renderer = Renderer(model.tokenizer, settings.renderer)
         with progress_bars(hidden=args.json) as told:
             for name, (environment, drawn) in made.items():

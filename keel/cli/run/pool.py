@@ -121,6 +121,7 @@ def make_pool_settings(args: argparse.Namespace) -> "PoolSettings":
 def make_weight_load(args: argparse.Namespace) -> "WeightLoad | None":
     """What is to be loaded; what cannot be is a `ConfigError`."""
     from keel.inference.pool.target_weights import WeightLoad
+    from keel.inference.protocol import WeightSource
 
     if args.load is None:
         for name in ("version", "drain"):
@@ -131,8 +132,9 @@ def make_weight_load(args: argparse.Namespace) -> "WeightLoad | None":
         raise ConfigError("--load needs --version N, which answers will say that they were sampled by")
     if not args.load.is_dir():
         raise ConfigError(f"--load {args.load} is not a folder")
-    adapter = (args.load / "adapter_config.json").is_file()
-    return WeightLoad("adapter" if adapter else "weights", str(args.load.resolve()), args.version, args.drain)
+    is_adapter = (args.load / "adapter_config.json").is_file()
+    source = WeightSource.adapter if is_adapter else WeightSource.folder
+    return WeightLoad(source(args.load.resolve()), args.version, args.drain)
 
 
 class ExitCode:

@@ -31,8 +31,8 @@ from keel.config import EngineSettings, Sampling
 from keel.inference.local.continuous_batch import ContinuousBatch, GenerationRequest
 from keel.inference.local.decoders import select_decoder
 from keel.inference.local.sampling import StopStringDetector
-from keel.inference.local.weight_loading import WeightReader, WeightSlot
-from keel.inference.protocol import BroadcastSlot, EngineError, Generation, Health
+from keel.inference.local.weight_loading import WeightSlot
+from keel.inference.protocol import BroadcastSlot, EngineError, Generation, Health, WeightSource
 from keel.inference.server.openai_responses import TokenChunk
 from keel.inference.tensor_broadcast import receive_broadcast
 
@@ -62,13 +62,10 @@ class LocalEngine:
         settings: EngineSettings | None = None,
         *,
         version: int = 0,
-        weight_reader: WeightReader | None = None,
         lockstep: bool = False,
         threads: int | None = None,
     ) -> None:
-        """`load` reads a folder of weights into a state dict; not given: a Hugging Face folder of this model.
-
-        `lockstep`: after each decode step the event loop has its turn before the next one begins, so that which answers
+        """`lockstep`: after each decode step the event loop has its turn before the next one begins, so that which answers
         are decoded together does not depend on time, in conversations of several turns too. `threads`: how many
         compute; not given: torch's own number.
         """
@@ -85,7 +82,7 @@ class LocalEngine:
             network, type(network).__name__, native_kernels=settings.native_kernels == "auto", pack=not settings.int8
         )
         release_openmp_threads()  # the worker computes from now on
-        self._weights = WeightSlot(network, int8=settings.int8, reader=weight_reader, fused=decoder.fused)
+        self._weights = WeightSlot(network, int8=settings.int8, fused=decoder.fused)
         decoder.network = self._weights.active_network
         self._batch = ContinuousBatch(decoder, settings.max_batch)
         self._condition = threading.Condition()
@@ -138,8 +135,15 @@ class LocalEngine:
         """Compute prompts anew from here on, as after new weights."""
         await self._run_between_steps(lambda: self._weights.active_network, self._version, drain=False)
 
-    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
-        await self._replace_weights(lambda: self._weights.read_weights(folder), version, drain)
+    async def load_weights(self, source: WeightSource, version: int, *, drain: bool = False) -> None:
+        if source.kind == "adapter":
+            await self._load_adapter(str(source.path), version, drain)
+        elif source.kind == "folder":
+            await self._replace_weights(lambda: self._weights.read_weights(str(source.path)), version, drain)
+        elif source.kind == "in_memory":
+            await self._replace_weights(lambda: self._weights.check_tensors(source.tensors), version, drain)
+        else:
+            raise source.unsupported_by("an engine in this process")
 
     async def receive_weights(
         self, slot: BroadcastSlot, sender_address: str, own_address: str, version: int, *, drain: bool = False
@@ -150,7 +154,7 @@ class LocalEngine:
             lambda: receive_broadcast(slot, sender_address, own_address, self._network.device, fits), version, drain
         )
 
-    async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
+    async def _load_adapter(self, folder: str, version: int, drain: bool) -> None:
         self._check_open()
         async with self._load_lock:
             await asyncio.to_thread(self._weights.validate_adapter, folder)

@@ -8,7 +8,7 @@ activations by token), again after every load; all else in the copy is shared wi
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,40 +30,39 @@ from keel.inference.local.fused_linear import FusedLinears
 from keel.inference.local.int8 import quantize_linears, replace_layer
 from keel.inference.protocol import EngineError
 
-WeightReader = Callable[[str], Mapping[str, Tensor]]
-"""From a folder to a state dict of the network."""
-
 _LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, AttributeError, SafetensorError)
 
 
 class WeightSlot:
     """A network whose weights can be replaced in place. `live` is what samples."""
 
-    def __init__(
-        self, network: Any, *, int8: bool, reader: WeightReader | None, fused: FusedLinears | None = None
-    ) -> None:
+    def __init__(self, network: Any, *, int8: bool, fused: FusedLinears | None = None) -> None:
         if any(isinstance(layer, BaseTunerLayer) for layer in network.modules()):
             raise EngineError(
-                "the network has an adapter of its own: give the engine the base model, then load_adapter",
+                "the network has an adapter of its own: give the engine the base model, then load the adapter with load_weights",
                 retryable=False,
             )
         if int8 and network.device.type != "cpu":
             raise EngineError(f"engine.int8 = true works on cpu only, not on {network.device.type}", retryable=False)
         self.network, self.int8, self.fused = network, int8, fused
-        self._reader = reader or self._read_safetensors
         self._base_values: list[tuple[nn.Parameter, Tensor]] = []
         self.active_network = quantize_linears(network, fused) if int8 else network
 
     def read_weights(self, folder: str) -> Mapping[str, Tensor]:
         """All weights in a folder, checked against the network. Changes nothing; may run beside decoding."""
         try:
-            state = self._reader(folder)
+            state = self._read_safetensors(folder)
         except ModelError as error:
             raise EngineError(f"weights in {folder} are refused: {error}", retryable=False) from error
         except _LOAD_ERRORS as error:
             raise EngineError(f"weights in {folder} could not be read: {error}", retryable=False) from error
         self.check_compatible(f"weights in {folder}", state)
         return state
+
+    def check_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the state dict after checking it against the network. Changes nothing; may run beside decoding."""
+        self.check_compatible("the weights", tensors)
+        return tensors
 
     @torch.no_grad()
     def replace_weights(self, state: Mapping[str, Tensor]) -> Any:

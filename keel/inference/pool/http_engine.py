@@ -16,7 +16,7 @@ import httpx
 
 from keel.config import Sampling
 from keel.errors import ConfigError
-from keel.inference.protocol import BroadcastSlot, EngineError, FinishReason, Generation, Health
+from keel.inference.protocol import BroadcastSlot, EngineError, FinishReason, Generation, Health, WeightSource
 
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """Statuses after which the same request may succeed, here or elsewhere."""
@@ -84,13 +84,16 @@ class HttpEngine:
         finally:
             self._in_flight.discard(task)
 
-    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
-        """Take all weights from a folder on the server's machine. Returns when they are live."""
-        await self._post_load("/v1/load_weights", {"folder": folder}, version, drain)
-
-    async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
-        """Take a PEFT adapter from a folder on the server's machine. Returns when it is live."""
-        await self._post_load("/v1/load_lora_adapter", {"lora_path": folder}, version, drain)
+    async def load_weights(self, source: WeightSource, version: int, *, drain: bool = False) -> None:
+        """Load weights or an adapter from a folder on the server's machine, or weights from a broadcast."""
+        if source.kind == "folder":
+            await self._post_load("/v1/load_weights", {"folder": str(source.path)}, version, drain)
+        elif source.kind == "adapter":
+            await self._post_load("/v1/load_lora_adapter", {"lora_path": str(source.path)}, version, drain)
+        elif source.sender is not None:
+            await source.sender.send_to(self, version, drain=drain)
+        else:
+            raise source.unsupported_by(f"the server at {self.url}")
 
     async def receive_weights(self, slot: BroadcastSlot, version: int, *, drain: bool = False) -> None:
         """Take all weights from a broadcast that this machine sends meanwhile. Returns when they are live."""

@@ -259,7 +259,7 @@ class PoolMember:
 
     async def _load(self, load: WeightLoad) -> None:
         self.loaded_weights = None  # until it is live, nobody knows what a failure leaves behind
-        self._last_full_version = load.version if load.kind == "weights" else None
+        self._last_full_version = None if load.is_adapter else load.version
         self._load_interrupted = False
         try:
             async with asyncio.timeout(self._settings.load_timeout):

@@ -20,7 +20,7 @@ from keel.config.rollout import PoolSettings, Sampling
 from keel.inference.pool.discovery import DiscoveryError, MemberSource, make_source, one_line
 from keel.inference.pool.member import MemberRequest, MemberStatus, PoolMember
 from keel.inference.pool.target_weights import TargetWeights, WeightLoad
-from keel.inference.protocol import Engine, EngineError, Generation, Health
+from keel.inference.protocol import Engine, EngineError, Generation, Health, WeightSource
 
 logger = logging.getLogger("keel")
 
@@ -75,11 +75,8 @@ class Pool:
             + "".join(f"\n{url}: {error}" for url, error in failed.items())
         )
 
-    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
-        await self._apply_load(WeightLoad("weights", folder, version, drain))
-
-    async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
-        await self._apply_load(WeightLoad("adapter", folder, version, drain))
+    async def load_weights(self, source: WeightSource, version: int, *, drain: bool = False) -> None:
+        await self._apply_load(WeightLoad(source, version, drain))
 
     async def version(self) -> int:
         """Of the weights that every member handed out holds."""
@@ -236,7 +233,7 @@ class Pool:
                     self._set_target(before)
         if self._live_weights != wanted:
             raise EngineError(
-                f"no member loaded version {load.version} from {load.folder}; the pool stays at {before.version}:"
+                f"no member loaded version {load.version} from {load.source}; the pool stays at {before.version}:"
                 f"{failures}"
             )
 

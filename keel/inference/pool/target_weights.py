@@ -5,25 +5,27 @@ one base and all weights of another may carry the same number.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-from keel.inference.protocol import Engine, EngineError
+from keel.inference.protocol import Engine, EngineError, WeightSource
 
 
 @dataclass(frozen=True, slots=True)
 class WeightLoad:
     """Something that an engine is told to load."""
 
-    kind: Literal["weights", "adapter"]
-    folder: str
+    source: WeightSource
     version: int
     drain: bool = field(default=False, compare=False)
     """Whether requests in flight end first: how it is loaded, not what."""
 
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it changes only the adapter on top of the base weights."""
+        return self.source.kind == "adapter"
+
     async def apply_to(self, engine: Engine) -> None:
         """Returns when it is live: the engine has said so and names this version."""
-        load = engine.load_weights if self.kind == "weights" else engine.load_adapter
-        await load(self.folder, self.version, drain=self.drain)
+        await engine.load_weights(self.source, self.version, drain=self.drain)
         version = await engine.version()
         if version != self.version:
             raise EngineError(f"was given version {self.version} and afterwards holds {version}")
@@ -42,11 +44,11 @@ class TargetWeights:
     @property
     def base(self) -> tuple[WeightLoad, ...]:
         """The load of all weights, without an adapter on top."""
-        return tuple(load for load in self.loads if load.kind == "weights")
+        return tuple(load for load in self.loads if not load.is_adapter)
 
     def plus(self, load: WeightLoad) -> "TargetWeights":
         """These after one more load. All weights replace everything; an adapter replaces only an adapter."""
-        return TargetWeights(load.version, (*self.base, load) if load.kind == "adapter" else (load,))
+        return TargetWeights(load.version, (*self.base, load) if load.is_adapter else (load,))
 
     def loads_needed(self, current: "TargetWeights | None") -> tuple[WeightLoad, ...]:
         """What has to be loaded by a member that holds `held` (None: nobody knows)."""

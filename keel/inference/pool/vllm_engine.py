@@ -22,7 +22,7 @@ from keel.config import Sampling
 from keel.errors import ModelError
 from keel.inference.pool.http_engine import HttpEngine, ServerKind
 from keel.inference.pool.process import VllmProcess
-from keel.inference.protocol import EngineError, Generation, Health
+from keel.inference.protocol import EngineError, Generation, Health, WeightSource
 
 
 class VllmEngine(HttpEngine):
@@ -91,7 +91,16 @@ class VllmEngine(HttpEngine):
 
     # --- weights ---
 
-    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
+    async def load_weights(self, source: WeightSource, version: int, *, drain: bool = False) -> None:
+        """Load all weights or an adapter from a folder."""
+        if source.kind == "folder":
+            await self._load_folder(str(source.path), version, drain)
+        elif source.kind == "adapter":
+            await self._load_adapter(str(source.path), version)
+        else:
+            raise source.unsupported_by("vLLM")
+
+    async def _load_folder(self, folder: str, version: int, drain: bool) -> None:
         """Take all weights from a folder. Requests in flight go on with the new ones, or end before the change."""
         async with self._load_lock:
             await self._detect_server()
@@ -105,9 +114,8 @@ class VllmEngine(HttpEngine):
                 self._version = version
             await self._unload_retired()
 
-    async def load_adapter(self, folder: str, version: int, *, drain: bool = False) -> None:
+    async def _load_adapter(self, folder: str, version: int) -> None:
         """Take a PEFT adapter, under a name of its own. Requests in flight end on the one that they began with."""
-        del drain  # every answer is of one version anyway
         async with self._load_lock:
             await self._detect_server()
             await asyncio.to_thread(_check_folder, folder)

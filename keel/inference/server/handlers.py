@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from keel.inference.protocol import BroadcastSlot, Engine
+from keel.inference.protocol import BroadcastSlot, Engine, WeightSource
 from keel.inference.server.allowed_paths import AllowedFolders
 from keel.inference.server.completion_job import BroadcastReceiver, Capacity, CompletionJob, EventStream
 from keel.inference.server.middleware import cancel_on_disconnect, read_body
@@ -148,7 +148,7 @@ class RequestHandlers:
         asked = parse_request(WeightsRequest, await read_body(request, self.limits))
         folder = str(await asyncio.to_thread(self.allowed_folders.resolve, "folder", asked.folder))
         async with self._load_lock:
-            await self.engine.load_weights(folder, asked.version, drain=asked.drain)
+            await self.engine.load_weights(WeightSource.folder(folder), asked.version, drain=asked.drain)
             del self.model_names[1:]
         return JSONResponse({"version": await self.engine.version()})
 
@@ -158,7 +158,7 @@ class RequestHandlers:
         folder = str(await asyncio.to_thread(self.allowed_folders.resolve, "lora_path", asked.lora_path))
         async with self._load_lock:
             version = await self.engine.version() + 1 if asked.version is None else asked.version
-            await self.engine.load_adapter(folder, version, drain=asked.drain)
+            await self.engine.load_weights(WeightSource.adapter(folder), version, drain=asked.drain)
             self.model_names[1:] = [] if asked.lora_name in (None, self.model_names[0]) else [asked.lora_name]
         return JSONResponse({"version": await self.engine.version()})
 

@@ -79,7 +79,7 @@ def resolve_sinks(settings: MetricsSettings) -> dict[str, SinkFactory]:
         _check_package("trackio", "true", "trackio")
         found["trackio"] = packages.Trackio
     if settings.custom_sink is not None:
-        found["custom"] = _import_custom_sink(settings.custom_sink)
+        found["custom_sink"] = _import_custom_sink(settings.custom_sink)
     return found
 
 

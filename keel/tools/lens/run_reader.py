@@ -101,7 +101,7 @@ class RunReader:
     def evaluations(self) -> list[dict[str, Any]]:
         with self._open_ledger() as db:
             rows = db.execute(
-                "SELECT step, environment, numbers FROM evaluations ORDER BY step, environment"
+                "SELECT step, environment, metrics FROM evaluations ORDER BY step, environment"
             ).fetchall()
             return [
                 {"step": step, "environment": name, "numbers": _plain_values(parse_json(text))}
@@ -223,7 +223,7 @@ class RunReader:
     def _read_new_steps(self, db: sqlite3.Connection) -> None:
         """Read the steps that are new."""
         last = self._steps[-1] if self._steps else -1
-        for step, at, text in db.execute("SELECT step, time, numbers FROM steps WHERE step > ? ORDER BY step", (last,)):
+        for step, at, text in db.execute("SELECT step, time, metrics FROM steps WHERE step > ? ORDER BY step", (last,)):
             for name, value in parse_json(text).items():
                 if isinstance(value, int | float):
                     column = self._series.setdefault(name, array("d"))

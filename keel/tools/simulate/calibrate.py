@@ -85,7 +85,7 @@ def _query(run_folder: Path, sql: str) -> list[Any]:
 
 
 def _read_steps(run_folder: Path) -> list[dict[str, float]]:
-    rows = _query(run_folder, "SELECT step, time, stepped, numbers FROM steps ORDER BY step")
+    rows = _query(run_folder, "SELECT step, time, stepped, metrics FROM steps ORDER BY step")
     return [{**json.loads(text), "step": step, "time": at, "stepped": done} for step, at, done, text in rows]
 
 

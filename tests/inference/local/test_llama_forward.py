@@ -16,7 +16,7 @@ from keel.inference.local.continuous_batch import ContinuousBatch
 from keel.inference.local.decoders import BatchedDecoder, select_decoder
 from keel.inference.local.local_engine import LocalEngine
 from keel.inference.local.prefix_cache import PrefixCache, PrefixNode, allocate_blocks
-from keel.inference.protocol import Generation
+from keel.inference.protocol import Generation, WeightSource
 from keel.training.model.model import Model
 from tests.inference.local.test_local_engine import PROMPTS, ask, off_trainer, request
 from tests.inference.local.test_weight_loading import folder_of
@@ -229,7 +229,7 @@ def test_weights_are_packed_anew_when_they_have_changed(tmp_path: Path) -> None:
         assert fused is not None
         assert all(one.packed_matrix is not None for one in (*fused.groups, *fused.singles))
         before = await engine.generate(PROMPTS[0], Sampling(max_tokens=5, seed=1))
-        await engine.load_weights(folder, 1)
+        await engine.load_weights(WeightSource.folder(folder), 1)
         return before, await engine.generate(PROMPTS[0], Sampling(max_tokens=5, seed=1))
 
     untouched = tiny()

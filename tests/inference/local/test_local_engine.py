@@ -16,7 +16,7 @@ from keel.inference.local.decode_attention import INITIAL_CAPACITY
 from keel.inference.local.decoders import BatchedDecoder, SequentialDecoder, select_decoder
 from keel.inference.local.local_engine import LocalEngine
 from keel.inference.local.sampling import StopStringDetector
-from keel.inference.protocol import EngineError, Generation
+from keel.inference.protocol import EngineError, Generation, WeightSource
 from keel.training import Model, Sample, Trainer
 from tests.support.policy_strategies import FAMILIES, tiny
 
@@ -430,7 +430,11 @@ def test_close_ends_what_runs_and_what_waits() -> None:
         for task in tasks:
             with pytest.raises(EngineError, match="closed"):
                 await task
-        for late in (engine.generate(PROMPTS[0], Sampling()), engine.load_weights("x", 1), engine.load_adapter("x", 1)):
+        for late in (
+            engine.generate(PROMPTS[0], Sampling()),
+            engine.load_weights(WeightSource.folder("x"), 1),
+            engine.load_weights(WeightSource.adapter("x"), 1),
+        ):
             with pytest.raises(EngineError, match="closed"):
                 await late
         health = await engine.health()

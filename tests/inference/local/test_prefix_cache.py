@@ -13,7 +13,7 @@ from keel.inference.local.continuous_batch import ContinuousBatch
 from keel.inference.local.decoders import select_decoder
 from keel.inference.local.local_engine import LocalEngine
 from keel.inference.local.prefix_cache import PrefixNode, RetainedPrefixes, allocate_blocks
-from keel.inference.protocol import EngineError, Generation
+from keel.inference.protocol import EngineError, Generation, WeightSource
 from keel.inference.server.openai_responses import TokenChunk
 from tests.inference.local.test_local_engine import PROMPTS, ask, counting, off_trainer, request
 from tests.inference.local.test_weight_loading import adapter_of, folder_of
@@ -74,7 +74,7 @@ def test_nothing_that_other_weights_computed_is_reused(tmp_path: Path) -> None:
     async def use(engine: LocalEngine) -> tuple[list[int], Generation]:
         across = asyncio.create_task(engine.generate(PROMPTS[1], Sampling(max_tokens=800, seed=2)))
         first = await engine.generate(PROMPTS[0], Sampling(max_tokens=5, seed=1))
-        await engine.load_weights(folder, 1)
+        await engine.load_weights(WeightSource.folder(folder), 1)
         crossed = await across  # sampled by both: its keys are of neither
         assert set(crossed.versions) == {0, 1}
         for before, one in ((PROMPTS[1], crossed), (PROMPTS[0], first)):
@@ -166,7 +166,7 @@ def test_an_adapter_on_int8_and_fused_layers_is_still_merged(tmp_path: Path) -> 
     adapter = adapter_of(tiny(lora=LORA), tmp_path / "a")
 
     async def use(engine: LocalEngine) -> None:
-        await engine.load_adapter(adapter, 1)
+        await engine.load_weights(WeightSource.adapter(adapter), 1)
         fused = engine._batch.decoder.fused
         assert fused is not None
         assert all(group.views_intact for group in fused.groups)

@@ -17,7 +17,7 @@ from keel.config import Sampling
 from keel.inference.local.decoders import select_decoder
 from keel.inference.local.int8 import Int8Linear, quantize_linears
 from keel.inference.local.local_engine import LocalEngine
-from keel.inference.protocol import EngineError, Generation
+from keel.inference.protocol import EngineError, Generation, WeightSource
 from keel.training import Model
 from keel.training.model.weights_io import write_weights
 from tests.inference.local.test_local_engine import PROMPTS, ask, off_trainer, request, together
@@ -46,7 +46,7 @@ def test_requests_after_new_weights_are_exact_to_them(family: str, tmp_path: Pat
 
     async def use(engine: LocalEngine) -> tuple[Generation, Generation]:
         first = await answer(engine)
-        await engine.load_weights(folder, 7)
+        await engine.load_weights(WeightSource.folder(folder), 7)
         assert await engine.version() == 7
         return first, await answer(engine)
 
@@ -71,7 +71,7 @@ def test_a_request_in_flight_goes_on_and_its_versions_switch_once(tmp_path: Path
         while not (await engine.health()).running:
             await asyncio.sleep(0.001)
         waiting = asyncio.create_task(engine.generate(PROMPTS[0], Sampling(max_tokens=9, seed=3)))
-        await engine.load_weights(folder, 1)
+        await engine.load_weights(WeightSource.folder(folder), 1)
         running_after = asyncio.create_task(engine.generate(PROMPTS[0], Sampling(max_tokens=9, seed=4)))
         return list(await asyncio.gather(running, waiting, running_after))
 
@@ -101,8 +101,8 @@ def test_drained_requests_end_on_the_version_they_began_with_and_waiting_ones_ar
         queued = [asyncio.create_task(answer(engine, 5)) for _ in range(3)]
         while (await engine.health()).running < 2:
             await asyncio.sleep(0.001)
-        load = engine.load_adapter if adapter else engine.load_weights
-        loading = asyncio.create_task(load(folder, 1, drain=True))
+        source = WeightSource.adapter if adapter else WeightSource.folder
+        loading = asyncio.create_task(engine.load_weights(source(folder), 1, drain=True))
         await asyncio.sleep(0.02)
         late = asyncio.create_task(answer(engine, 5))
         dropped = asyncio.create_task(answer(engine, 5))
@@ -126,7 +126,7 @@ def test_a_drain_that_nobody_waits_for_any_more_holds_nobody_up(tmp_path: Path) 
         begun = asyncio.create_task(answer(engine, 100_000))
         while not (await engine.health()).running:
             await asyncio.sleep(0.001)
-        loading = asyncio.create_task(engine.load_weights(folder, 1, drain=True))
+        loading = asyncio.create_task(engine.load_weights(WeightSource.folder(folder), 1, drain=True))
         await asyncio.sleep(0.1)
         late = asyncio.create_task(answer(engine, 5))
         await asyncio.sleep(0.05)
@@ -170,7 +170,7 @@ def test_an_adapter_gives_what_peft_gives_and_the_next_replaces_it(tmp_path: Pat
     async def use(engine: LocalEngine) -> list[Generation]:
         found = [await answer(engine)]
         for version, folder in ((1, first), (2, second), (3, first)):
-            await engine.load_adapter(folder, version)
+            await engine.load_weights(WeightSource.adapter(folder), version)
             found.append(await answer(engine))
         return found
 
@@ -192,10 +192,10 @@ def test_an_adapter_goes_on_top_of_the_weights_loaded_last(tmp_path: Path) -> No
     adapter, weights = adapter_of(tiny(lora=LORA), tmp_path / "a"), folder_of(tiny(seed=5), tmp_path / "w")
 
     async def use(engine: LocalEngine) -> list[Generation]:
-        await engine.load_adapter(adapter, 1)
-        await engine.load_weights(weights, 2)
+        await engine.load_weights(WeightSource.adapter(adapter), 1)
+        await engine.load_weights(WeightSource.folder(weights), 2)
         found = [await answer(engine)]
-        await engine.load_adapter(adapter, 3)
+        await engine.load_weights(WeightSource.adapter(adapter), 3)
         return [*found, await answer(engine)]
 
     plain, merged = ask(tiny(), use)
@@ -280,16 +280,16 @@ def test_a_folder_whose_manifest_does_not_fit_is_refused_by_the_file(
     (unsealed / "manifest.json").unlink()
 
     async def use(engine: LocalEngine) -> None:
-        load = engine.load_adapter if adapter else engine.load_weights
+        source = WeightSource.adapter if adapter else WeightSource.folder
         before = await answer(engine)
         with pytest.raises(EngineError, match=rf"refused: .*{kind}\.safetensors (is|has|was) ") as caught:
-            await load(str(bad), 1)
+            await engine.load_weights(source(bad), 1)
         assert not caught.value.retryable
         with pytest.raises(EngineError, match=r"manifest\.json is missing"):
-            await load(str(unsealed), 1)
+            await engine.load_weights(source(unsealed), 1)
         assert await engine.version() == 0
         assert await answer(engine) == before
-        await load(str(good), 1)
+        await engine.load_weights(source(good), 1)
         assert await engine.version() == 1
 
     ask(tiny(), use)
@@ -311,15 +311,15 @@ def test_a_folder_that_does_not_fit_changes_nothing(make: Callable[[Path], str],
     good, bad = adapter_of(tiny(lora=LORA), tmp_path / "good"), make(tmp_path / "bad")
 
     async def use(engine: LocalEngine) -> None:
-        await engine.load_adapter(good, 1)
+        await engine.load_weights(WeightSource.adapter(good), 1)
         before = await answer(engine)
-        load = engine.load_weights if kind == "weights" else engine.load_adapter
+        source = WeightSource.folder if kind == "weights" else WeightSource.adapter
         with pytest.raises(EngineError, match="bad") as caught:
-            await load(bad, 2)
+            await engine.load_weights(source(bad), 2)
         assert not caught.value.retryable
         assert await engine.version() == 1
         assert await answer(engine) == before
-        await engine.load_adapter(good, 3)
+        await engine.load_weights(WeightSource.adapter(good), 3)
         assert (await answer(engine)).token_ids == before.token_ids
 
     ask(tiny(), use)
@@ -327,17 +327,17 @@ def test_a_folder_that_does_not_fit_changes_nothing(make: Callable[[Path], str],
 
 def test_a_network_with_an_adapter_of_its_own_is_refused() -> None:
     model = tiny(lora=LORA)
-    with pytest.raises(EngineError, match="load_adapter"):
+    with pytest.raises(EngineError, match="load the adapter with load_weights"):
         LocalEngine(model.network, model.tokenizer)
 
 
-def test_the_callers_own_way_to_load_is_used() -> None:
+def test_weights_can_be_loaded_from_a_state_dict_in_memory() -> None:
     other = tiny(seed=5)
 
     async def run() -> Generation:
         model = tiny()
-        engine = LocalEngine(model.network, model.tokenizer, weight_reader=lambda folder: other.network.state_dict())
-        await engine.load_weights("anywhere", 4)
+        engine = LocalEngine(model.network, model.tokenizer)
+        await engine.load_weights(WeightSource("in_memory", tensors=other.network.state_dict()), 4)
         found = await answer(engine)
         await engine.close()
         return found
@@ -351,7 +351,7 @@ def test_the_callers_own_way_to_load_is_used() -> None:
 def mismatch(model: Model, truth: Model, folder: str | None = None) -> float:
     async def use(engine: LocalEngine) -> list[Generation]:
         if folder:
-            await engine.load_weights(folder, 1)
+            await engine.load_weights(WeightSource.folder(folder), 1)
         asked = [(prompt, Sampling(max_tokens=24, seed=seed)) for prompt in PROMPTS for seed in range(4)]
         return await together(asked)(engine)
 
@@ -376,7 +376,7 @@ def test_int8_layers_are_made_anew_for_an_adapter(tmp_path: Path) -> None:
     adapter = adapter_of(tiny(lora=LORA), tmp_path / "a")
 
     async def use(engine: LocalEngine) -> Generation:
-        await engine.load_adapter(adapter, 1)
+        await engine.load_weights(WeightSource.adapter(adapter), 1)
         return await answer(engine, 40)
 
     found = ask(tiny(), use, int8=True)

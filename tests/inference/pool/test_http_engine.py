@@ -14,7 +14,7 @@ from keel.config import EngineSettings, LoraSettings, ModelSettings, Sampling
 from keel.errors import ConfigError
 from keel.inference.local.local_engine import LocalEngine
 from keel.inference.pool.http_engine import HttpEngine
-from keel.inference.protocol import Engine, EngineError, Generation
+from keel.inference.protocol import Engine, EngineError, Generation, WeightSource
 from keel.inference.server.app import build_app
 from keel.inference.server.openai_requests import Limits
 from keel.training import load_model
@@ -97,13 +97,13 @@ def test_weights_adapters_version_and_health(tmp_path: Path) -> None:
 
     async def work(engine: HttpEngine) -> None:
         assert await engine.version() == 3
-        await engine.load_weights(folder, 6)
+        await engine.load_weights(WeightSource.folder(folder), 6)
         assert await engine.version() == 6
-        await engine.load_adapter(folder, 7)
+        await engine.load_weights(WeightSource.adapter(folder), 7)
         assert (await engine.health()).version == 7
         assert (await engine.health()).ready
         with pytest.raises(EngineError, match="is not a folder") as error:
-            await engine.load_weights(folder + "/none", 8)
+            await engine.load_weights(WeightSource.folder(folder + "/none"), 8)
         assert not error.value.retryable
         assert await engine.version() == 7
         # somebody else loads: the server is asked, not remembered
@@ -187,7 +187,7 @@ def test_a_server_that_does_not_say_gets_the_version_that_is_known_and_takes_no_
     async def work(engine: HttpEngine) -> Generation:
         engine._version = 5
         with pytest.raises(EngineError, match="no keel server") as error:
-            await engine.load_weights("folder", 6)
+            await engine.load_weights(WeightSource.folder("folder"), 6)
         assert not error.value.retryable
         return await generate(engine)
 
@@ -353,7 +353,7 @@ def test_the_local_engine_over_http_takes_weights_and_adapters_while_it_answers(
         under_way = asyncio.ensure_future(engine.generate(PROMPT, sampling))
         while (await engine.health()).running == 0:
             await asyncio.sleep(0.01)
-        await engine.load_weights(str(other), 1)
+        await engine.load_weights(WeightSource.folder(str(other)), 1)
         assert await engine.version() == 1
         answer = await under_way
         assert answer.temperature == 0.8
@@ -363,13 +363,13 @@ def test_the_local_engine_over_http_takes_weights_and_adapters_while_it_answers(
         assert set(fresh.versions) == {1}
         expected = load_model(ModelSettings(name=str(other)))
         assert difference(expected.network, fresh) < 1e-4
-        await engine.load_weights(str(model.source.folder), 2)
-        await engine.load_adapter(str(tmp_path / "adapter"), 3)
+        await engine.load_weights(WeightSource.folder(str(model.source.folder)), 2)
+        await engine.load_weights(WeightSource.adapter(str(tmp_path / "adapter")), 3)
         fresh = await engine.generate(PROMPT, sampling)
         assert set(fresh.versions) == {3}
         assert difference(adapted.network, fresh) < 1e-4
         with pytest.raises(EngineError) as error:
-            await engine.load_weights(str(tmp_path), 4)
+            await engine.load_weights(WeightSource.folder(str(tmp_path)), 4)
         assert not error.value.retryable
         assert await engine.version() == 3
         with pytest.raises(EngineError, match="3000 tokens") as error:

@@ -8,7 +8,7 @@ import pytest
 
 from keel.inference.pool import pool as pool_module
 from keel.inference.pool.target_weights import TargetWeights, WeightLoad
-from keel.inference.protocol import EngineError
+from keel.inference.protocol import EngineError, WeightSource
 from tests.support.pool_fakes import World, now, play
 
 # who is handed out
@@ -26,7 +26,7 @@ def test_requests_are_answered_by_ready_members() -> None:
 
 def test_a_member_that_comes_back_with_old_weights_is_synced_before_use() -> None:
     async def scene(world: World) -> None:
-        await world.pool.load_weights("/w", 7)
+        await world.pool.load_weights(WeightSource.folder("/w"), 7)
         world[0].stop()
         await asyncio.sleep(30)
         assert world.states() == ["unhealthy", "ready", "ready"]
@@ -46,7 +46,7 @@ def test_a_restart_between_two_looks_costs_the_answer_and_not_the_data() -> None
     """The pool could not know; the versions of the tokens tell, the answer is refused, and the member synced."""
 
     async def scene(world: World) -> None:
-        await world.pool.load_weights("/w", 7)
+        await world.pool.load_weights(WeightSource.folder("/w"), 7)
         await world.ask("g")
         member = world.hand_outs[-1][0]
         member.restart()
@@ -64,14 +64,14 @@ def test_a_restart_between_two_looks_costs_the_answer_and_not_the_data() -> None
 
 def test_an_unreachable_member_is_loaded_again_even_if_its_version_looks_right() -> None:
     async def scene(world: World) -> None:
-        await world.pool.load_weights("/w", 7)
+        await world.pool.load_weights(WeightSource.folder("/w"), 7)
         world[0].black_hole = True
         await asyncio.sleep(40)
         # it was started again by somebody who gave it the version and not the weights
         world[0].restart()
         world[0].version = 7
         await asyncio.sleep(90)
-        assert world[0].loads == (WeightLoad("weights", "/w", 7),)
+        assert world[0].loads == (WeightLoad(WeightSource.folder("/w"), 7),)
         assert world.states() == ["ready"] * 3
 
     play(scene)
@@ -79,7 +79,7 @@ def test_an_unreachable_member_is_loaded_again_even_if_its_version_looks_right()
 
 def test_what_a_member_said_before_a_request_failed_does_not_count() -> None:
     async def scene(world: World) -> None:
-        await world.pool.load_weights("/w", 7)
+        await world.pool.load_weights(WeightSource.folder("/w"), 7)
         world[0].health_seconds = 2.0
         world[0].answer_seconds = 11.4
         asking = asyncio.create_task(world.ask("g"))
@@ -107,7 +107,7 @@ def test_a_member_at_a_version_that_nobody_can_give_it_is_not_used() -> None:
         await world.pool.wait_until_probed()
         assert world.states() == ["unhealthy", "ready"]
         assert "holds version 5, the pool wants 0" in world.pool.status()[0].last_error
-        await world.pool.load_weights("/w", 6)
+        await world.pool.load_weights(WeightSource.folder("/w"), 6)
         await asyncio.sleep(1)
         assert world.states() == ["ready", "ready"]
 
@@ -165,7 +165,7 @@ def test_a_group_waits_for_its_member_during_an_update() -> None:
         world[0].load_seconds, world[1].load_seconds = 6.0, 0.5
         await world.ask("a")
         await world.ask("b")
-        update = asyncio.create_task(world.pool.load_weights("/w", 1))
+        update = asyncio.create_task(world.pool.load_weights(WeightSource.folder("/w"), 1))
         await asyncio.sleep(1)
         answers = await asyncio.gather(world.ask("a"), world.ask("b"))
         await update
@@ -181,7 +181,7 @@ def test_what_waits_during_an_update_is_spread_over_all_members() -> None:
         for i in range(3):
             world[i].load_seconds = 1.0 + i
             world[i].asked.clear()
-        update = asyncio.create_task(world.pool.load_weights("/w", 1))
+        update = asyncio.create_task(world.pool.load_weights(WeightSource.folder("/w"), 1))
         await asyncio.sleep(0.1)
         await asyncio.gather(*(world.ask(f"g{i}") for i in range(30)), *(world.ask() for _ in range(30)))
         await update
@@ -360,7 +360,7 @@ def test_closing_ends_what_is_in_flight_and_what_waits() -> None:
         await asyncio.sleep(0.3)
         for i in range(3):
             world[i].load_seconds = 50
-        update = asyncio.create_task(world.pool.load_weights("/w", 1))
+        update = asyncio.create_task(world.pool.load_weights(WeightSource.folder("/w"), 1))
         await asyncio.sleep(0.1)
         waiting = asyncio.create_task(world.ask())
         await asyncio.sleep(0.1)
@@ -383,7 +383,7 @@ def test_an_update_reaches_all_members_at_once_and_then_the_version_advances() -
         await world.pool.wait_until_probed()
         assert await world.pool.version() == 0
         start = now()
-        update = asyncio.create_task(world.pool.load_weights("/w", 3))
+        update = asyncio.create_task(world.pool.load_weights(WeightSource.folder("/w"), 3))
         while not update.done():
             if all(world[i].version != 3 for i in range(3)):
                 assert await world.pool.version() == 0
@@ -401,7 +401,7 @@ def test_sampling_goes_on_with_the_weights_before_until_new_ones_are_live_somewh
         await world.pool.wait_until_probed()
         for i in range(3):
             world[i].load_seconds = 30.0 + 5 * i
-        update = asyncio.create_task(world.pool.load_weights("/w", 1))
+        update = asyncio.create_task(world.pool.load_weights(WeightSource.folder("/w"), 1))
         await asyncio.sleep(0.1)
         for _ in range(20):
             before = now()
@@ -423,10 +423,10 @@ def test_sampling_goes_on_with_the_weights_before_until_new_ones_are_live_somewh
 
 def test_a_member_that_was_started_again_during_an_update_is_not_used_for_the_weights_before() -> None:
     async def scene(world: World) -> None:
-        await world.pool.load_weights("/w", 1)
+        await world.pool.load_weights(WeightSource.folder("/w"), 1)
         for i in range(3):
             world[i].load_seconds = 40.0
-        update = asyncio.create_task(world.pool.load_weights("/v", 2))
+        update = asyncio.create_task(world.pool.load_weights(WeightSource.folder("/v"), 2))
         await asyncio.sleep(1)
         world[0].restart()
         await asyncio.sleep(60)  # its load has failed, and it was looked at again
@@ -440,14 +440,14 @@ def test_a_member_that_was_started_again_during_an_update_is_not_used_for_the_we
 
 def test_after_a_failed_update_nobody_is_used_on_the_strength_of_what_it_held_before() -> None:
     async def scene(world: World) -> None:
-        await world.pool.load_weights("/w", 1)
+        await world.pool.load_weights(WeightSource.folder("/w"), 1)
         for i in range(3):
             world[i].load_seconds = 5.0
-        update = asyncio.create_task(world.pool.load_weights("/v", 2))
+        update = asyncio.create_task(world.pool.load_weights(WeightSource.folder("/v"), 2))
         await asyncio.sleep(1)
         update.cancel()  # it is taken all the same, and then the one before it is loaded again
         await asyncio.sleep(0.5)
-        again = asyncio.create_task(world.pool.load_weights("/u", 3))
+        again = asyncio.create_task(world.pool.load_weights(WeightSource.folder("/u"), 3))
         for _ in range(30):
             await asyncio.sleep(0.5)
             await world.ask()
@@ -464,7 +464,7 @@ def test_requests_in_flight_survive_an_update() -> None:
             world[i].answer_seconds = 5
         asking = [asyncio.create_task(world.ask()) for _ in range(6)]
         await asyncio.sleep(1)
-        await world.pool.load_adapter("/a", 1)
+        await world.pool.load_weights(WeightSource.adapter("/a"), 1)
         assert {answer.versions for answer in await asyncio.gather(*asking)} == {(0, 1)}
         assert len(world.hand_outs) == 6
 
@@ -475,28 +475,28 @@ def test_a_member_that_misses_an_update_is_left_out_until_it_has_caught_up() -> 
     async def scene(world: World) -> None:
         await world.pool.wait_until_probed()
         world[1].loads_fail = True
-        await world.pool.load_weights("/w", 1)
+        await world.pool.load_weights(WeightSource.folder("/w"), 1)
         assert await world.pool.version() == 1
         assert world.states() == ["ready", "unhealthy", "ready"]
         assert "has no folder /w" in world.pool.status()[1].last_error
         await asyncio.gather(*(world.ask() for _ in range(9)))
         assert not world[1].asked
-        await world.pool.load_weights("/w2", 2)
+        await world.pool.load_weights(WeightSource.folder("/w2"), 2)
         world[1].loads_fail = False
         await asyncio.sleep(60)
         assert world.states() == ["ready"] * 3
-        assert world[1].loads == (WeightLoad("weights", "/w2", 2),)
+        assert world[1].loads == (WeightLoad(WeightSource.folder("/w2"), 2),)
 
     play(scene)
 
 
 def test_an_update_that_no_member_takes_is_an_error_and_changes_nothing() -> None:
     async def scene(world: World) -> None:
-        await world.pool.load_weights("/w", 1)
+        await world.pool.load_weights(WeightSource.folder("/w"), 1)
         for i in range(3):
             world[i].loads_fail = True
         with pytest.raises(EngineError, match=r"no member loaded version 2 from /bad; the pool stays at 1") as refused:
-            await world.pool.load_weights("/bad", 2)
+            await world.pool.load_weights(WeightSource.folder("/bad"), 2)
         assert all(f"http://s{i}:1: unhealthy" in str(refused.value) for i in range(3))
         assert await world.pool.version() == 1
         for i in range(3):
@@ -516,9 +516,9 @@ def test_an_update_before_any_member_is_there_waits_for_one(looked: bool) -> Non
         if looked:
             await world.pool.wait_until_probed()
         with pytest.raises(EngineError, match="no member loaded version 1"):
-            await world.pool.load_weights("/w", 1)
+            await world.pool.load_weights(WeightSource.folder("/w"), 1)
         assert now() == pytest.approx(300, abs=1)
-        update = asyncio.create_task(world.pool.load_weights("/w", 1))
+        update = asyncio.create_task(world.pool.load_weights(WeightSource.folder("/w"), 1))
         await asyncio.sleep(100)
         assert not update.done()
         world[1].restart()
@@ -534,7 +534,7 @@ def test_a_cancelled_update_leaves_one_version() -> None:
         await world.pool.wait_until_probed()
         for i in range(3):
             world[i].load_seconds = 5
-        update = asyncio.create_task(world.pool.load_weights("/w", 1))
+        update = asyncio.create_task(world.pool.load_weights(WeightSource.folder("/w"), 1))
         await asyncio.sleep(1)
         update.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -543,7 +543,7 @@ def test_a_cancelled_update_leaves_one_version() -> None:
         # the servers took it all the same, and nothing brings them back to the weights they began with
         await asyncio.sleep(10)
         assert set(world.states()) == {"unhealthy"}
-        await world.pool.load_weights("/w", 2)
+        await world.pool.load_weights(WeightSource.folder("/w"), 2)
         await asyncio.sleep(10)
         assert (await world.ask()).versions == (2, 2)
 
@@ -555,7 +555,7 @@ def test_a_straggler_does_not_hold_up_the_others() -> None:
         await world.pool.wait_until_probed()
         world[2].load_seconds = 500
         start = now()
-        update = asyncio.create_task(world.pool.load_weights("/w", 1))
+        update = asyncio.create_task(world.pool.load_weights(WeightSource.folder("/w"), 1))
         await asyncio.sleep(0.8)
         assert await world.pool.version() == 1
         assert (await world.ask()).versions == (1, 1)
@@ -574,7 +574,7 @@ def test_a_load_that_never_ends_makes_a_member_unhealthy() -> None:
         await world.pool.wait_until_probed()
         world[0].load_seconds = 1e6
         with pytest.raises(EngineError, match=r"took longer than pool.load_timeout = 30 s"):
-            await world.pool.load_weights("/w", 1)
+            await world.pool.load_weights(WeightSource.folder("/w"), 1)
 
     play(scene, 1, load_timeout=30)
 
@@ -582,39 +582,47 @@ def test_a_load_that_never_ends_makes_a_member_unhealthy() -> None:
 def test_a_new_member_gets_all_weights_and_then_the_adapter() -> None:
     async def scene(world: World) -> None:
         world.listed = ["http://s0:1"]
-        await world.pool.load_weights("/w", 1)
-        await world.pool.load_adapter("/a", 2)
-        await world.pool.load_adapter("/b", 3)
+        await world.pool.load_weights(WeightSource.folder("/w"), 1)
+        await world.pool.load_weights(WeightSource.adapter("/a"), 2)
+        await world.pool.load_weights(WeightSource.adapter("/b"), 3)
         world.listed = ["http://s0:1", "http://s1:1"]
         await asyncio.sleep(15)
         assert world.states() == ["ready", "ready"]
-        assert world[0].loads == world[1].loads == (WeightLoad("weights", "/w", 1), WeightLoad("adapter", "/b", 3))
+        assert (
+            world[0].loads
+            == world[1].loads
+            == (WeightLoad(WeightSource.folder("/w"), 1), WeightLoad(WeightSource.adapter("/b"), 3))
+        )
 
     play(scene, 2)
 
 
 def test_a_version_that_counts_down_is_refused_only_when_negative() -> None:
     async def scene(world: World) -> None:
-        await world.pool.load_weights("/w", 5)
-        await world.pool.load_weights("/v", 4)
+        await world.pool.load_weights(WeightSource.folder("/w"), 5)
+        await world.pool.load_weights(WeightSource.folder("/v"), 4)
         assert (await world.ask()).versions == (4, 4)
         with pytest.raises(EngineError, match="version = -1"):
-            await world.pool.load_weights("/w", -1)
+            await world.pool.load_weights(WeightSource.folder("/w"), -1)
 
     play(scene)
 
 
 def test_the_same_version_in_another_form_is_another_thing() -> None:
     async def scene(world: World) -> None:
-        await world.pool.load_adapter("/a", 1)
-        await world.pool.load_weights("/w", 1)
-        assert {world[i].loads for i in range(3)} == {(WeightLoad("weights", "/w", 1),)}
+        await world.pool.load_weights(WeightSource.adapter("/a"), 1)
+        await world.pool.load_weights(WeightSource.folder("/w"), 1)
+        assert {world[i].loads for i in range(3)} == {(WeightLoad(WeightSource.folder("/w"), 1),)}
 
     play(scene)
 
 
 def test_only_what_is_missing_is_loaded() -> None:
-    w, a, b = WeightLoad("weights", "/w", 1), WeightLoad("adapter", "/a", 2), WeightLoad("adapter", "/b", 3)
+    w, a, b = (
+        WeightLoad(WeightSource.folder("/w"), 1),
+        WeightLoad(WeightSource.adapter("/a"), 2),
+        WeightLoad(WeightSource.adapter("/b"), 3),
+    )
     base = TargetWeights(0)
     assert base.plus(w).plus(a) == TargetWeights(2, (w, a))
     assert base.plus(a).plus(b) == TargetWeights(3, (b,))

@@ -12,7 +12,7 @@ import pytest
 from keel.config import PoolSettings, Sampling
 from keel.inference.pool.http_engine import HttpEngine
 from keel.inference.pool.pool import Pool
-from keel.inference.protocol import EngineError, Generation
+from keel.inference.protocol import EngineError, Generation, WeightSource
 from keel.inference.server.app import build_app
 from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
 
@@ -79,7 +79,7 @@ async def until_all_are(pool: Pool, state: str) -> None:
 def test_killed_servers_that_come_back_with_version_0_are_synced_before_they_answer(tmp_path: Path) -> None:
     async def scene(machines: list[Box]) -> None:
         async with pool_of(urls=[box.url for box in machines]) as pool:
-            await pool.load_weights(str(tmp_path), 5)
+            await pool.load_weights(WeightSource.folder(str(tmp_path)), 5)
             await until_all_are(pool, "ready")
             assert [box.engine.live for box in machines] == [5, 5, 5]
             for box in machines:
@@ -101,7 +101,7 @@ def test_a_quick_restart_is_found_out_by_the_versions_of_the_answer(tmp_path: Pa
     async def scene(machines: list[Box]) -> None:
         # no look between the kill and the request
         async with pool_of(urls=[box.url for box in machines], interval=60.0) as pool:
-            await pool.load_adapter(str(tmp_path), 5)
+            await pool.load_weights(WeightSource.adapter(str(tmp_path)), 5)
             await ask(pool, "g")
             box = next(box for box in machines if box.engine.calls)
             await asyncio.to_thread(box.kill)
@@ -162,7 +162,7 @@ def test_a_watched_file_adds_and_removes_servers(tmp_path: Path) -> None:
     async def scene(first: Box, second: Box) -> None:
         write(first)
         async with pool_of(file=str(file)) as pool:
-            await pool.load_weights(str(tmp_path), 2)
+            await pool.load_weights(WeightSource.folder(str(tmp_path)), 2)
             first.engine.delay = 1.0
             slow = ask(pool)
             await asyncio.sleep(0.1)
@@ -198,7 +198,7 @@ def test_errors_of_servers_are_listed_when_nobody_is_ready(tmp_path: Path) -> No
             ]
             assert "cannot be reached" in str(nobody.value)
             with pytest.raises(EngineError, match="no member loaded version 1"):
-                await pool.load_weights(str(tmp_path), 1)
+                await pool.load_weights(WeightSource.folder(str(tmp_path)), 1)
             assert await pool.version() == 0
 
     with boxes(2) as machines:
@@ -208,9 +208,9 @@ def test_errors_of_servers_are_listed_when_nobody_is_ready(tmp_path: Path) -> No
 def test_a_folder_that_the_servers_do_not_have_changes_nothing(tmp_path: Path) -> None:
     async def scene(machines: list[Box]) -> None:
         async with pool_of(urls=[box.url for box in machines]) as pool:
-            await pool.load_weights(str(tmp_path), 1)
+            await pool.load_weights(WeightSource.folder(str(tmp_path)), 1)
             with pytest.raises(EngineError, match=r"(?s)no member loaded version 2 .* is not a folder"):
-                await pool.load_weights(str(tmp_path / "missing"), 2)
+                await pool.load_weights(WeightSource.folder(str(tmp_path / "missing")), 2)
             assert await pool.version() == 1
             assert set((await ask(pool)).versions) == {1}
 

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.inference.protocol import EngineError, Generation
+from keel.inference.protocol import EngineError, Generation, WeightSource
 from tests.support.pool_fakes import Server, World, now, play
 
 SERVERS = 4
@@ -103,7 +103,8 @@ class History:
     async def update(self, kind: str, version: int) -> None:
         pool = self.world.pool
         try:
-            await (pool.load_weights if kind == "weights" else pool.load_adapter)(f"/{version}", version)
+            source = WeightSource.folder if kind == "weights" else WeightSource.adapter
+            await pool.load_weights(source(f"/{version}"), version)
         except EngineError:
             self.refused.add(version)
         else:
@@ -180,7 +181,7 @@ async def recover(world: World, version: int) -> None:
         server.restart()
         server.error, server.loads_fail, server.load_seconds = None, False, 0.5
     await asyncio.sleep(200)
-    await world.pool.load_weights("/last", version)
+    await world.pool.load_weights(WeightSource.folder("/last"), version)
     await asyncio.sleep(100)
     assert world.states() == ["ready"] * SERVERS
     assert {server.version for server in world.servers.values()} == {version}
@@ -208,7 +209,7 @@ def test_new_weights_never_stop_the_sampling_and_an_answer_is_never_older_than_t
         async def update() -> None:
             for version, pause in enumerate(updates, 1):
                 await asyncio.sleep(pause)
-                await world.pool.load_weights(f"/{version}", version)
+                await world.pool.load_weights(WeightSource.folder(f"/{version}"), version)
 
         async def ask(group: str | None) -> None:
             seen, began = await world.pool.version(), now()

@@ -30,10 +30,10 @@ from keel.errors import ConfigError
 from keel.inference.pool.pool import Pool
 from keel.inference.pool.process import server_env
 from keel.inference.pool.vllm_engine import VllmEngine, start_vllm
-from keel.inference.protocol import EngineError, Generation
+from keel.inference.protocol import EngineError, Generation, WeightSource
 from keel.training import load_model
 from keel.training.model import tiny_models
-from keel.training.publish.publisher import FolderTransport, Publisher
+from keel.training.publish import AdapterTransport, FolderTransport, Publisher
 from tests.support.paths import ROOT
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
@@ -198,7 +198,7 @@ def test_weights_are_reloaded_then_the_prefix_cache_reset_then_the_version_stamp
     async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
         assert await engine.version() == 0
         assert (await sampled(engine)).versions == (0,) * 4
-        await engine.load_weights("step_1", 1)
+        await engine.load_weights(WeightSource.folder("step_1"), 1)
         assert await engine.version() == 1
         assert (await sampled(engine)).versions == (1,) * 4
         assert server.weights == "step_1"
@@ -213,7 +213,7 @@ def test_a_request_under_way_goes_on_from_its_tokens_and_each_token_has_the_vers
         for version in (1, 2):
             count = len(server.sampled_from)
             await happens(lambda count=count: len(server.sampled_from) > count + 3)  # type: ignore[misc]
-            await engine.load_weights(f"step_{version}", version)
+            await engine.load_weights(WeightSource.folder(f"step_{version}"), version)
         answer = await request
         # as if it had never been interrupted, but for its seeds
         assert answer.token_ids == tuple(range(3, 43))
@@ -232,7 +232,7 @@ def test_a_drained_change_waits_for_answers_and_each_is_of_one_version(missing: 
         server.pace, server.missing = 0.002, missing
         begun = [asyncio.ensure_future(sampled(engine, 40)) for _ in range(2)]
         await happens(lambda: server.running == 2)
-        loading = asyncio.ensure_future(engine.load_weights("step_1", 1, drain=True))
+        loading = asyncio.ensure_future(engine.load_weights(WeightSource.folder("step_1"), 1, drain=True))
         await asyncio.sleep(0.01)
         late = asyncio.ensure_future(sampled(engine, 4))
         await loading
@@ -250,9 +250,9 @@ def test_a_folder_that_was_changed_on_the_way_is_refused_before_vllm_hears_of_it
     (tmp_path / "model.safetensors").write_bytes(b"weighty")
 
     async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
-        for load in (engine.load_weights, engine.load_adapter):
+        for source in (WeightSource.folder, WeightSource.adapter):
             with pytest.raises(EngineError, match=r"model\.safetensors was changed"):
-                await load(str(tmp_path), 1)
+                await engine.load_weights(source(tmp_path), 1)
         assert (await engine.version(), server.calls) == (0, [])
         assert (await engine.health()).ready
 
@@ -265,7 +265,7 @@ def test_without_pause_a_request_under_way_counts_as_of_the_older_version() -> N
         server.pace = 0.005
         request = asyncio.ensure_future(sampled(engine, 20))
         await happens(lambda: len(server.sampled_from) > 3)
-        await engine.load_weights("step_1", 1)
+        await engine.load_weights(WeightSource.folder("step_1"), 1)
         assert set((await request).versions) == {0}
         assert server.calls == ["/collective_rpc", "/reset_prefix_cache"]
 
@@ -290,14 +290,14 @@ def test_after_a_failed_load_nothing_is_sampled_until_weights_are_loaded(path: s
     async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
         server.failing.add(path)
         with pytest.raises(EngineError, match="it failed"):
-            await engine.load_weights("step_1", 1)
+            await engine.load_weights(WeightSource.folder("step_1"), 1)
         assert "loading step_1 as version 1 failed" in (await engine.health()).error
         assert not (await engine.health()).ready
         with pytest.raises(EngineError, match="load weights again") as error:
             await sampled(engine)
         assert error.value.retryable
         server.failing.clear()
-        await engine.load_weights("step_1", 1)
+        await engine.load_weights(WeightSource.folder("step_1"), 1)
         assert (await engine.health()).ready
         assert (await sampled(engine)).versions == (1,) * 4
 
@@ -310,9 +310,9 @@ def test_after_a_failed_load_nothing_is_sampled_until_weights_are_loaded(path: s
 def test_a_server_without_the_endpoint_is_told_how_to_be_started(path: str, said: str) -> None:
     async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
         server.missing.add(path)
-        load = engine.load_weights if "rpc" in path else engine.load_adapter
+        source = WeightSource.folder if "rpc" in path else WeightSource.adapter
         with pytest.raises(EngineError, match=said) as error:
-            await load("folder", 1)
+            await engine.load_weights(source("folder"), 1)
         assert not error.value.retryable
         assert await engine.version() == 0
 
@@ -321,17 +321,17 @@ def test_a_server_without_the_endpoint_is_told_how_to_be_started(path: str, said
 
 def test_each_adapter_has_a_name_of_its_own_and_the_old_one_is_unloaded() -> None:
     async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
-        await engine.load_adapter("a", 1)
+        await engine.load_weights(WeightSource.adapter("a"), 1)
         first = server.adapters[0]
         assert (await sampled(engine)).versions == (1,) * 4
-        await engine.load_adapter("a", 1)
+        await engine.load_weights(WeightSource.adapter("a"), 1)
         assert server.adapters != [first]
         assert len(server.adapters) == 1
         assert server.bodies[-1]["model"] == first
         await sampled(engine)
         assert server.bodies[-1]["model"] == server.adapters[0]
         # all weights: the adapter was of the weights before
-        await engine.load_weights("step_2", 2)
+        await engine.load_weights(WeightSource.folder("step_2"), 2)
         assert server.adapters == []
         await sampled(engine)
         assert server.bodies[-1]["model"] == "policy"
@@ -342,12 +342,12 @@ def test_each_adapter_has_a_name_of_its_own_and_the_old_one_is_unloaded() -> Non
 
 def test_requests_end_on_the_adapter_that_they_began_with_and_free_it_then() -> None:
     async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
-        await engine.load_adapter("a", 1)
+        await engine.load_weights(WeightSource.adapter("a"), 1)
         old = server.adapters[0]
         server.pace = 0.005
         request = asyncio.ensure_future(sampled(engine, 20))
         await happens(lambda: len(server.sampled_from) > 3)
-        await engine.load_adapter("b", 2)
+        await engine.load_weights(WeightSource.adapter("b"), 2)
         assert old in server.adapters
         assert (await sampled(engine, 2)).versions == (2, 2)
         assert set((await request).versions) == {1}
@@ -360,7 +360,7 @@ def test_requests_end_on_the_adapter_that_they_began_with_and_free_it_then() -> 
 @pytest.mark.parametrize(("restarted", "version"), [(False, 3), (True, 0)])
 def test_after_a_lost_connection_a_restarted_server_is_told_from_the_same_one(restarted: bool, version: int) -> None:
     async def work(server: StandIn, engine: VllmEngine, transport: Breakable) -> None:
-        await engine.load_weights("step_3", 3)
+        await engine.load_weights(WeightSource.folder("step_3"), 3)
         transport.broken = True
         assert not (await engine.health()).ready
         with pytest.raises(EngineError, match="cannot be reached"):
@@ -376,7 +376,7 @@ def test_after_a_lost_connection_a_restarted_server_is_told_from_the_same_one(re
 
 def test_an_adapter_that_is_gone_from_the_server_is_not_live() -> None:
     async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
-        await engine.load_adapter("a", 1)
+        await engine.load_weights(WeightSource.adapter("a"), 1)
         assert await engine.version() == 1
         server.adapters.clear()
         assert await engine.version() == 0
@@ -539,7 +539,7 @@ def test_the_real_server_end_to_end(tmp_path: Path) -> None:
         # an adapter, and requests under way that stay without it
         under_way = asyncio.ensure_future(answers(engine, 2, max_tokens=200))
         await asyncio.sleep(0.3)
-        await engine.load_adapter(str(adapter), 1)
+        await engine.load_weights(WeightSource.adapter(str(adapter)), 1)
         assert await engine.version() == 1
         adapted = await answers(engine)
         assert {version for answer in adapted for version in answer.versions} == {1}
@@ -555,7 +555,7 @@ def test_the_real_server_end_to_end(tmp_path: Path) -> None:
         # all weights, and requests under way that go on with them
         under_way = asyncio.ensure_future(answers(engine, 8, max_tokens=1500))
         await asyncio.sleep(0.3)
-        await engine.load_weights(str(other), 2)
+        await engine.load_weights(WeightSource.folder(str(other)), 2)
         assert await engine.version() == 2
         fresh = await answers(engine)
         assert {version for answer in fresh for version in answer.versions} == {2}
@@ -599,7 +599,7 @@ def test_the_real_server_end_to_end(tmp_path: Path) -> None:
         assert all(len(set(answer.versions)) == 1 for answer in await asyncio.gather(*under_way))
         fresh = [await pool.generate(LONG, Sampling(max_tokens=12)) for _ in range(3)]
         assert difference(first, fresh, {10}) < 1e-3
-        await Publisher(pool, FolderTransport(adapted, tmp_path / "adapted")).publish(11)
+        await Publisher(pool, AdapterTransport(adapted, tmp_path / "adapted")).publish(11)
         changed = [await pool.generate(LONG, Sampling(max_tokens=12)) for _ in range(3)]
         assert {version for answer in changed for version in answer.versions} == {11}
         assert difference(adapted.network, changed, {11}) < 1e-3 < 0.01 < difference(first, changed, {11})

@@ -27,6 +27,7 @@ from keel.common.lora_config_check import check_adapter
 from keel.config import EngineSettings, ModelSettings, load_settings
 from keel.errors import ConfigError, KeelError, ModelError
 from keel.inference.local.local_engine import LocalEngine
+from keel.inference.protocol import WeightSource
 from keel.inference.server.access import AccessControl, RateLimit, RateLimiter, check_binding
 from keel.inference.server.app import build_app
 from keel.inference.server.openai_requests import Limits
@@ -263,10 +264,10 @@ def test_weights_that_are_a_program_are_not_run(tmp_path: Path) -> None:
 
     async def load_both() -> None:
         engine = LocalEngine(model.network, model.tokenizer, EngineSettings())
-        for take in (engine.load_adapter, engine.load_weights):
+        for source in (WeightSource.adapter, WeightSource.folder):
             for folder in (adapter, base):
                 with pytest.raises(KeelError):
-                    await take(str(folder), 1)
+                    await engine.load_weights(source(folder), 1)
         assert await engine.version() == 0
         await engine.close()
 

@@ -17,7 +17,7 @@ import pytest
 
 from keel.config import EnvironmentSettings, EpisodeLimits, Sampling, SchedulerSettings
 from keel.inference.pool.http_engine import HttpEngine
-from keel.inference.protocol import EngineError, Generation
+from keel.inference.protocol import EngineError, Generation, WeightSource
 from keel.inference.server.app import build_app
 from keel.rollout.environments.environment import Environment, EpisodeResult, Task, run_episode
 from keel.rollout.environments.registry import load_environment
@@ -151,7 +151,7 @@ def test_over_a_server_that_fails_and_is_killed_every_rollout_is_emitted_once(of
         await asyncio.to_thread(box.kill)
         await asyncio.sleep(0.2)
         await asyncio.to_thread(box.start, version, version - 1)
-        await engine.load_weights(str(tmp_path), version)
+        await engine.load_weights(WeightSource.folder(str(tmp_path)), version)
 
     async def run(box: Machine) -> Episodes:
         engine = HttpEngine(box.url, timeout=5.0)
@@ -162,7 +162,7 @@ def test_over_a_server_that_fails_and_is_killed_every_rollout_is_emitted_once(of
             async with asyncio.timeout(60):
                 for version in range(8):
                     if version not in (3, 6):
-                        await engine.load_weights(str(tmp_path), version)
+                        await engine.load_weights(WeightSource.folder(str(tmp_path)), version)
                         ledger.batch(await made.next_batch(version))
                         continue
                     outage = asyncio.ensure_future(restart(box, engine, version))

@@ -85,7 +85,7 @@ def folder(tmp_path: Path) -> Iterator[Any]:
         opened.pop().close()
 
 
-CUSTOM = f'custom = "{__name__}:Recorder"'
+CUSTOM = f'custom_sink = "{__name__}:Recorder"'
 
 
 def commit(folder: RunFolder, sinks: Sinks | None, *steps: int) -> None:
@@ -228,14 +228,14 @@ def test_a_sink_of_ones_own_that_is_not_there_is_refused(path: str, message: str
 
 
 def test_what_is_no_sink_is_refused_when_it_is_opened_and_the_others_are_closed(folder: Any) -> None:
-    with pytest.raises(ConfigError, match=r'metrics\.custom = ".*" cannot be opened: .* has no method step'):
-        open_sinks(folder(f'tensorboard = true\ncustom = "{__name__}:not_a_sink"'), never)
+    with pytest.raises(ConfigError, match=r'metrics\.custom_sink = ".*" cannot be opened: .* has no method step'):
+        open_sinks(folder(f'tensorboard = true\ncustom_sink = "{__name__}:not_a_sink"'), never)
 
 
 def test_settings_that_could_not_act_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'metrics\.project = "x" cannot act: it is for wandb and trackio'):
         load_settings(None, ["--metrics.project=x", "--metrics.tensorboard=true"])
-    with pytest.raises(ConfigError, match=r"metrics\.custom"):
+    with pytest.raises(ConfigError, match=r"metrics\.custom_sink"):
         load_settings(None, ["--metrics.custom_sink=no_colon"])
 
 
@@ -292,11 +292,11 @@ import sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from tests.run.monitor import test_sinks as world
-from keel.config import load
+from keel.config import load_settings
 from keel.run.folder import RunFolder
 from keel.run.monitor.sinks import open_sinks
 for step in (1, 2):
-    folder = RunFolder.create(Path("run"), load("recipe.toml")) if step == 1 else RunFolder.open(Path("run"))
+    folder = RunFolder.create(Path("run"), load_settings("recipe.toml")) if step == 1 else RunFolder.open(Path("run"))
     sinks = open_sinks(folder, world.never)
     world.commit(folder, sinks, step)
     world.evaluate(folder, sinks, step)

@@ -101,7 +101,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 def test_series_are_the_ledgers_numbers_and_missing_ones_are_none(world: Path, lens: Lens) -> None:
     with sqlite3.connect(world / "a" / "run.db") as db:
-        rows = [json.loads(text) for (text,) in db.execute("SELECT numbers FROM steps ORDER BY step")]
+        rows = [json.loads(text) for (text,) in db.execute("SELECT metrics FROM steps ORDER BY step")]
     db.close()
     told = ask(lens, "series", run="a", names="reward,mismatch_kl,mismatch_kl_masked,nothing")
     assert told["step"] == [1, 2, 3, 4]

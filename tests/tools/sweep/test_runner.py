@@ -192,8 +192,8 @@ def test_a_killed_process_is_a_failed_trial_that_can_be_gone_on_with(tmp_path: P
 @pytest.mark.parametrize("name", NAMES)
 def test_the_numbers_of_a_run_are_those_in_its_ledger_and_its_records(world: World, name: str) -> None:
     found = next(trial for trial in world.results.trials if trial.name == name)
-    steps = [json.loads(text) for (text,) in rows(world.folder / name, "SELECT numbers FROM steps ORDER BY step")]
-    ((last,),) = rows(world.folder / name, "SELECT numbers FROM evaluations WHERE step = 3")
+    steps = [json.loads(text) for (text,) in rows(world.folder / name, "SELECT metrics FROM steps ORDER BY step")]
+    ((last,),) = rows(world.folder / name, "SELECT metrics FROM evaluations WHERE step = 3")
     kept = [
         reason
         for step in (1, 2, 3)

@@ -113,7 +113,7 @@ def test_a_run_on_two_ranks_learns_what_one_on_one_rank_does(straight: Path, tmp
 
 def _first_step(folder: Path) -> str:
     with sqlite3.connect(folder / "run.db") as db:
-        return str(db.execute("SELECT numbers FROM steps WHERE step = 1").fetchone()[0])
+        return str(db.execute("SELECT metrics FROM steps WHERE step = 1").fetchone()[0])
 
 
 def test_a_run_whose_rank_0_was_killed_leaves_no_process_and_goes_on_to_the_same_bits(

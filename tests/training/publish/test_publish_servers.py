@@ -13,17 +13,16 @@ from keel.common.atomic_files import atomic_folder, write_manifest
 from keel.config import EngineSettings, PoolSettings, Sampling
 from keel.inference.pool.http_engine import HttpEngine
 from keel.inference.pool.pool import Pool
-from keel.inference.protocol import EngineError
+from keel.inference.protocol import EngineError, WeightSource
 from keel.run.engine_factory import server_argv
 from keel.run.records import step_path
 from keel.training.model.weights_io import write_weights
-from keel.training.publish.broadcast import BroadcastTransport
-from keel.training.publish.publisher import Publisher
+from keel.training.publish import BroadcastTransport, Publisher
 from tests.support.policy_strategies import tiny
 from tests.support.serve_processes import PROMPT, Serving, expected, sampled, servers
 from tests.support.tiny_runs import train
 
-QUICK = {"interval": 0.3, "health_timeout": 20.0, "wait": 60.0}
+QUICK = {"poll_interval": 0.3, "health_timeout": 20.0, "ready_timeout": 60.0}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ def test_a_server_that_died_and_came_back_gets_the_newest_broadcast_before_it_an
 
     async def scene() -> None:
         way = BroadcastTransport(model, "127.0.0.1")
-        pool = Pool(pooled(pair), lambda url: way.connect(url, None))
+        pool = Pool(pooled(pair), HttpEngine)
         publisher = Publisher(pool, way)
         try:
             await publisher.publish(21)
@@ -105,7 +104,7 @@ def test_answers_under_way_are_drained_or_go_on_by_setting(drain: bool, pair: li
 
     async def scene() -> list[set[int]]:
         way = BroadcastTransport(model, "127.0.0.1")
-        pool = Pool(pooled(pair), lambda url: way.connect(url, None))
+        pool = Pool(pooled(pair), HttpEngine)
         publisher = Publisher(pool, way, drain=drain)
         over = asyncio.Event()
         found: list[set[int]] = []
@@ -150,7 +149,7 @@ def test_a_server_refuses_a_folder_that_was_changed_on_the_way(pair: list[Servin
         try:
             before = await engine.version()
             with pytest.raises(EngineError, match=r"model\.safetensors was changed") as refused:
-                await engine.load_weights(str(tmp_path / "bad"), 99)
+                await engine.load_weights(WeightSource.folder(str(tmp_path / "bad")), 99)
             assert not refused.value.retryable
             assert await engine.version() == before
         finally:
@@ -177,4 +176,4 @@ def test_how_the_settings_sample_is_how_a_server_of_the_runs_own_is_started(tmp_
     assert (given.max_batch, given.native_kernels, given.int8, given.dtype) == (7, "off", True, "bfloat16")
     assert given.weights_from == [tmp_path]
     usual = build_parser().parse_args(server_argv(EngineSettings(kind="process"), model, tmp_path)[1:])
-    assert (usual.kernels, usual.int8, usual.dtype) == ("auto", False, "float32")
+    assert (usual.native_kernels, usual.int8, usual.dtype) == ("auto", False, "float32")

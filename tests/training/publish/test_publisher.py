@@ -6,27 +6,34 @@ import time
 from collections.abc import Coroutine
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 
 from keel.common.manifest import verify_manifest
-from keel.config import PoolSettings, Sampling, load_settings
+from keel.config import PoolSettings, PublishSettings, Sampling, load_settings
 from keel.errors import ConfigError
 from keel.inference.local.local_engine import LocalEngine
 from keel.inference.pool.http_engine import HttpEngine
 from keel.inference.pool.pool import Pool
-from keel.inference.protocol import Engine, EngineError
+from keel.inference.protocol import Engine, EngineError, WeightSource
 from keel.inference.server.app import build_app
 from keel.training import Trainer
-from keel.training.publish.publisher import FolderTransport, InMemoryTransport, Publisher
+from keel.training.model.model import Model
+from keel.training.publish import (
+    AdapterTransport,
+    FolderTransport,
+    InMemoryTransport,
+    Publisher,
+    WeightTransport,
+)
 from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
 from tests.support.policy_strategies import LORA, tiny
 from tests.support.tiny_runs import train
 
 
-class Told:
+class Told(WeightTransport):
     """A way that takes and gives when it is told to, and writes down what it did."""
 
     def __init__(self) -> None:
@@ -34,15 +41,19 @@ class Told:
         self.did: list[str] = []
         self.error: Exception | None = None
 
-    def take(self, version: int) -> None:
+    @classmethod
+    def from_settings(cls, model: Model, settings: PublishSettings, folder: Path) -> Self:
+        raise NotImplementedError
+
+    def snapshot(self, version: int) -> None:
         assert self.may_take.wait(10)
         self.did.append(f"took {version}")
 
-    async def give(self, engine: Engine, version: int, *, drain: bool) -> None:
+    async def send(self, engine: Engine, version: int, *, drain: bool) -> None:
         await self.may_give.wait()
         if self.error is not None:
             raise self.error
-        await engine.load_weights("", version, drain=drain)
+        await engine.load_weights(WeightSource("in_memory"), version, drain=drain)
         self.did.append(f"gave {version}")
 
 
@@ -172,7 +183,7 @@ def test_a_drained_publication_says_so_to_the_engine() -> None:
     class Noting(FakeEngine):
         drained: bool | None = None
 
-        async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
+        async def load_weights(self, source: WeightSource, version: int, *, drain: bool = False) -> None:
             self.drained = drain
 
     async def scene() -> list[bool | None]:
@@ -197,7 +208,7 @@ def test_a_copy_is_of_the_moment_it_was_taken_and_is_not_kept() -> None:
 
     async def scene() -> None:
         way = InMemoryTransport(model)
-        engine = LocalEngine(own.network, own.tokenizer, weight_reader=way.read_snapshot)
+        engine = LocalEngine(own.network, own.tokenizer)
         try:
             way.snapshot(1)
             with torch.no_grad():
@@ -205,7 +216,7 @@ def test_a_copy_is_of_the_moment_it_was_taken_and_is_not_kept() -> None:
                     weight.zero_()  # the next step of training
             await way.send(engine, 1, drain=False)
             assert await engine.version() == 1
-            assert not way.read_snapshot("")
+            assert not way._snapshot
         finally:
             await engine.close()
 
@@ -215,7 +226,8 @@ def test_a_copy_is_of_the_moment_it_was_taken_and_is_not_kept() -> None:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_folder_is_sealed_and_the_last_two_stay(lora: bool, tmp_path: Path) -> None:
-    way, engine = FolderTransport(tiny(lora=LORA if lora else None), tmp_path), FakeEngine()
+    way = AdapterTransport(tiny(lora=LORA), tmp_path) if lora else FolderTransport(tiny(), tmp_path)
+    engine = FakeEngine()
     left = tmp_path / "version_4"  # by an earlier life of the run: half of it, and not what is trained now
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"old")
@@ -241,9 +253,9 @@ class Slow(LocalEngine):
 
     may_load: threading.Event
 
-    async def load_weights(self, folder: str, version: int, *, drain: bool = False) -> None:
+    async def load_weights(self, source: WeightSource, version: int, *, drain: bool = False) -> None:
         await asyncio.to_thread(self.may_load.wait, 60)
-        await super().load_weights(folder, version, drain=drain)
+        await super().load_weights(source, version, drain=drain)
 
 
 @pytest.mark.parametrize("slow", [1, 2])
@@ -365,7 +377,7 @@ def _always() -> threading.Event:
         (["--publish.path=/tmp", "--publish.transport=broadcast", "--engine.kind=process"], "writes nothing"),
         (
             ["--publish.bind_address=10.0.0.1"],
-            'publish.bind_address = "10.0.0.1" cannot act: it belongs to way = "broadcast"',
+            'publish.bind_address = "10.0.0.1" cannot act: it belongs to transport = "broadcast"',
         ),
         (["--publish.in_flight=wait"], "publish.in_flight"),
     ],
