@@ -135,8 +135,8 @@ class MeteredStreamingEngine(MeteredEngine):
             async with aclosing(source) as pieces:
                 async for piece in pieces:
                     self._metrics.sampled_tokens += len(piece.token_ids)
-                    if piece.finish is not None:
-                        self._metrics.completions[piece.finish] += 1
+                    if piece.finish_reason is not None:
+                        self._metrics.completions[piece.finish_reason] += 1
                     yield piece
         except Exception:
             self._metrics.failed_completions += 1

@@ -69,7 +69,7 @@ def test_keys_are_compared_in_constant_time() -> None:
     tree = ast.parse((PACKAGE / "inference/server/access.py").read_text())
     compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare) and "digest" in ast.unparse(node)]
     assert all(isinstance(node.ops[0], ast.Is | ast.IsNot) for node in compared)  # only with None
-    assert "hmac.compare_digest(_digest(key), self._digest)" in ast.unparse(tree)
+    assert "hmac.compare_digest(_hash_key(key), self._key_digest)" in ast.unparse(tree)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "box.example"])

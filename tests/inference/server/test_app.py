@@ -410,7 +410,7 @@ def test_what_counts_as_this_machine(host: str, own: bool) -> None:
 
 def test_weights_and_adapters_are_announced_after_they_are_live(tmp_path: Path) -> None:
     engine = FakeEngine()
-    folder, roots = str(tmp_path), {"roots": ANYWHERE}
+    folder, roots = str(tmp_path), {"allowed_folders": ANYWHERE}
     said = ask(engine, "/v1/load_weights", {"folder": folder, "version": 7}, **roots)
     assert said.json() == {"version": 7}
     assert ask(engine, "/v1/load_lora_adapter", {"lora_path": folder}, **roots).json() == {"version": 8}
@@ -548,16 +548,16 @@ import asyncio
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
-from keel.cli.run.serve import listen, serve
+from keel.cli.run.serve import bind_socket, run_server
 
 async def slow(request):
     print("asked", flush=True)
     await asyncio.sleep(1)
     return PlainTextResponse("answered")
 
-listener = listen("127.0.0.1", 0)
+listener = bind_socket("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
-serve(Starlette(routes=[Route("/", slow)]), listener, 10)
+run_server(Starlette(routes=[Route("/", slow)]), listener, 10)
 print("ended", flush=True)
 """
 

@@ -199,8 +199,8 @@ def test_the_numbers_of_a_run_are_served_while_it_runs(tmp_path: Path, monkeypat
 
     async def train_one_step(self: Any) -> None:
         """The loop's calls, without a model: the page is read in the middle of a run."""
-        self.observer.started("mine", self.folder.path, 6, 0)
-        self.observer.step(1, {"reward": 0.75})
+        self.callback.started("mine", self.folder.path, 6, 0)
+        self.callback.step(1, {"reward": 0.75})
         thread = threading.Thread(
             target=lambda: seen.append(parse(httpx.get(f"http://127.0.0.1:{number}/metrics", timeout=10).text))
         )
