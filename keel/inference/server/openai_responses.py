@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from keel.inference.protocol import FinishReason, Message
 from keel.inference.server.openai_requests import RequestError
 
-FINISH_REASONS: Mapping[str, str] = {"stop": "stop", "length": "length", "cancelled": "abort"}
+FINISH_REASONS: Mapping[str, str] = {"stop": "stop", "length": "length", "abort": "abort"}
 """The finish reasons of answers in the words of the protocol ("abort" is vLLM's)."""
 
 REPLACEMENT_CHAR = "\ufffd"

@@ -279,7 +279,7 @@ def test_an_abort_that_this_engine_did_not_ask_for_is_passed_on() -> None:
         await happens(lambda: len(server.sampled_from) > 3)
         await server.pause({})
         answer = await request
-        assert answer.finish_reason == "cancelled"
+        assert answer.finish_reason == "abort"
         assert 3 < len(answer.token_ids) < 50
 
     on_stand_in(work)
