@@ -21,7 +21,7 @@ from keel.common.manifest import check_weights
 from keel.config import Sampling
 from keel.errors import ModelError
 from keel.inference.pool.http_engine import HttpEngine, ServerKind
-from keel.inference.pool.process import VllmProcess
+from keel.inference.pool.vllm_process import VllmProcess
 from keel.inference.protocol import EngineError, Generation, Health
 
 

@@ -18,7 +18,7 @@ from keel.config.launch import Resources
 from keel.config.load import parse_overrides, read_tables
 from keel.config.toml_writer import to_toml
 from keel.errors import ConfigError
-from keel.inference.pool import process
+from keel.inference.pool import vllm_process
 from keel.tools.launch.node_agent import Command
 from keel.training.model import model_source, tiny_models
 
@@ -106,11 +106,11 @@ class LaunchPlan:
         health = f"http://{shown}:{port}/health"
         if self.backend == "vllm":
             rank = settings.model.lora.rank if settings.model.lora else None
-            words = process.vllm_argv(self.model, host, port, dtype, rank)
+            words = vllm_process.vllm_argv(self.model, host, port, dtype, rank)
             return Command(
                 (*words, *asked.extra_args),
                 python=str(Path(settings.engine.vllm_python).absolute()),
-                environment=process.SERVER_ENV,
+                environment=vllm_process.SERVER_ENV,
                 secret_env=("VLLM_API_KEY", str(self.key_file)),
                 health_url=health,
             )

@@ -314,7 +314,7 @@ def test_a_server_that_comes_back_with_other_weights_is_asked_again() -> None:
         assert versions == [3, 0]
         await engine.close()
 
-    from keel.inference.pool.process import free_port
+    from keel.inference.pool.vllm_process import free_port
 
     port = free_port()
     asyncio.run(run())

@@ -97,7 +97,7 @@ def test_no_command_binds_elsewhere_without_a_key(
     recipe.write_text("steps = 1\n[environments.larger_number]\n")
     places = {"RUN": str(tmp_path / "run"), "R": str(recipe)}
     assert main([places.get(word, word) for word in words]) == 2
-    assert "would let other machines in without a key" in capsys.readouterr().err
+    assert "would let other machines connect without a key" in capsys.readouterr().err
 
 
 @given(

@@ -220,7 +220,7 @@ def test_models_health_and_version() -> None:
         ({"prompt": ""}, 'prompt = "" has no tokens'),
         ({"prompt": [[1], []]}, "has no tokens"),
         ({"prompt": ["a"] * 65}, "the number of prompts = 65 is above"),
-        ({"prompt": [5, 999]}, "prompt holds token id 999, and the model has 260"),
+        ({"prompt": [5, 999]}, "prompt holds token id 999, but the model has 260"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": None}, "prompt is missing"),
         ({"logprobs": 5}, "logprobs = 5"),
@@ -250,7 +250,7 @@ def test_a_request_that_cannot_be_answered_as_asked_is_400_with_field_and_value(
     [
         ([], "messages"),
         ([{"content": "x"}], "messages[0] has no role"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "only text is taken"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "only text is supported"),
         ([{"role": "user", "content": 5}], "messages[0].content must be text"),
     ],
 )
@@ -305,6 +305,14 @@ def test_another_model_path_or_method_is_an_error_in_the_same_shape() -> None:
     ):
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_there_are_no_docs_pages_that_load_scripts_from_elsewhere() -> None:
+    for path in ("/docs", "/redoc", "/docs/oauth2-redirect"):
+        assert ask(FakeEngine(), path, None).status_code == 404
+    page = ask(FakeEngine(), "/openapi.json", None)
+    assert page.status_code == 200
+    assert page.json()["openapi"].startswith("3.")
 
 
 def test_a_body_that_is_no_json_object_is_refused() -> None:
@@ -522,7 +530,7 @@ def test_the_openai_package_understands_the_server() -> None:
 
 def test_binding_elsewhere_without_a_key_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "tiny", "--host", "0.0.0.0"]) == 2
-    assert "--host 0.0.0.0 would let other machines in without a key" in capsys.readouterr().err
+    assert "--host 0.0.0.0 would let other machines connect without a key" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
