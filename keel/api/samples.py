@@ -29,7 +29,7 @@ COUNTED_METRICS = ("turns", "sampled_tokens")
 """Of what a trajectory says of its samples; the rest is about limits, of which there are none here."""
 _NO_LIMITS = EpisodeLimits(max_sequence_tokens=2**62)
 """None: whether a sample fits is the trainer's question, which names it."""
-_FINISH_REASONS: dict[str, FinishReason] = {"length": "length", "abort": "cancelled"}
+_FINISH_REASONS: dict[str, FinishReason] = {"length": "length", "abort": "abort"}
 
 
 @dataclass

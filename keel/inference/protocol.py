@@ -15,7 +15,7 @@ from keel.errors import KeelError
 Message = dict[str, Any]
 """A chat message in the OpenAI form: role, content, and for tools tool_calls or tool_call_id."""
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "abort"]
 """Why a generation ended: a stop id or string, max_tokens (or the model's own limit), or nobody wanted it any more."""
 
 

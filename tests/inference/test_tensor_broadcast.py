@@ -93,7 +93,7 @@ def test_a_sender_that_vanishes_before_it_begins_ends_its_receivers() -> None:
 
 
 def test_an_address_of_another_machine_is_refused_by_the_setting() -> None:
-    with pytest.raises(EngineError, match=r"publish\.address = 192\.0\.2\.1"):
+    with pytest.raises(EngineError, match=r"publish\.bind_address = 192\.0\.2\.1"):
         BroadcastSender("192.0.2.1", {}, CPU)
 
 

@@ -114,7 +114,7 @@ def test_an_engine_error_is_kept_until_a_later_answer():
 def test_an_answer_that_was_given_up_is_an_engine_error():
     class GivesUp(ScriptedEngine):
         async def generate(self, prompt, sampling, *, group=None):
-            return Generation((1,), (0.0,), (0,), "cancelled", 1.0)
+            return Generation((1,), (0.0,), (0,), "abort", 1.0)
 
     with pytest.raises(EngineError, match="aborted the request"):
         asyncio.run(client(GivesUp()).chat([user("a")]))

@@ -109,7 +109,7 @@ class World:
         """Everything that was ever live on a server."""
         self.hand_outs: list[tuple[Server, str | None, float, bool]] = []
         """Server, group, time, and whether the server held what the pool said or, already, what it desired."""
-        self.settings = PoolSettings.model_validate({"file": "unused", "interval": 10.0, **settings})
+        self.settings = PoolSettings.model_validate({"file": "unused", "poll_interval": 10.0, **settings})
         self.pool = Pool(self.settings, self.connect, source=self)
 
     def __getitem__(self, index: int) -> Server:

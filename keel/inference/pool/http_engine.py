@@ -21,7 +21,7 @@ from keel.inference.protocol import BroadcastSlot, EngineError, FinishReason, Ge
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """Statuses after which the same request may succeed, here or elsewhere."""
 
-FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
+FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 TEMPERATURE_TOLERANCE = 0.05
 """By how much, relatively, the slopes of the temperature probe may be off: a server may compute in half precision."""

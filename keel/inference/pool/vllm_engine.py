@@ -21,7 +21,7 @@ from keel.common.manifest import check_weights
 from keel.config import Sampling
 from keel.errors import ModelError
 from keel.inference.pool.http_engine import HttpEngine, ServerKind
-from keel.inference.pool.process import VllmProcess
+from keel.inference.pool.vllm_process import VllmProcess
 from keel.inference.protocol import EngineError, Generation, Health, WeightSource
 
 
@@ -79,7 +79,7 @@ class VllmEngine(HttpEngine):
                 self._idle.set()
             await self._unload_retired()
         part = self._parse_choice(choice, sampling, live)
-        return part, part.finish_reason == "cancelled" and changes != self._weight_changes
+        return part, part.finish_reason == "abort" and changes != self._weight_changes
 
     def _request_body(self, prompt: list[int], sampling: Sampling, group: str | None) -> dict[str, Any]:
         # what is not said vLLM takes from the model's generation_config.json

@@ -1,8 +1,8 @@
-"""Who may talk to a server, and how often: holders of its key, or without one this machine alone.
+"""Access rules shared by every Keel server: who may send requests, and how many per second.
 
-Guarantees that a key is compared in constant time, that without a key neither another machine is answered nor a web
-page through a browser on this one, that forwarded headers are never believed, and that no client is answered more often
-than the limit; strangers cannot use up what holders of the key have. It knows nothing of what is asked.
+Guarantees that the API key is compared in constant time, that a server without a key serves neither other machines nor
+web pages through a browser on this machine, that forwarding headers are never trusted, and that no client exceeds the
+rate limit. The rules do not depend on what a request asks for.
 """
 
 import base64
@@ -13,7 +13,7 @@ import ipaddress
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -22,117 +22,136 @@ from starlette.types import Scope
 from keel.errors import ConfigError
 
 MIN_KEY_LENGTH = 16
-"""Characters of a key that other machines may guess at: this many letters and digits are more than can be tried."""
+"""Minimum length of a key that other machines may try to guess; 16 letters and digits cannot be searched."""
 MAX_TRACKED_CLIENTS = 4096
-"""Clients whose requests are counted; beyond it the one that was not heard of longest is forgotten."""
+"""Clients with a rate-limit bucket; above this number the least recently seen one is forgotten."""
+FORWARDING_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip")
 
 
 @dataclass(frozen=True)
 class RateLimit:
-    """How often one client is answered."""
+    """Limit on the requests of one client."""
 
     per_second: float
-    """On average."""
+    """Average rate."""
     burst: int
-    """At once, after a pause."""
-
-
-UNAUTHENTICATED_RATE = RateLimit(per_second=10, burst=50)
-"""Refusals for want of a key; beyond it they are refused without one being looked at."""
+    """Requests allowed in a burst after a pause."""
 
 
 @dataclass(frozen=True)
 class AccessDenial:
-    """Why a request is not answered."""
+    """Error response to a request that is not allowed."""
 
     status: int
     message: str
     retry_after: int | None = None
-    """Seconds after which it may be."""
+    """Seconds after which the client may retry."""
 
 
 class RateLimiter:
-    """A bucket of requests for each client, which fills with time."""
+    """Token bucket per client."""
 
     def __init__(self, limit: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
         if limit.per_second <= 0 or limit.burst < 1:
             raise ConfigError(
-                f"a rate of {limit.per_second:g} requests a second with {limit.burst} at once answers none"
+                f"a rate limit of {limit.per_second:g} requests per second with a burst of {limit.burst} allows no"
+                " request; set both above 0"
             )
         self.limit, self._clock = limit, clock
-        self._buckets: OrderedDict[object, tuple[float, float]] = OrderedDict()
+        self._buckets: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
 
-    def seconds_until_allowed(self, client: object) -> float:
-        """Count a request: 0 when it may be answered now, else the seconds until the next one may."""
+    def seconds_until_allowed(self, client: Hashable) -> float:
+        """Count a request; return 0 if it is allowed now, else the seconds until the next one is."""
         now = self._clock()
-        left, before = self._buckets.pop(client, (float(self.limit.burst), now))
-        left = min(float(self.limit.burst), left + max(0.0, now - before) * self.limit.per_second)
-        taken = left >= 1
-        self._buckets[client] = (left - taken, now)
+        burst = float(self.limit.burst)
+        tokens, updated_at = self._buckets.pop(client, (burst, now))
+        tokens = min(burst, tokens + max(0.0, now - updated_at) * self.limit.per_second)
+        allowed = tokens >= 1
+        self._buckets[client] = (tokens - allowed, now)
         while len(self._buckets) > MAX_TRACKED_CLIENTS:
             self._buckets.popitem(last=False)
-        return 0.0 if taken else (1 - left) / self.limit.per_second
+        return 0.0 if allowed else (1 - tokens) / self.limit.per_second
 
 
 class AccessControl:
-    """The rule of one server."""
+    """Access rules of one server."""
 
     def __init__(
         self, api_key: str | None, rate: RateLimit | None, *, open_paths: frozenset[str] = frozenset()
     ) -> None:
-        """`open_paths` are answered without a key, as often as everything else. `rate`: none for no limit."""
+        """Create the rules.
+
+        Args:
+            api_key: Key that clients must send; None serves this machine only.
+            rate: Limit per client; None for no limit.
+            open_paths: Paths served without a key and to any machine.
+        """
         self._key_digest = None if api_key is None else _hash_key(api_key)
         self._open_paths = open_paths
         self._limiter = None if rate is None else RateLimiter(rate)
-        self._unauthenticated_limiter = RateLimiter(UNAUTHENTICATED_RATE)
 
     def check_request(self, scope: Scope) -> AccessDenial | None:
-        """Why a request is not answered; none when it is."""
-        headers, client = Headers(scope=scope), client_network(scope)
+        """Return why a request is denied, or None if it is allowed.
+
+        Every request counts against the client's limit. Open paths, denied requests and allowed requests have separate
+        buckets of the same size: clients without the key behind a shared address (a proxy, NAT) cannot use up the
+        limit of those with it, and health checks keep working for a client at its limit.
+        """
         if scope["path"] in self._open_paths:
-            return _check_rate(self._limiter, (client, "open"))
-        why = self._authenticate(scope, headers)
-        if why is not None:
-            return _check_rate(self._unauthenticated_limiter, client) or why
-        return _check_rate(self._limiter, client)
+            denial, bucket = None, "open"
+        else:
+            denial = self._authenticate(scope, Headers(scope=scope))
+            bucket = "allowed" if denial is None else "denied"
+        return self._check_rate((client_network(scope), bucket)) or denial
 
     def _authenticate(self, scope: Scope, headers: Headers) -> AccessDenial | None:
         if self._key_digest is not None:
             key = _parse_key(headers.get("authorization", ""))
-            # digests are of one length and compared in constant time: neither tells how much of a guess was right
+            # digests have equal length and are compared in constant time, so timing reveals nothing about the key
             if key is not None and hmac.compare_digest(_hash_key(key), self._key_digest):
                 return None
-            message = "the API key is wrong" if key else "this server needs an API key: Authorization: Bearer KEY"
+            message = "invalid API key" if key else "this server requires an API key: Authorization: Bearer KEY"
             return AccessDenial(401, message)
         client = scope.get("client")
-        forwarded = any(name in headers for name in ("forwarded", "x-forwarded-for", "x-real-ip"))
+        forwarded = any(name in headers for name in FORWARDING_HEADERS)
         if client is None or not is_loopback(client[0]) or forwarded:
-            return AccessDenial(403, "without an API key this server answers its own machine only; start it with one")
-        # a page whose domain was pointed at this machine would otherwise speak with the user's rights
+            return AccessDenial(
+                403, "this server has no API key and accepts requests from its own machine only; start it with a key"
+            )
+        # DNS rebinding: a web page whose domain resolves to this machine would otherwise act with the user's rights
         host = headers.get("host", "")
         host = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
         if not is_loopback(host):
-            return AccessDenial(403, f"host {host[:100]} is not this machine; ask for 127.0.0.1 or localhost")
+            return AccessDenial(403, f"host {host[:100]} is not this machine; use 127.0.0.1 or localhost")
         return None
+
+    def _check_rate(self, client: Hashable) -> AccessDenial | None:
+        if self._limiter is None:
+            return None
+        wait = self._limiter.seconds_until_allowed(client)
+        if not wait:
+            return None
+        limit = f"{self._limiter.limit.per_second:g} requests per second per client"
+        return AccessDenial(429, f"rate limit of {limit} exceeded; retry later", retry_after=math.ceil(wait))
 
 
 def check_binding(option: str, host: str, key: str | None) -> None:
-    """Refuse to let other machines in without a key, or with one that they could guess."""
+    """Raise `ConfigError` if other machines could connect without a key or with one they could guess."""
     if is_loopback(host):
         return
     if key is None:
         raise ConfigError(
-            f"{option} {host} would let other machines in without a key; give a key by file, or listen on 127.0.0.1"
+            f"{option} {host} would let other machines connect without a key; pass a key file, or listen on 127.0.0.1"
         )
     if len(key) < MIN_KEY_LENGTH:
         raise ConfigError(
-            f"{option} {host} lets other machines guess at a key of {len(key)} characters; make it {MIN_KEY_LENGTH} or more,"
-            " for example with: openssl rand -hex 24"
+            f"{option} {host} lets other machines guess a key of {len(key)} characters; use {MIN_KEY_LENGTH} or more,"
+            " for example from: openssl rand -hex 24"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's own."""
+    """Return whether a host name or address is a loopback address of this machine."""
     host = host.strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -141,7 +160,10 @@ def is_loopback(host: str) -> bool:
 
 
 def client_network(scope: Scope) -> str:
-    """Who is counted as one client: an address, or in IPv6 the network that one subscriber has."""
+    """Return the unit that is counted as one client: an IPv4 address, or the /64 network of an IPv6 address.
+
+    A subscriber usually gets a whole /64 network, so counting single IPv6 addresses would not limit anyone.
+    """
     client = scope.get("client")
     try:
         address = ipaddress.ip_address(client[0] if client else "")
@@ -151,24 +173,16 @@ def client_network(scope: Scope) -> str:
 
 
 def _parse_key(header: str) -> str | None:
-    """The key in a header: as programs send it, or as a browser sends what was typed as a password."""
-    scheme, _, sent = header.partition(" ")
+    """Return the key in an Authorization header: a bearer token, or the password a browser sends as Basic."""
+    scheme, _, credentials = header.partition(" ")
     if scheme.lower() == "bearer":
-        return sent.strip()
+        return credentials.strip()
     if scheme.lower() == "basic":
         try:
-            return base64.b64decode(sent.strip(), validate=True).decode().partition(":")[2]
+            return base64.b64decode(credentials.strip(), validate=True).decode().partition(":")[2]
         except (binascii.Error, ValueError):
             return None
     return None
-
-
-def _check_rate(limiter: RateLimiter | None, client: object) -> AccessDenial | None:
-    wait = 0.0 if limiter is None else limiter.seconds_until_allowed(client)
-    if limiter is None or not wait:
-        return None
-    limit = f"{limiter.limit.per_second:g} requests a second from one client"
-    return AccessDenial(429, f"this server answers {limit}; try again later", retry_after=math.ceil(wait))
 
 
 def _hash_key(key: str) -> bytes:

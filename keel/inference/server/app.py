@@ -1,20 +1,25 @@
-"""An engine behind the OpenAI protocol: completions and chat, whole or streamed, with token ids and log-probs.
+"""The OpenAI-compatible server as a FastAPI application.
 
-Guarantees that every token comes with the policy version that sampled it (`versions`), that a client that leaves frees
-what it held, that new weights are announced by /version only after they are live, and that what cannot be answered is
-an error in the OpenAI shape. Everything it answers is described by /openapi.json. How it answers is in `service`.
+Serves completions and chat completions, complete or streamed, with token ids and log-probs. Guarantees that every token
+carries the policy version that sampled it (`versions`), that a client that disconnects frees its completions, that
+/version reports new weights only after they are live, and that every error is in OpenAI's error format.
+
+/openapi.json describes every route. The interactive docs pages are disabled because they load scripts from a CDN.
+Bodies are read and validated by `read_body` and `parse_request`, which are stricter than FastAPI's own parsing: they
+bound size and time and never coerce a type. What the routes do is in `handlers`.
 """
 
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
-from starlette.applications import Starlette
+from fastapi import Depends, FastAPI, Request, Response, Security
+from fastapi.params import Depends as Dependency
+from fastapi.responses import PlainTextResponse
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import keel
@@ -23,21 +28,64 @@ from keel.inference.protocol import Engine
 from keel.inference.server.access import AccessControl
 from keel.inference.server.allowed_paths import AllowedFolders
 from keel.inference.server.handlers import RequestHandlers
-from keel.inference.server.middleware import AccessMiddleware, ClientGone, error_response
+from keel.inference.server.middleware import AccessMiddleware, ClientGone, ErrorResponse, error_response, read_body
 from keel.inference.server.openai_requests import (
     AdapterRequest,
     BroadcastRequest,
+    ChatRequest,
     CompletionRequest,
     Limits,
     RequestError,
     WeightsRequest,
     json_schema,
+    parse_request,
 )
-from keel.inference.server.openai_responses import SessionFactory, Tokenizer
-from keel.inference.server.openapi import Handler, RouteSpec, openapi_document
+from keel.inference.server.openai_responses import (
+    HealthResponse,
+    ModelList,
+    SessionFactory,
+    Tokenizer,
+    VersionResponse,
+    WeightsResponse,
+)
 from keel.inference.server.prometheus import RequestCounter
 
 log = logging.getLogger("keel.server")
+
+RequestT = TypeVar("RequestT", bound=Settings)
+
+ERROR_DESCRIPTIONS = {
+    400: "Invalid request; the message names field and value.",
+    401: "Missing or invalid API key.",
+    403: "Not allowed from this client, or a path outside the allowed folders.",
+    404: "Unknown model.",
+    405: "Method not allowed.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "Too many requests; the retry-after header says when to retry.",
+    503: "Temporarily unavailable; the retry-after header says when to retry.",
+}
+BODY_ERRORS = (400, 408, 413, 415)
+"""Statuses of every route that reads a body."""
+
+
+class ErrorFormatRoute(APIRoute):
+    """A route whose exceptions become responses in OpenAI's error format."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except ClientGone:
+                log.info("%s: the client disconnected and its request was cancelled", request.url.path)
+                return Response(status_code=499)
+            except Exception as error:  # noqa: BLE001 - whatever failed, the client gets JSON and the log the traceback
+                return error_response(error)
+
+        return handle
 
 
 def build_app(
@@ -51,17 +99,23 @@ def build_app(
     training_fields: bool = False,
     open_session: SessionFactory | None = None,
     allowed_folders: AllowedFolders | None = None,
-) -> Starlette:
-    """The server's application. It closes the engine when it shuts down.
+) -> FastAPI:
+    """Build the application of a server. It closes the engine when it shuts down.
 
-    `vocabulary` is the model's number of token ids where it is more than the tokenizer's. `exact`: every choice carries
-    all that training needs (token ids, log-probs, versions, prompt, sampling), asked for or not, and weights are not
-    loaded over HTTP: whoever trains on the answers is the one who changes them. `talk`: renders conversations and reads
-    answers, in place of the tokenizer's chat template. `roots`: the folders that weights may be loaded from by
-    request; not given: none.
+    Args:
+        engine: The engine that samples.
+        tokenizer: The model's tokenizer.
+        model: Name of the model in requests.
+        api_key: Key that clients must send; None serves this machine only.
+        limits: Limits on requests.
+        vocab_size: Number of token ids of the model, if larger than the tokenizer's.
+        training_fields: Put everything that training needs (token ids, log-probs, versions, prompt, sampling) into
+            every choice, requested or not, and serve no routes that load weights: the trainer changes them itself.
+        open_session: Renders conversations and parses completions in place of the tokenizer's chat template.
+        allowed_folders: Folders that requests may load weights from; none by default.
     """
     limits = limits or Limits()
-    service = RequestHandlers(
+    handlers = RequestHandlers(
         engine,
         tokenizer,
         model,
@@ -71,121 +125,137 @@ def build_app(
         open_session,
         allowed_folders or AllowedFolders(),
     )
-    access = AccessControl(api_key, limits.rate_limit, open_paths=frozenset({"/health"}))
 
     @asynccontextmanager
-    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         try:
             yield
         finally:
             await engine.close()
 
-    async def http_error(_request: Request, error: Exception) -> Response:
-        failed = cast(HTTPException, error)
-        return error_response(RequestError(failed.status_code, failed.detail))
-
-    endpoints = build_routes(service)
-    page = openapi_document("keel serve", keel.__version__, endpoints, ERROR_SCHEMA, requires_key=api_key is not None)
-    routes = [Route(one.path, _with_error_responses(one.handler), methods=[one.method]) for one in endpoints]
-    routes.append(Route("/openapi.json", lambda _request: JSONResponse(page), methods=["GET"]))
-    paths = frozenset(route.path for route in routes)
-    return Starlette(
-        routes=routes,
-        middleware=[
-            Middleware(RequestCounter, meter=service.server_metrics, paths=paths),
-            Middleware(AccessMiddleware, access=access),
-        ],
-        exception_handlers={HTTPException: http_error},
+    app = FastAPI(
+        title="keel serve",
+        version=keel.__version__,
         lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=_errors(403, 405, 429),
+        exception_handlers={HTTPException: _http_error},
     )
-
-
-def build_routes(service: RequestHandlers) -> list[RouteSpec]:
-    """Everything that is answered, for the routes and for /openapi.json."""
-    texts = {"application/json": COMPLETION_SCHEMA, "text/event-stream": _object_schema(data={"type": "string"})}
-    loading = [
-        RouteSpec(
-            path=path,
-            method="POST",
-            handler=handler,
-            summary=_first_doc_line(schema),
-            body=json_schema(schema, service.limits),
-            response_schemas={"application/json": _object_schema(version={"type": "integer"})},
-            error_statuses=(503,),
-        )
-        for path, handler, schema in (
-            ("/v1/load_weights", service.load_weights, WeightsRequest),
-            ("/v1/load_lora_adapter", service.load_adapter, AdapterRequest),
-            ("/v1/receive_weights", service.receive_weights, BroadcastRequest),
-        )
-    ]
-    asking = [
-        RouteSpec(
-            path=path,
-            method="POST",
-            handler=handler,
-            summary=_first_doc_line(schema),
-            body=json_schema(schema, service.limits),
-            response_schemas=texts,
-            error_statuses=(404, 503),
-        )
-        for path, handler, schema in (
-            ("/v1/completions", service.completions, CompletionRequest),
-            ("/v1/chat/completions", service.chat, service.chat_schema),
-        )
-    ]
-    health = _object_schema(ready={"type": "boolean"}, version={"type": "integer"})
-    return [
-        *asking,
-        *([] if service.training_fields else loading),
-        RouteSpec(path="/v1/models", handler=service.models, summary="What is served."),
-        RouteSpec(
-            path="/health",
-            handler=service.health,
-            summary="Whether requests are answered.",
-            response_schemas={"application/json": health},
-            error_statuses=(503,),
-            keyless=True,
-        ),
-        RouteSpec(path="/version", handler=service.version, summary="Of the weights that are live."),
-        RouteSpec(
-            path="/metrics",
-            handler=service.metrics,
-            summary="For Prometheus.",
-            response_schemas={"text/plain": {"type": "string"}},
-        ),
-    ]
-
-
-def _first_doc_line(schema: type[Settings]) -> str:
-    return (schema.__doc__ or "").partition("\n")[0]
-
-
-def _object_schema(**properties: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-COMPLETION_SCHEMA = _object_schema(id={"type": "string"}, object={"type": "string"}, choices={"type": "array"})
-ERROR_SCHEMA = _object_schema(
-    error=_object_schema(
-        message={"type": "string"},
-        type={"type": "string"},
-        param={"type": ["string", "null"]},
-        code={"type": ["string", "null"]},
+    app.router.route_class = ErrorFormatRoute
+    # documents the key in /openapi.json; AccessMiddleware checks it, for unknown paths too
+    key_required = [] if api_key is None else [Security(HTTPBearer(auto_error=False))]
+    _add_completion_routes(app, handlers, key_required)
+    if not training_fields:
+        _add_weight_routes(app, handlers, key_required)
+    _add_status_routes(app, handlers, key_required)
+    # the last one added is the outermost: denied requests are counted too
+    app.add_middleware(
+        AccessMiddleware, access=AccessControl(api_key, limits.rate_limit, open_paths=frozenset({"/health"}))
     )
-)
+    paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    app.add_middleware(RequestCounter, metrics=handlers.server_metrics, paths=paths)
+    return app
 
 
-def _with_error_responses(handler: Handler) -> Handler:
-    """The handler, with its exceptions as responses."""
+def _add_completion_routes(app: FastAPI, handlers: RequestHandlers, key_required: list[Dependency]) -> None:
+    def options(schema: type[Settings]) -> dict[str, Any]:
+        stream = {"text/event-stream": {"schema": {"type": "string"}}}
+        return {
+            "dependencies": key_required,
+            "responses": {200: {"content": stream}, **_errors(*BODY_ERRORS, 401, 404, 503)},
+            "openapi_extra": _request_body(schema, handlers.limits),
+        }
 
-    async def answer(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ClientGone:
-            log.info("%s: the client left, its request was cancelled", request.url.path)
-            return Response(status_code=499)
-        except Exception as error:  # noqa: BLE001 - whatever failed, the client gets JSON and the log the traceback
-            return error_response(error)
+    @app.post("/v1/completions", **options(CompletionRequest))
+    async def completions(
+        request: Request, params: Annotated[CompletionRequest, _body(CompletionRequest, handlers.limits)]
+    ) -> Response:
+        """Complete one or more prompts."""
+        return await handlers.completions(request, params)
 
-    return answer
+    @app.post("/v1/chat/completions", **options(handlers.chat_schema))
+    async def chat_completions(
+        request: Request, params: Annotated[ChatRequest, _body(handlers.chat_schema, handlers.limits)]
+    ) -> Response:
+        """Complete a conversation."""
+        return await handlers.chat(request, params)
+
+
+def _add_weight_routes(app: FastAPI, handlers: RequestHandlers, key_required: list[Dependency]) -> None:
+    def options(schema: type[Settings]) -> dict[str, Any]:
+        return {
+            "dependencies": key_required,
+            "responses": _errors(*BODY_ERRORS, 401, 503),
+            "openapi_extra": _request_body(schema, handlers.limits),
+        }
+
+    @app.post("/v1/load_weights", **options(WeightsRequest))
+    async def load_weights(
+        params: Annotated[WeightsRequest, _body(WeightsRequest, handlers.limits)],
+    ) -> WeightsResponse:
+        """Load all weights from a Hugging Face folder on the server's machine; responds when they are live."""
+        return await handlers.load_weights(params)
+
+    @app.post("/v1/load_lora_adapter", **options(AdapterRequest))
+    async def load_lora_adapter(
+        params: Annotated[AdapterRequest, _body(AdapterRequest, handlers.limits)],
+    ) -> WeightsResponse:
+        """Load a PEFT adapter from a folder on the server's machine; responds when it is live."""
+        return await handlers.load_adapter(params)
+
+    @app.post("/v1/receive_weights", **options(BroadcastRequest))
+    async def receive_weights(
+        request: Request, params: Annotated[BroadcastRequest, _body(BroadcastRequest, handlers.limits)]
+    ) -> WeightsResponse:
+        """Receive all weights that the client broadcasts; responds when they are live."""
+        return await handlers.receive_weights(request, params)
+
+
+def _add_status_routes(app: FastAPI, handlers: RequestHandlers, key_required: list[Dependency]) -> None:
+    options: dict[str, Any] = {"dependencies": key_required, "responses": _errors(401)}
+
+    @app.get("/v1/models", **options)
+    async def models() -> ModelList:
+        """List the names under which the model is served."""
+        return handlers.models()
+
+    @app.get("/health", response_model=HealthResponse, responses={503: {"model": HealthResponse}})
+    async def health() -> Response:
+        """Report whether the server accepts requests: 200 if it does, 503 if not."""
+        return await handlers.health()
+
+    @app.get("/version", **options)
+    async def version() -> VersionResponse:
+        """Return the policy version of the live weights."""
+        return await handlers.version()
+
+    @app.get("/metrics", response_class=PlainTextResponse, **options)
+    async def metrics() -> Response:
+        """Return metrics in the Prometheus text format."""
+        return await handlers.metrics()
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Describe error responses in /openapi.json."""
+    return {status: {"model": ErrorResponse, "description": ERROR_DESCRIPTIONS[status]} for status in statuses}
+
+
+def _request_body(schema: type[Settings], limits: Limits) -> dict[str, Any]:
+    """Describe a request body in /openapi.json."""
+    content = {"application/json": {"schema": json_schema(schema, limits)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _body(schema: type[RequestT], limits: Limits) -> Any:
+    """Return the dependency that reads and validates a request body."""
+
+    async def parse(request: Request) -> RequestT:
+        return parse_request(schema, await read_body(request, limits))
+
+    return Depends(parse)
+
+
+async def _http_error(_request: Request, error: Exception) -> Response:
+    http_error = cast(HTTPException, error)
+    return error_response(RequestError(http_error.status_code, http_error.detail))

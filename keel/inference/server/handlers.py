@@ -1,14 +1,14 @@
-"""How the server answers: from a request that was read to prompts, from prompts to answers, and new weights.
+"""What the server's routes do: from a validated request to prompts, from prompts to completions, and weight loading.
 
 Guarantees that a request is checked against the model and the limits before anything is sampled, and that weights are
-loaded one after another and only from folders that may be loaded from. It parses no tool calls of its own (`talk` may)
-and computes no log-probs but those of sampled tokens.
+loaded one after another and only from allowed folders. Tool calls are parsed only by an `open_session` given to the
+server, and log-probs are returned only for sampled tokens.
 """
 
 import asyncio
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from keel.inference.protocol import BroadcastSlot, Engine, WeightSource
 from keel.inference.server.allowed_paths import AllowedFolders
 from keel.inference.server.completion_job import BroadcastReceiver, Capacity, CompletionJob, EventStream
-from keel.inference.server.middleware import cancel_on_disconnect, read_body
+from keel.inference.server.middleware import cancel_on_disconnect
 from keel.inference.server.openai_requests import (
     AdapterRequest,
     BroadcastRequest,
@@ -31,20 +31,23 @@ from keel.inference.server.openai_requests import (
     ToolChatRequest,
     WeightsRequest,
     check_limit,
-    parse_request,
 )
-from keel.inference.server.openai_responses import ChatSession, ResponseBuilder, SessionFactory, Tokenizer
-from keel.inference.server.prometheus import (
-    CONTENT_TYPE,
-    ServerMetrics,
-    meter_engine,
-    render_metrics,
-    single_value_family,
+from keel.inference.server.openai_responses import (
+    ChatSession,
+    HealthResponse,
+    ModelCard,
+    ModelList,
+    ResponseBuilder,
+    SessionFactory,
+    Tokenizer,
+    VersionResponse,
+    WeightsResponse,
 )
+from keel.inference.server.prometheus import CONTENT_TYPE, ServerMetrics, meter_engine
 
 
 class RequestHandlers:
-    """One engine and what is under way on it."""
+    """Handle the requests to one engine."""
 
     def __init__(
         self,
@@ -66,140 +69,113 @@ class RequestHandlers:
         self.open_session = open_session
         self.allowed_folders = allowed_folders or AllowedFolders()
         self.capacity = Capacity(limits.max_in_flight)
-        self.server_metrics = ServerMetrics()
+        self.server_metrics = ServerMetrics(model)
         self._metered_engine = meter_engine(engine, self.server_metrics)
         self._load_lock = asyncio.Lock()
 
     @property
     def chat_schema(self) -> type[ChatRequest]:
-        """What a chat request may hold: tools only where their calls are read."""
+        """Request model of chat completions: with tools only if the server parses tool calls."""
         return ChatRequest if self.open_session is None else ToolChatRequest
 
-    # --- what is answered ---
+    # --- routes ---
 
-    async def completions(self, request: Request) -> Response:
+    async def completions(self, request: Request, params: CompletionRequest) -> Response:
         """POST /v1/completions."""
-        asked = parse_request(CompletionRequest, await read_body(request, self.limits))
-        max_tokens = self._completion_limit(asked, "max_tokens", asked.max_tokens)
-        return await self._respond(
-            request, asked, self._tokenize_prompts(asked), max_tokens, asked.logprobs is not None
-        )
+        max_tokens = self._completion_limit(params, "max_tokens", params.max_tokens)
+        prompts = self._tokenize_prompts(params)
+        return await self._respond(request, params, prompts, max_tokens, params.logprobs is not None)
 
-    async def chat(self, request: Request) -> Response:
+    async def chat(self, request: Request, params: ChatRequest) -> Response:
         """POST /v1/chat/completions."""
-        asked = parse_request(self.chat_schema, await read_body(request, self.limits))
-        name, max_tokens = asked.length_limit
-        max_tokens = self._completion_limit(asked, name, max_tokens)
-        if not isinstance(asked, ToolChatRequest):
-            return await self._respond(request, asked, [self._render_chat(asked)], max_tokens, asked.logprobs)
-        talk = self._start_session(asked)
-        stops = dict.fromkeys((*asked.stop_token_ids, *talk.stop_token_ids))
-        asked = asked.model_copy(update={"stop_token_ids": list(stops)})
-        return await self._respond(request, asked, [list(talk.prompt)], max_tokens, asked.logprobs, talk)
+        field, max_tokens = params.length_limit
+        max_tokens = self._completion_limit(params, field, max_tokens)
+        if not isinstance(params, ToolChatRequest):
+            return await self._respond(request, params, [self._render_chat(params)], max_tokens, params.logprobs)
+        session = self._start_session(params)
+        stop_token_ids = dict.fromkeys((*params.stop_token_ids, *session.stop_token_ids))
+        params = params.model_copy(update={"stop_token_ids": list(stop_token_ids)})
+        return await self._respond(request, params, [list(session.prompt)], max_tokens, params.logprobs, session)
 
-    async def models(self, _request: Request) -> Response:
+    def models(self) -> ModelList:
         """GET /v1/models."""
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": [
-                    {"id": name, "object": "model", "created": 0, "owned_by": "keel"} for name in self.model_names
-                ],
-            }
+        return ModelList(data=[ModelCard(id=name) for name in self.model_names])
+
+    async def health(self) -> Response:
+        """GET /health: 200 when the engine is ready, 503 when not."""
+        health = await self.engine.health()
+        body = HealthResponse(
+            ready=health.ready,
+            version=health.version,
+            running=health.running,
+            waiting=health.waiting,
+            error=health.error,
         )
+        return JSONResponse(body.model_dump(), 200 if health.ready else 503)
 
-    async def health(self, _request: Request) -> Response:
-        """GET /health: 200 when requests are answered, 503 when not."""
-        health = await self.engine.health()
-        body = {
-            "ready": health.ready,
-            "version": health.version,
-            "running": health.running,
-            "waiting": health.waiting,
-            "error": health.error,
-        }
-        return JSONResponse(body, 200 if health.ready else 503)
+    async def version(self) -> VersionResponse:
+        """GET /version."""
+        return VersionResponse(version=await self.engine.version())
 
-    async def version(self, _request: Request) -> Response:
-        """GET /version: of the weights that are live."""
-        return JSONResponse({"version": await self.engine.version(), "server": "keel"})
+    async def metrics(self) -> Response:
+        """GET /metrics."""
+        page = self.server_metrics.render(await self.engine.health(), self.capacity.in_flight)
+        return Response(page, media_type=CONTENT_TYPE)
 
-    async def metrics(self, _request: Request) -> Response:
-        """GET /metrics: for Prometheus."""
-        health = await self.engine.health()
-        now = [
-            single_value_family("keel_info", "gauge", "What is served.", 1, model=self.model_names[0]),
-            single_value_family("keel_ready", "gauge", "Whether requests are answered.", health.ready),
-            single_value_family(
-                "keel_version", "gauge", "Policy version of the weights that are live.", health.version
-            ),
-            single_value_family("keel_completions_running", "gauge", "Answers being sampled.", health.running),
-            single_value_family(
-                "keel_completions_waiting", "gauge", "Answers that wait for their turn.", health.waiting
-            ),
-            single_value_family(
-                "keel_completions_in_flight", "gauge", "Answers that clients wait for.", self.capacity.in_flight
-            ),
-        ]
-        return Response(render_metrics([*now, *self.server_metrics.families()]), media_type=CONTENT_TYPE)
-
-    async def load_weights(self, request: Request) -> Response:
-        """POST /v1/load_weights; answers when they are live."""
-        asked = parse_request(WeightsRequest, await read_body(request, self.limits))
-        folder = str(await asyncio.to_thread(self.allowed_folders.resolve, "folder", asked.folder))
+    async def load_weights(self, params: WeightsRequest) -> WeightsResponse:
+        """POST /v1/load_weights."""
+        folder = str(await asyncio.to_thread(self.allowed_folders.resolve, "folder", params.folder))
         async with self._load_lock:
-            await self.engine.load_weights(WeightSource.folder(folder), asked.version, drain=asked.drain)
+            await self.engine.load_weights(WeightSource.folder(folder), params.version, drain=params.drain)
             del self.model_names[1:]
-        return JSONResponse({"version": await self.engine.version()})
+        return WeightsResponse(version=await self.engine.version())
 
-    async def load_adapter(self, request: Request) -> Response:
-        """POST /v1/load_lora_adapter; answers when it is live."""
-        asked = parse_request(AdapterRequest, await read_body(request, self.limits))
-        folder = str(await asyncio.to_thread(self.allowed_folders.resolve, "lora_path", asked.lora_path))
+    async def load_adapter(self, params: AdapterRequest) -> WeightsResponse:
+        """POST /v1/load_lora_adapter."""
+        folder = str(await asyncio.to_thread(self.allowed_folders.resolve, "lora_path", params.lora_path))
         async with self._load_lock:
-            version = await self.engine.version() + 1 if asked.version is None else asked.version
-            await self.engine.load_weights(WeightSource.adapter(folder), version, drain=asked.drain)
-            self.model_names[1:] = [] if asked.lora_name in (None, self.model_names[0]) else [asked.lora_name]
-        return JSONResponse({"version": await self.engine.version()})
+            version = await self.engine.version() + 1 if params.version is None else params.version
+            await self.engine.load_weights(WeightSource.adapter(folder), version, drain=params.drain)
+            self.model_names[1:] = [] if params.lora_name in (None, self.model_names[0]) else [params.lora_name]
+        return WeightsResponse(version=await self.engine.version())
 
-    async def receive_weights(self, request: Request) -> Response:
-        """POST /v1/receive_weights; answers when they are live. They come from whoever asks, and from nobody else."""
-        asked = parse_request(BroadcastRequest, await read_body(request, self.limits))
+    async def receive_weights(self, request: Request, params: BroadcastRequest) -> WeightsResponse:
+        """POST /v1/receive_weights: receive a broadcast from the client's address and no other."""
         client, server = request.client, request.scope.get("server")
         if not isinstance(self.engine, BroadcastReceiver) or client is None or server is None:
-            raise RequestError(400, "this server's engine receives no broadcast; load weights from a folder")
+            raise RequestError(400, "this server's engine does not support broadcasts; load weights from a folder")
         async with self._load_lock:
-            seat = BroadcastSlot(asked.port, asked.rank)
-            await self.engine.receive_weights(seat, client.host, server[0], asked.version, drain=asked.drain)
+            slot = BroadcastSlot(params.port, params.rank)
+            await self.engine.receive_weights(slot, client.host, server[0], params.version, drain=params.drain)
             del self.model_names[1:]
-        return JSONResponse({"version": await self.engine.version()})
+        return WeightsResponse(version=await self.engine.version())
 
     # --- from a request to prompts ---
 
-    def _completion_limit(self, params: CommonRequest, name: str, value: int) -> int:
-        """How long an answer may be: as asked, or refused; whoever did not say gets what there is."""
-        if name in params.model_fields_set:
-            check_limit(name, value, self.limits.max_tokens)
-        return min(value, self.limits.max_tokens)
+    def _completion_limit(self, params: CommonRequest, field: str, max_tokens: int) -> int:
+        """Return the maximum number of tokens; an explicit value above the limit is an error, a default is clamped."""
+        if field in params.model_fields_set:
+            check_limit(field, max_tokens, self.limits.max_tokens)
+        return min(max_tokens, self.limits.max_tokens)
 
     def _tokenize_prompts(self, params: CompletionRequest) -> list[list[int]]:
-        given = params.prompt
-        one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        several = cast("list[str | list[int]]", [given] if one else given)
-        check_limit("the number of prompts", len(several), self.limits.prompts_per_request)
-        prompts = [list(self.tokenizer(each)["input_ids"]) if isinstance(each, str) else each for each in several]
+        prompt = params.prompt
+        is_single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+        inputs = cast("list[str | list[int]]", [prompt] if is_single else prompt)
+        check_limit("the number of prompts", len(inputs), self.limits.prompts_per_request)
+        prompts = [list(self.tokenizer(item)["input_ids"]) if isinstance(item, str) else item for item in inputs]
         if not prompts or not all(prompts):
-            raise RequestError(400, f"prompt = {json.dumps(given)[:80]} has no tokens", param="prompt")
-        self._check_token_ids("prompt", (token for prompt in prompts for token in prompt))
+            raise RequestError(400, f"prompt = {json.dumps(prompt)[:80]} has no tokens", param="prompt")
+        self._check_token_ids("prompt", (token for token_ids in prompts for token in token_ids))
         return prompts
 
     def _render_chat(self, params: ChatRequest) -> list[int]:
         messages = _validate_messages(params)
-        # what the tokenizer's own arguments say (another template, tensors, no tokens) is not the client's to choose
-        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() & params.chat_template_kwargs
-        if taken:
-            name = "chat_template_kwargs"
-            raise RequestError(400, f"{name} holds {min(taken)}, which is no variable of the template", param=name)
+        # clients may set template variables, but not the tokenizer's arguments (another template, tensors, no tokens)
+        reserved = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() & params.chat_template_kwargs
+        if reserved:
+            field = "chat_template_kwargs"
+            raise RequestError(400, f"{field} holds {min(reserved)}, which is not a template variable", param=field)
         with _template_errors():
             ids = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False, **params.chat_template_kwargs
@@ -209,21 +185,25 @@ class RequestHandlers:
     def _start_session(self, params: ToolChatRequest) -> ChatSession:
         assert self.open_session is not None
         if params.chat_template_kwargs:
-            shown, name = json.dumps(params.chat_template_kwargs), "chat_template_kwargs"
-            raise RequestError(400, f"{name} = {shown} cannot act: this server renders turn by turn", param=name)
+            value, field = json.dumps(params.chat_template_kwargs), "chat_template_kwargs"
+            raise RequestError(
+                400, f"{field} = {value} has no effect: this server renders conversations turn by turn", param=field
+            )
         if params.stream and params.shown_tools:
-            raise RequestError(400, "answers with tools come whole; leave out stream, or tools", param="stream")
+            raise RequestError(
+                400, "completions with tools cannot be streamed; leave out stream or tools", param="stream"
+            )
         messages = _validate_messages(params)
         with _template_errors():
             return self.open_session(messages, params.shown_tools)
 
-    def _check_token_ids(self, name: str, token_ids: Any) -> None:
+    def _check_token_ids(self, field: str, token_ids: Iterable[int]) -> None:
         for token in token_ids:
             if token >= self.vocab_size:
-                message = f"{name} holds token id {token}, and the model has {self.vocab_size} token ids"
-                raise RequestError(400, message, param=name)
+                message = f"{field} holds token id {token}, but the model has {self.vocab_size} token ids"
+                raise RequestError(400, message, param=field)
 
-    # --- from prompts to answers ---
+    # --- from prompts to completions ---
 
     async def _respond(
         self,
@@ -235,12 +215,11 @@ class RequestHandlers:
         session: ChatSession | None = None,
     ) -> Response:
         if params.model is not None and params.model not in self.model_names:
-            raise RequestError(
-                404, f"model {params.model} is not served here; {', '.join(self.model_names)} is", param="model"
-            )
+            served = ", ".join(self.model_names)
+            raise RequestError(404, f"model {params.model} is not served here; available: {served}", param="model")
         check_limit("n", params.n, self.limits.n)
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        shape = ResponseBuilder(
+        builder = ResponseBuilder(
             model=params.model or self.model_names[0],
             chat=isinstance(params, ChatRequest),
             stream=params.stream,
@@ -249,7 +228,7 @@ class RequestHandlers:
             training_fields=self.training_fields,
         )
         job = CompletionJob(
-            self._metered_engine, self.tokenizer, self.capacity, params, prompts, max_tokens, shape, session
+            self._metered_engine, self.tokenizer, self.capacity, params, prompts, max_tokens, builder, session
         )
         if params.stream:
             return EventStream(job.stream_chunks())
@@ -257,11 +236,11 @@ class RequestHandlers:
 
 
 def _validate_messages(params: ChatRequest) -> list[dict[str, Any]]:
-    """The messages of a request, each with a role and its content as text."""
-    for at, message in enumerate(params.messages):
+    """Return the messages of a request, each with a role and its content as text."""
+    for index, message in enumerate(params.messages):
         if not isinstance(message.get("role"), str):
-            raise RequestError(400, f"messages[{at}] has no role: {json.dumps(message)[:80]}", param="messages")
-    return [{**message, "content": _text_content(at, message)} for at, message in enumerate(params.messages)]
+            raise RequestError(400, f"messages[{index}] has no role: {json.dumps(message)[:80]}", param="messages")
+    return [{**message, "content": _text_content(index, message)} for index, message in enumerate(params.messages)]
 
 
 @contextmanager
@@ -269,12 +248,12 @@ def _template_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, KeyError, TemplateError) as error:
-        message = f"the model's chat template did not take the messages: {error}"
+        message = f"the model's chat template failed on the messages: {error}"
         raise RequestError(400, message, param="messages") from error
 
 
 def _text_content(index: int, message: dict[str, Any]) -> str:
-    """The content of a message as text; parts of other kinds than text are refused."""
+    """Return the content of a message as text; parts other than text are an error."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -282,6 +261,8 @@ def _text_content(index: int, message: dict[str, Any]) -> str:
         raise RequestError(400, f"messages[{index}].content must be text or a list of parts", param="messages")
     for part in content:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            shown = json.dumps(part)[:80]
-            raise RequestError(400, f"messages[{index}].content holds {shown}; only text is taken", param="messages")
+            value = json.dumps(part)[:80]
+            raise RequestError(
+                400, f"messages[{index}].content holds {value}; only text is supported", param="messages"
+            )
     return "".join(part["text"] for part in content)

@@ -1,67 +1,105 @@
-"""From sampled tokens to the OpenAI shapes: text as it grows, choices, chunks, usage.
+"""OpenAI response bodies from sampled tokens: incremental text, choices, chunks and usage.
 
-Guarantees that the deltas of a stream joined are the text of the whole answer, that no delta ends inside a character or
-holds the beginning of a stop text that later turns out to be one, and that token ids, log-probs and versions are passed
-on as they were sampled, one per token. What ended an answer is in its tokens and not in its text, as at OpenAI.
+Guarantees that the deltas of a stream concatenate to the text of the complete completion, that no delta ends inside a
+character or contains the start of a stop string that is completed later, and that token ids, log-probs and versions are
+returned as sampled, one per token. As at OpenAI, a stop string or stop token is in the tokens but not in the text.
 """
 
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel
 
 from keel.inference.protocol import FinishReason, Message
 from keel.inference.server.openai_requests import RequestError
 
-FINISH_REASONS: Mapping[str, str] = {"stop": "stop", "length": "length", "cancelled": "abort"}
-"""The finish reasons of answers in the words of the protocol ("abort" is vLLM's)."""
-
 REPLACEMENT_CHAR = "\ufffd"
-"""What a tokenizer shows for bytes that are not yet a character."""
+"""Decoded form of bytes that are not a complete character yet."""
+
+
+class ModelCard(BaseModel):
+    """A served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "keel"
+
+
+class ModelList(BaseModel):
+    """Response of /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class HealthResponse(BaseModel):
+    """Response of /health."""
+
+    ready: bool
+    version: int
+    running: int
+    waiting: int
+    error: str
+
+
+class VersionResponse(BaseModel):
+    """Response of /version."""
+
+    version: int
+    server: Literal["keel"] = "keel"
+
+
+class WeightsResponse(BaseModel):
+    """Response to a weight update: the version that is live now."""
+
+    version: int
 
 
 class Tokenizer(Protocol):
-    """What the server needs of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that the server uses."""
 
     def decode(self, token_ids: Any, **options: Any) -> Any:
-        """Token ids as text."""
+        """Return the text of token ids."""
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        """Messages as token ids."""
+        """Return the token ids of messages."""
 
     def __call__(self, text: Any, **options: Any) -> Any:
-        """Text as token ids."""
+        """Return the token ids of a text, under `input_ids`."""
 
     def __len__(self) -> int:
-        """Token ids are below it."""
+        """Return the number of token ids."""
 
 
 class ChatSession(Protocol):
-    """One chat request to a server that knows its conversations token by token."""
+    """One chat request to a server that tracks its conversations token by token."""
 
     prompt: Sequence[int]
-    """Token ids: those of an earlier turn as they were sampled and what is new, where the messages go on from one."""
+    """Token ids; if the messages continue an earlier turn, they start with its tokens as sampled."""
     split_reason: str | None
-    """Why they do not extend an earlier turn; none when they do, and for a first turn."""
+    """Why the messages do not extend an earlier turn; None if they do, and for a first turn."""
     stop_token_ids: Sequence[int]
-    """The ids that end an answer."""
+    """Token ids that end a completion."""
 
     def record_completion(self, token_ids: Sequence[int], stop: Sequence[str]) -> Message:
-        """What an answer says, tool calls and thinking apart, noted for the turns that go on from it."""
+        """Parse a completion into a message with tool calls and thinking, and record it for later turns."""
 
     def record_streamed(self, token_ids: Sequence[int], text: str) -> None:
-        """Note an answer that was handed out as plain text."""
+        """Record a completion that was streamed as plain text."""
 
 
 SessionFactory = Callable[[list[Message], list[dict[str, Any]]], ChatSession]
-"""From the messages and tools of a request."""
+"""Open a session for the messages and tools of a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """The next tokens of an answer; a finish says that they are its last."""
+    """The next tokens of a completion; the last chunk has a finish reason."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -71,27 +109,27 @@ class TokenChunk:
 
 @dataclass
 class IncrementalDetokenizer:
-    """The text of one answer while its tokens arrive."""
+    """Text of one completion while its tokens arrive."""
 
     tokenizer: Tokenizer
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     _token_ids: list[int] = field(default_factory=list)
     _prefix_offset: int = 0
-    """Where decoding begins: a token or more before the first one whose text is not yet out."""
+    """Index of the token at which decoding starts, before the first token whose text was not returned yet."""
     _read_offset: int = 0
-    """Tokens whose text was taken."""
+    """Number of tokens whose text was decoded."""
     _held_text: str = ""
-    """Text that may still turn out to begin a stop text."""
+    """Text that may be the start of a stop string."""
     _stopped: bool = False
 
     def push(self, token_ids: Sequence[int], is_last: bool) -> str:
-        """The text that these tokens add for certain."""
+        """Add tokens and return the text that is final."""
         self._token_ids += [token for token in token_ids if token not in self.stop_token_ids]
         self._held_text += self._decode_new(is_last)
         if self._stopped:
             return ""
-        ends = [at for at in (self._held_text.find(stop) for stop in self.stop) if at >= 0]
+        ends = [end for end in (self._held_text.find(stop) for stop in self.stop) if end >= 0]
         if ends:
             self._stopped = True
             out, self._held_text = self._held_text[: min(ends)], ""
@@ -102,20 +140,20 @@ class IncrementalDetokenizer:
         return out
 
     def _decode_new(self, is_last: bool) -> str:
-        # decoded from a few tokens back, since a tokenizer may treat the first token of a text in its own way
-        before = self._decode(self._token_ids[self._prefix_offset : self._read_offset])
-        now = self._decode(self._token_ids[self._prefix_offset :])
-        if len(now) <= len(before) or (now.endswith(REPLACEMENT_CHAR) and not is_last):
+        # decode from a few tokens back: a tokenizer may decode the first token of a text differently
+        old_text = self._decode(self._token_ids[self._prefix_offset : self._read_offset])
+        text = self._decode(self._token_ids[self._prefix_offset :])
+        if len(text) <= len(old_text) or (text.endswith(REPLACEMENT_CHAR) and not is_last):
             return ""
         self._prefix_offset, self._read_offset = self._read_offset, len(self._token_ids)
-        return now[len(before) :]
+        return text[len(old_text) :]
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def _partial_stop_length(self) -> int:
-        """Characters at the end that a stop text could begin with."""
+        """Return the length of the longest suffix that is the start of a stop string."""
         longest = max((len(stop) for stop in self.stop), default=1) - 1
         for length in range(min(longest, len(self._held_text)), 0, -1):
             if any(stop.startswith(self._held_text[-length:]) for stop in self.stop):
@@ -125,7 +163,7 @@ class IncrementalDetokenizer:
 
 @dataclass
 class ResponseBuilder:
-    """How one endpoint writes its answers: completions or chat, whole or in chunks."""
+    """Build the response bodies of one request: completion or chat, complete or in chunks."""
 
     model: str
     chat: bool
@@ -133,7 +171,7 @@ class ResponseBuilder:
     logprobs: bool
     token_ids: bool
     training_fields: bool = False
-    """All that training needs is in every choice, asked for or not."""
+    """Put everything that training needs into every choice, requested or not."""
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -143,7 +181,7 @@ class ResponseBuilder:
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
 
     def envelope(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """A response or a chunk with these choices."""
+        """Return a response or chunk with these choices."""
         kind = ("chat.completion.chunk" if self.stream else "chat.completion") if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
@@ -156,9 +194,15 @@ class ResponseBuilder:
         text_offset: int = 0,
         message: Message | None = None,
     ) -> dict[str, Any]:
-        """One choice, or what a piece adds to it; `offset` is the length of its text so far.
+        """Return one choice, or the delta that a chunk adds to it.
 
-        `message`: what the answer says, where it was read by more than its text.
+        Args:
+            index: Index of the choice.
+            chunk: The tokens.
+            text: Their text.
+            tokenizer: Decodes single tokens for the log-probs.
+            text_offset: Length of the choice's text before this chunk.
+            message: The parsed message, if a chat session parsed it; default: the text.
         """
         check_chunk(chunk)
         choice: dict[str, Any] = {"index": index}
@@ -168,7 +212,7 @@ class ResponseBuilder:
             choice["delta"] = {"content": text}
         else:
             choice["message"] = message or {"role": "assistant", "content": text}
-        choice["finish_reason"] = None if chunk.finish_reason is None else FINISH_REASONS[chunk.finish_reason]
+        choice["finish_reason"] = chunk.finish_reason
         if chunk.finish_reason == "stop" and message and message.get("tool_calls"):
             choice["finish_reason"] = "tool_calls"
         choice["logprobs"] = self._logprobs(chunk, tokenizer, text_offset) if self.logprobs else None
@@ -194,7 +238,7 @@ class ResponseBuilder:
         for token in tokens:
             offsets.append(text_offset)
             text_offset += len(token)
-        # the likeliest other tokens are not computed, which null says
+        # null: the most likely alternatives are not computed
         return {
             "tokens": tokens,
             "token_logprobs": list(chunk.logprobs),
@@ -204,19 +248,19 @@ class ResponseBuilder:
 
 
 def check_chunk(chunk: TokenChunk) -> None:
-    """Refuse to pass on what is not one finite log-prob and one version per token."""
+    """Raise if a chunk does not have one finite log-prob and one version per token."""
     if not len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.versions):
         raise RequestError(
             500,
-            f"the engine gave {len(chunk.token_ids)} tokens, {len(chunk.logprobs)} log-probs and"
+            f"the engine returned {len(chunk.token_ids)} tokens, {len(chunk.logprobs)} log-probs and"
             f" {len(chunk.versions)} versions",
         )
     for value in chunk.logprobs:
         if not math.isfinite(value):
-            raise RequestError(500, f"the engine gave a log-prob of {value}")
+            raise RequestError(500, f"the engine returned a log-prob of {value}")
 
 
 def count_usage(prompts: Iterable[Sequence[int]], completion_tokens: int) -> dict[str, int]:
-    """Tokens of a request; a prompt counts once however many answers it has."""
+    """Return the token counts of a request; each prompt counts once, whatever the number of its completions."""
     prompt = sum(len(ids) for ids in prompts)
     return {"prompt_tokens": prompt, "completion_tokens": completion_tokens, "total_tokens": prompt + completion_tokens}

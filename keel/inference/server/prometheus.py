@@ -1,167 +1,123 @@
-"""Numbers of a long-running process in Prometheus' text format, and what counts them on a server.
+"""Prometheus metrics of an engine server, and the wrappers that count completions and requests.
 
-Guarantees that any text can be a label, that a family is written once with its help and type, and that labels of
-requests come from a closed list, so that clients cannot make new series. It keeps nothing but sums since the start.
+Guarantees that every server has its own registry, that any text can be a label value, and that the path labels of
+requests come from a closed list, so that clients cannot create new series. Counters start at zero with the server.
 """
 
-import math
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keel.config import Sampling
-from keel.inference.protocol import Engine, Generation
+from keel.inference.protocol import Engine, Generation, Health
 from keel.inference.server.openai_responses import TokenChunk
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 OTHER_PATH = "other"
-"""The label of a path that is none of the server's."""
+"""Path label of requests to paths that the server does not have."""
 
 
-@dataclass(frozen=True)
-class MetricFamily:
-    """A metric: its name, what it is, and a value for each set of labels."""
+def label_text(text: str) -> str:
+    """Return text that can be a label value.
 
-    name: str
-    kind: Literal["gauge", "counter"]
-    help: str
-    values: Sequence[tuple[Mapping[str, str], float]]
+    Lone surrogates cannot be encoded as UTF-8, and some parsers treat a carriage return as the end of a line.
+    """
+    return text.encode("utf-8", "replace").decode().replace("\r", " ")
 
 
-def single_value_family(
-    name: str, kind: Literal["gauge", "counter"], help: str, value: float, **labels: str
-) -> MetricFamily:
-    """A metric with one value."""
-    return MetricFamily(name, kind, help, [(labels, value)])
-
-
-def render_metrics(families: Iterable[MetricFamily]) -> str:
-    """The page that Prometheus reads."""
-    lines = []
-    for one in families:
-        lines += [f"# HELP {one.name} {_escape(one.help)}", f"# TYPE {one.name} {one.kind}"]
-        for labels, value in one.values:
-            inside = ",".join(f'{name}="{_escape_label(label)}"' for name, label in labels.items())
-            lines.append(f"{one.name}{f'{{{inside}}}' if inside else ''} {_format_value(value)}")
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n")
-
-
-def _escape_label(label: str) -> str:
-    # a lone surrogate has no bytes in UTF-8, and a carriage return ends a line for some readers
-    whole = label.encode("utf-8", "replace").decode().replace("\r", " ")
-    return _escape(whole).replace('"', '\\"')
-
-
-def _format_value(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(float(value))
-
-
-@dataclass
 class ServerMetrics:
-    """What a server has done since it started."""
+    """Metrics of one server since its start."""
 
-    sampled_tokens: int = 0
-    """Sampled and handed out, also of answers that then failed or were left."""
-    completions: Counter[str] = field(default_factory=Counter)
-    """That came to their end, by how they did."""
-    failed_completions: int = 0
-    """Answers that the engine could not finish."""
-    requests: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """By path and status."""
+    def __init__(self, model: str) -> None:
+        self._registry = registry = CollectorRegistry()
+        Info("keel", "Served model.", registry=registry).info({"model": label_text(model)})
+        self._ready = Gauge("keel_ready", "1 if the server accepts requests.", registry=registry)
+        self._version = Gauge("keel_version", "Policy version of the live weights.", registry=registry)
+        self._running = Gauge("keel_completions_running", "Completions being sampled.", registry=registry)
+        self._waiting = Gauge("keel_completions_waiting", "Completions queued in the engine.", registry=registry)
+        self._in_flight = Gauge("keel_completions_in_flight", "Completions clients wait for.", registry=registry)
+        self.sampled_tokens = Counter(
+            "keel_tokens_sampled", "Sampled tokens, including those of failed or cancelled streams.", registry=registry
+        )
+        self.completions = Counter(
+            "keel_completions", "Finished completions by finish reason.", ["finish"], registry=registry
+        )
+        self.failed_completions = Counter(
+            "keel_completions_failed", "Completions that failed in the engine.", registry=registry
+        )
+        self.requests = Counter(
+            "keel_requests", "Requests by path and HTTP status.", ["path", "status"], registry=registry
+        )
 
-    def families(self) -> list[MetricFamily]:
-        return [
-            single_value_family(
-                "keel_tokens_sampled_total", "counter", "Tokens sampled for answers.", self.sampled_tokens
-            ),
-            MetricFamily(
-                "keel_completions_total",
-                "counter",
-                "Answers that came to their end, by how.",
-                [({"finish": finish}, count) for finish, count in sorted(self.completions.items())],
-            ),
-            single_value_family(
-                "keel_completions_failed_total",
-                "counter",
-                "Answers that the engine could not finish.",
-                self.failed_completions,
-            ),
-            MetricFamily(
-                "keel_requests_total",
-                "counter",
-                "Requests by path and HTTP status; 400 and above are errors.",
-                [({"path": path, "status": str(code)}, n) for (path, code), n in sorted(self.requests.items())],
-            ),
-        ]
+    def render(self, health: Health, in_flight: int) -> bytes:
+        """Return all metrics in the Prometheus text format."""
+        self._ready.set(health.ready)
+        self._version.set(health.version)
+        self._running.set(health.running)
+        self._waiting.set(health.waiting)
+        self._in_flight.set(in_flight)
+        return generate_latest(self._registry)
 
 
 class MeteredEngine:
-    """An engine whose answers are counted."""
+    """An engine whose completions are counted."""
 
     def __init__(self, engine: Engine, metrics: ServerMetrics) -> None:
         self._engine, self._metrics = engine, metrics
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None) -> Generation:
         try:
-            answer = await self._engine.generate(prompt, sampling, group=group)
+            generation = await self._engine.generate(prompt, sampling, group=group)
         except Exception:
-            self._metrics.failed_completions += 1
+            self._metrics.failed_completions.inc()
             raise
-        self._metrics.sampled_tokens += len(answer.token_ids)
-        self._metrics.completions[answer.finish_reason] += 1
-        return answer
+        self._metrics.sampled_tokens.inc(len(generation.token_ids))
+        self._metrics.completions.labels(generation.finish_reason).inc()
+        return generation
 
 
 class MeteredStreamingEngine(MeteredEngine):
-    """The same for one that also streams."""
+    """A streaming engine whose completions are counted."""
 
     async def stream(
         self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None
     ) -> AsyncIterator[TokenChunk]:
         source = cast(Any, self._engine).stream(prompt, sampling, group=group)
         try:
-            async with aclosing(source) as pieces:
-                async for piece in pieces:
-                    self._metrics.sampled_tokens += len(piece.token_ids)
-                    if piece.finish_reason is not None:
-                        self._metrics.completions[piece.finish_reason] += 1
-                    yield piece
+            async with aclosing(source) as chunks:
+                async for chunk in chunks:
+                    self._metrics.sampled_tokens.inc(len(chunk.token_ids))
+                    if chunk.finish_reason is not None:
+                        self._metrics.completions.labels(chunk.finish_reason).inc()
+                    yield chunk
         except Exception:
-            self._metrics.failed_completions += 1
+            self._metrics.failed_completions.inc()
             raise
 
 
 def meter_engine(engine: Engine, metrics: ServerMetrics) -> Engine:
-    """An engine for answers, counted; weights and health stay with the engine itself."""
-    counted = MeteredStreamingEngine if hasattr(engine, "stream") else MeteredEngine
-    return cast(Engine, counted(engine, metrics))
+    """Wrap an engine to count its completions; the wrapper has only `generate` and, if the engine has it, `stream`."""
+    wrapper = MeteredStreamingEngine if hasattr(engine, "stream") else MeteredEngine
+    return cast(Engine, wrapper(engine, metrics))
 
 
 class RequestCounter:
-    """Middleware that counts responses, refusals included."""
+    """ASGI middleware that counts responses, including denied requests."""
 
-    def __init__(self, app: ASGIApp, meter: ServerMetrics, paths: frozenset[str]) -> None:
-        self.app, self.metrics, self.paths = app, meter, paths
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, paths: frozenset[str]) -> None:
+        self.app, self.metrics, self.paths = app, metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on, and look at how the response begins."""
+        """Forward the request and count the status of its response."""
 
-        async def counted(message: Message) -> None:
+        async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 path = scope["path"] if scope["path"] in self.paths else OTHER_PATH
-                self.metrics.requests[path, message["status"]] += 1
+                self.metrics.requests.labels(path, str(message["status"])).inc()
             await send(message)
 
-        await self.app(scope, receive, counted if scope["type"] == "http" else send)
+        await self.app(scope, receive, counting_send if scope["type"] == "http" else send)

@@ -18,7 +18,7 @@ from keel.config.launch import Resources
 from keel.config.load import parse_overrides, read_tables
 from keel.config.toml_writer import to_toml
 from keel.errors import ConfigError
-from keel.inference.pool import process
+from keel.inference.pool import vllm_process
 from keel.tools.launch.node_agent import Command
 from keel.training.model import model_source, tiny_models
 
@@ -107,11 +107,11 @@ class LaunchPlan:
         health_url = f"http://{url_host}:{port}/health"
         if self.backend == "vllm":
             rank = settings.model.lora.rank if settings.model.lora else None
-            argv = process.vllm_argv(self.model, host, port, dtype, rank)
+            argv = vllm_process.vllm_argv(self.model, host, port, dtype, rank)
             return Command(
                 (*argv, *engine.extra_args),
                 python=str(Path(settings.engine.vllm_python).absolute()),
-                environment=process.SERVER_ENV,
+                environment=vllm_process.SERVER_ENV,
                 secret_env=("VLLM_API_KEY", str(self.key_file)),
                 health_url=health_url,
             )

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keel.errors import KeelError
 from keel.inference.server.access import AccessControl, AccessDenial, RateLimit
-from keel.inference.server.openapi import RouteSpec, openapi_document
+from keel.tools.lens.openapi import RouteSpec, openapi_document
 from keel.tools.lens.queries import QUERIES, Lens
 from keel.tools.lens.query_params import openapi_parameters
 from keel.tools.lens.run_reader import UnknownRun

@@ -60,17 +60,17 @@ def noisy(family: str) -> Model:
 def test_the_engines_own_pass_gives_the_models_own_numbers(family: str, compiled: bool) -> None:
     model = noisy(family)
     decoder: Any = select_decoder(model.network, family, native_kernels=compiled)
-    assert decoder.own is not None
-    assert decoder.compiled is (compiled and load_kernels() is not None)
+    assert decoder.llama_forward is not None
+    assert decoder.native_kernels is (compiled and load_kernels() is not None)
     prompts = [prompt for prompt in TREE for _ in range(2)]
     found = answered(decoder, prompts)
-    decoder.own = None
-    decoder.forget()
+    decoder.llama_forward = None
+    decoder.clear_prefix_cache()
     own = answered(decoder, prompts)
     assert [one.token_ids for one in found] == [one.token_ids for one in own]
     for ours, theirs in zip(found, own, strict=True):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=2e-5)
-    decoder.fused.undo()
+    decoder.fused.restore()
     assert off_trainer(model, prompts, found) < 1e-5
 
 
@@ -79,10 +79,10 @@ def test_the_engines_own_pass_gives_the_models_own_numbers(family: str, compiled
 def test_kernels_in_c_serve_families_whose_code_is_their_own(family: str) -> None:
     model = noisy(family)
     decoder: Any = select_decoder(model.network, family)
-    assert decoder.compiled
-    assert all(one.panels is not None for one in (*decoder.fused.groups, *decoder.fused.others))
+    assert decoder.native_kernels
+    assert all(one.packed_matrix is not None for one in (*decoder.fused.groups, *decoder.fused.singles))
     found = answered(decoder, TREE)
-    decoder.fused.undo()
+    decoder.fused.restore()
     assert off_trainer(model, TREE, found) < 1e-5
 
 
@@ -94,17 +94,17 @@ def test_with_kernels_in_c_an_answer_is_the_same_bit_for_bit_whatever_is_decoded
 
     def rows(count: int) -> torch.Tensor:
         asked = [request(prompt, seed=0, max_tokens=5)]
-        found = [decoder.logits(asked)[0]]
+        found = [decoder.compute_logits(asked)[0]]
         # others join when the prompt is there
         asked += [request(prompt, seed=number, max_tokens=5) for number in range(1, count)]
         for row in asked:
             row.tokens.append(3)
-            row.leaf = decoder.prefixes.get(row.prompt)
+            row.leaf = decoder.prefix_cache.get(row.prompt)
         for word in range(3):
-            found.append(decoder.logits(asked)[0])
+            found.append(decoder.compute_logits(asked)[0])
             for number, row in enumerate(asked):
                 row.tokens.append(word + number * (number > 0))
-        decoder.forget()
+        decoder.clear_prefix_cache()
         return torch.stack(found)
 
     alone = rows(1)
@@ -118,7 +118,7 @@ def test_only_networks_whose_code_is_known_get_the_engines_own_pass() -> None:
         assert isinstance(decoder, BatchedDecoder)
         assert decoder.llama_forward is None
     half: Any = select_decoder(tiny(dtype="bfloat16").network, "tiny")
-    assert half.own is None
+    assert half.llama_forward is None
 
 
 def test_an_own_pass_that_a_probe_finds_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +151,9 @@ def test_without_a_compiler_everything_goes_by_torch(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(decoders, "load_kernels", lambda: None)
     model = tiny()
     decoder: Any = select_decoder(model.network, "tiny")
-    assert not decoder.compiled
-    assert decoder.own is not None
-    assert all(one.panels is None for one in (*decoder.fused.groups, *decoder.fused.others))
+    assert not decoder.native_kernels
+    assert decoder.llama_forward is not None
+    assert all(one.packed_matrix is None for one in (*decoder.fused.groups, *decoder.fused.singles))
     assert off_trainer(model, TREE, answered(decoder, TREE)) < 1e-5
 
 
@@ -164,16 +164,16 @@ def test_kernels_torch_is_obeyed_and_int8_packs_nothing() -> None:
         return engine._batch.decoder
 
     plain = ask(tiny(), decoder_of, native_kernels="off")
-    assert not plain.compiled
+    assert not plain.native_kernels
     small = ask(tiny(), decoder_of, int8=True)
-    assert small.compiled
+    assert small.native_kernels
     packed = ask(tiny(), decoder_of)
-    assert packed.compiled
+    assert packed.native_kernels
     for decoder, pack in ((plain, False), (small, False), (packed, True)):
-        assert decoder.own is not None
+        assert decoder.llama_forward is not None
         # after close nothing is fused any more; what multiplied is still known to the layers
         assert all(
-            (one.inputs.panels is not None) is pack for one in decoder.own.layers if hasattr(one.inputs, "panels")
+            (one.qkv_proj.packed_matrix is not None) is pack for one in decoder.llama_forward.layers if hasattr(one.qkv_proj, "packed_matrix")
         )
 
 
@@ -213,10 +213,10 @@ def test_equal_answers_are_kept_once_and_those_of_a_step_side_by_side() -> None:
     while batch.busy:
         batch.step(0)
     ends = {(*PROMPTS[0], *one.future.result().token_ids[:-1]) for one in asked}
-    kept = [decoder.prefixes.get(ids) for ids in ends]
-    assert len(decoder.prefixes.kept._nodes) == len(ends) == 3
-    assert len({node.shelf for node in kept}) == 1
-    assert kept[0].shelf.count == 3
+    kept = [decoder.prefix_cache.get(ids) for ids in ends]
+    assert len(decoder.prefix_cache.retained._nodes) == len(ends) == 3
+    assert len({node.block for node in kept}) == 1
+    assert kept[0].block.node_count == 3
 
 
 @needs_kernels

@@ -126,7 +126,7 @@ def test_long_answers_that_spill_stay_exact_and_reserve_nothing_for_others(
 
     async def use(engine: LocalEngine) -> list[Generation]:
         found = await together(asked)(engine)
-        assert engine._batch.decoder.tails.length == INITIAL_CAPACITY  # type: ignore[attr-defined]
+        assert engine._batch.decoder.kv_cache.capacity == INITIAL_CAPACITY  # type: ignore[attr-defined]
         return found
 
     found = ask(model, use, max_batch=4)
@@ -196,13 +196,13 @@ def test_what_prompts_have_in_common_is_computed_once() -> None:
 
 
 def test_a_prompt_that_is_not_kept_is_dropped_with_its_last_request() -> None:
-    decoder = counting(tiny(), keep=0)
+    decoder = counting(tiny(), cache_bytes=0)
     batch = ContinuousBatch(decoder, 8)
     for _ in range(2):
         batch.waiting.append(request(PROMPTS[0], max_tokens=1))
         batch.step(0)
         assert not batch.busy
-        assert len(decoder.prefixes) == 0
+        assert len(decoder.prefix_cache) == 0
     assert decoder.computed == [len(PROMPTS[0])] * 2
 
 
@@ -337,12 +337,12 @@ def test_stop_ids_and_the_models_own_end_are_kept_and_end_the_answer() -> None:
     stop = free.token_ids[where]
     found = ask(tiny(), together([(PROMPTS[0], Sampling(max_tokens=30, seed=2, stop_token_ids=(stop,)))]))[0]
     assert found.token_ids == free.token_ids[: where + 1]
-    assert (free.finish, found.finish) == ("length", "stop")
+    assert (free.finish_reason, found.finish_reason) == ("length", "stop")
     model = tiny()
     with torch.no_grad():  # the end of a turn is by far the likeliest
         model.network.get_output_embeddings().weight[258] *= 50
     ended = ask(model, together([(PROMPTS[0], Sampling(max_tokens=200, seed=2))]))[0]
-    assert ended.finish == "stop"
+    assert ended.finish_reason == "stop"
     assert ended.token_ids[-1] == 258
 
 
@@ -353,7 +353,7 @@ def test_a_stop_string_across_tokens_ends_the_answer_and_its_tokens_are_kept() -
     stop = text[40][5:9]
     first = next(size for size in range(41) if stop in text[size])
     found = ask(model, together([(PROMPTS[0], Sampling(max_tokens=40, seed=4, stop=("never", stop)))]))[0]
-    assert found.finish == "stop"
+    assert found.finish_reason == "stop"
     assert found.token_ids == free.token_ids[:first]
 
 
@@ -361,7 +361,7 @@ def test_an_answer_ends_where_the_models_positions_end() -> None:
     model = tiny()
     model.network.config.max_position_embeddings = len(PROMPTS[0]) + 3
     found = ask(model, together([(PROMPTS[0], Sampling(max_tokens=30))]))[0]
-    assert (len(found.token_ids), found.finish) == (3, "length")
+    assert (len(found.token_ids), found.finish_reason) == (3, "length")
 
 
 # errors and the end

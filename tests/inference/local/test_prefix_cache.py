@@ -54,7 +54,7 @@ def test_turns_on_kept_beginnings_are_exact(family: str, monkeypatch: pytest.Mon
     model = tiny(family)
     decoder = counting(model)
     prompts, found = turns(decoder, 5)
-    assert max(node.depth for node in decoder.prefixes.kept._nodes.values()) <= 4
+    assert max(node.depth for node in decoder.prefix_cache.retained._nodes.values()) <= 4
     assert off_trainer(model, prompts, found) < 1e-5
 
 
@@ -111,7 +111,7 @@ def test_kept_beginnings_take_bounded_memory_and_the_oldest_go_first() -> None:
 def test_forgetting_prompts_computes_them_anew() -> None:
     async def use(engine: LocalEngine) -> None:
         first = await engine.generate(PROMPTS[0], Sampling(max_tokens=5, seed=1))
-        prefixes = engine._batch.decoder.prefixes  # type: ignore[attr-defined]
+        prefixes = engine._batch.decoder.prefix_cache  # type: ignore[attr-defined]
         assert len(prefixes) > 0
         await engine.clear_prefix_cache()
         assert len(prefixes) == 0
@@ -190,7 +190,7 @@ def test_pieces_of_a_stream_joined_are_the_answer_and_come_while_it_is_sampled()
     assert tuple(token for piece in pieces for token in piece.token_ids) == whole.token_ids
     assert [value for piece in pieces for value in piece.logprobs] == pytest.approx(whole.logprobs, abs=1e-5)
     assert tuple(value for piece in pieces for value in piece.versions) == whole.versions
-    assert [piece.finish for piece in pieces] == [None] * (len(pieces) - 1) + [whole.finish]
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [whole.finish_reason]
 
 
 def test_a_stream_that_is_closed_frees_its_row_and_one_that_fails_says_so() -> None:

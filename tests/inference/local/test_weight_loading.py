@@ -145,13 +145,13 @@ def test_a_token_after_the_switch_sees_old_keys_by_new_weights(tmp_path: Path) -
     row = request(PROMPTS[0])
     decoder: Any = select_decoder(old.network, "old")
     with torch.inference_mode():
-        decoder.logits([row])
+        decoder.compute_logits([row])
         row.tokens.append(65)
-        decoder.logits([row])
+        decoder.compute_logits([row])
         row.tokens.append(66)
         old.network.load_state_dict(new.network.state_dict())
-        decoder.fused.check()
-        found = decoder.logits([row])[0]
+        decoder.fused.refresh()
+        found = decoder.compute_logits([row])[0]
         reference = tiny()
         cache = reference.network(input_ids=torch.tensor([[*PROMPTS[0], 65]]), use_cache=True).past_key_values
         wanted = new.network(input_ids=torch.tensor([[66]]), past_key_values=cache, use_cache=True).logits[0, -1]
@@ -416,7 +416,7 @@ def test_an_int8_row_that_is_not_finite_is_its_own_trouble(junk: float) -> None:
 
 def test_int8_by_the_engines_own_forward_pass_is_int8_by_the_models_code() -> None:
     decoder: Any = select_decoder(tiny().network, "tiny")
-    assert decoder.own is not None
+    assert decoder.llama_forward is not None
     twin = quantize_linears(decoder.network, decoder.fused)
     decoder.network = twin
 
@@ -424,14 +424,14 @@ def test_int8_by_the_engines_own_forward_pass_is_int8_by_the_models_code() -> No
         rows = [request(prompt, max_tokens=4) for prompt in PROMPTS]
         found = []
         for word in range(4):
-            found.append(decoder.logits(rows).log_softmax(-1))
+            found.append(decoder.compute_logits(rows).log_softmax(-1))
             for row in rows:
                 row.tokens.append(word + 40)
-        decoder.forget()
+        decoder.clear_prefix_cache()
         return torch.stack(found)
 
     own = scores()
-    assert decoder.own.network is twin
-    decoder.own = None
+    assert decoder.llama_forward.network is twin
+    decoder.llama_forward = None
     # a rounding that goes the other way moves a number by a whole step of int8
     assert (own - scores()).abs().mean() < 0.02

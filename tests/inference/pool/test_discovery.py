@@ -27,7 +27,7 @@ from keel.inference.pool.discovery import (
 
 
 def find(source: Any) -> list[str]:
-    return asyncio.run(source.find())
+    return asyncio.run(source.fetch_urls())
 
 
 def http_list(handler: Any, url: str = "http://registry/members") -> HttpList:
@@ -249,7 +249,7 @@ def test_a_token_in_the_address_is_not_shown() -> None:
 
 
 def test_an_address_is_checked_when_the_source_is_made() -> None:
-    with pytest.raises(ConfigError, match=r"pool\.list_url"):
+    with pytest.raises(ConfigError, match=r"pool\.discovery_url"):
         HttpList("registry:80")
 
 

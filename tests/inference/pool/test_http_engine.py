@@ -134,7 +134,7 @@ def test_a_full_server_may_be_tried_again_and_a_wrong_key_not() -> None:
     with pytest.raises(EngineError, match=r"401.*key is wrong") as wrong:
         on_app(generate, FakeEngine(), api_key="right", key="no")
     assert not wrong.value.retryable
-    assert on_app(generate, FakeEngine(), api_key="right", key="right").finish == "stop"
+    assert on_app(generate, FakeEngine(), api_key="right", key="right").finish_reason == "stop"
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 413, 422, 429, 500, 502, 503, 504])
@@ -314,7 +314,7 @@ def test_a_server_that_comes_back_with_other_weights_is_asked_again() -> None:
         assert versions == [3, 0]
         await engine.close()
 
-    from keel.inference.pool.process import free_port
+    from keel.inference.pool.vllm_process import free_port
 
     port = free_port()
     asyncio.run(run())

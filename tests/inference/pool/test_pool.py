@@ -263,7 +263,7 @@ def test_attempts_are_limited_and_the_error_names_who_failed() -> None:
             "http://s1:1: broken 1",
         ]
 
-    play(scene, attempts=2)
+    play(scene, max_attempts=2)
 
 
 def test_the_only_member_is_tried_again_after_it_said_that_it_is_well() -> None:
@@ -323,7 +323,7 @@ def test_no_ready_member_is_an_error_that_lists_all_of_them() -> None:
         assert first == "http://s0:1: unhealthy, http://s0:1 refused the connection"
         assert second.startswith("http://s1:1: unhealthy, CUDA [31m out of memory [bold]xxx") and len(second) < 250
 
-    play(scene, 2, wait=45)
+    play(scene, 2, ready_timeout=45)
 
 
 def test_nobody_found_is_an_error_too() -> None:
@@ -334,7 +334,7 @@ def test_nobody_found_is_an_error_too() -> None:
         health = await world.pool.health()
         assert not health.ready and "no addresses" in health.error
 
-    play(scene, wait=45)
+    play(scene, ready_timeout=45)
 
 
 def test_looks_at_a_dead_member_become_rare_and_it_is_found_when_it_returns() -> None:
@@ -418,7 +418,7 @@ def test_sampling_goes_on_with_the_weights_before_until_new_ones_are_live_somewh
         await asyncio.sleep(20)
         assert world.states() == ["ready"] * 3
 
-    play(scene, interval=1.0)
+    play(scene, poll_interval=1.0)
 
 
 def test_a_member_that_was_started_again_during_an_update_is_not_used_for_the_weights_before() -> None:

@@ -16,7 +16,7 @@ from keel.inference.protocol import EngineError, Generation, WeightSource
 from keel.inference.server.app import build_app
 from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
 
-QUICK = {"interval": 0.2, "health_timeout": 2.0, "wait": 20.0, "load_timeout": 5.0}
+QUICK = {"poll_interval": 0.2, "health_timeout": 2.0, "ready_timeout": 20.0, "load_timeout": 5.0}
 
 
 class Box:
@@ -100,7 +100,7 @@ def test_killed_servers_that_come_back_with_version_0_are_synced_before_they_ans
 def test_a_quick_restart_is_found_out_by_the_versions_of_the_answer(tmp_path: Path) -> None:
     async def scene(machines: list[Box]) -> None:
         # no look between the kill and the request
-        async with pool_of(urls=[box.url for box in machines], interval=60.0) as pool:
+        async with pool_of(urls=[box.url for box in machines], poll_interval=60.0) as pool:
             await pool.load_weights(WeightSource.adapter(str(tmp_path)), 5)
             await ask(pool, "g")
             box = next(box for box in machines if box.engine.calls)
@@ -190,7 +190,7 @@ def test_errors_of_servers_are_listed_when_nobody_is_ready(tmp_path: Path) -> No
     async def scene(machines: list[Box]) -> None:
         await asyncio.to_thread(machines[0].kill)
         machines[1].engine.closed = True
-        async with pool_of(urls=[box.url for box in machines], wait=1.0) as pool:
+        async with pool_of(urls=[box.url for box in machines], ready_timeout=1.0) as pool:
             with pytest.raises(EngineError) as nobody:
                 await ask(pool)
             assert [line.split(",")[0] for line in str(nobody.value).splitlines()[1:]] == [

@@ -171,7 +171,7 @@ def test_whatever_happens_the_promises_hold(history: list[tuple[float, tuple[str
         assert not watching.done(), watching.result()
         watching.cancel()
 
-    play(scene, SERVERS, wait=60.0, load_timeout=60.0)
+    play(scene, SERVERS, ready_timeout=60.0, load_timeout=60.0)
 
 
 async def recover(world: World, version: int) -> None:
@@ -227,4 +227,4 @@ def test_new_weights_never_stop_the_sampling_and_an_answer_is_never_older_than_t
         assert await world.pool.version() == len(updates)
         assert all(held for *_, held in world.hand_outs)
 
-    play(scene, SERVERS, interval=2.0, load_timeout=100.0)
+    play(scene, SERVERS, poll_interval=2.0, load_timeout=100.0)

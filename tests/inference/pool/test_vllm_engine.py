@@ -28,7 +28,7 @@ from keel.common.manifest import write_manifest
 from keel.config import ModelSettings, PoolSettings, Sampling
 from keel.errors import ConfigError
 from keel.inference.pool.pool import Pool
-from keel.inference.pool.process import server_env
+from keel.inference.pool.vllm_process import server_env
 from keel.inference.pool.vllm_engine import VllmEngine, start_vllm
 from keel.inference.protocol import EngineError, Generation, WeightSource
 from keel.training import load_model
@@ -279,7 +279,7 @@ def test_an_abort_that_this_engine_did_not_ask_for_is_passed_on() -> None:
         await happens(lambda: len(server.sampled_from) > 3)
         await server.pause({})
         answer = await request
-        assert answer.finish_reason == "cancelled"
+        assert answer.finish_reason == "abort"
         assert 3 < len(answer.token_ids) < 50
 
     on_stand_in(work)

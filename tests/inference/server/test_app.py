@@ -220,7 +220,7 @@ def test_models_health_and_version() -> None:
         ({"prompt": ""}, 'prompt = "" has no tokens'),
         ({"prompt": [[1], []]}, "has no tokens"),
         ({"prompt": ["a"] * 65}, "the number of prompts = 65 is above"),
-        ({"prompt": [5, 999]}, "prompt holds token id 999, and the model has 260"),
+        ({"prompt": [5, 999]}, "prompt holds token id 999, but the model has 260"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": None}, "prompt is missing"),
         ({"logprobs": 5}, "logprobs = 5"),
@@ -250,7 +250,7 @@ def test_a_request_that_cannot_be_answered_as_asked_is_400_with_field_and_value(
     [
         ([], "messages"),
         ([{"content": "x"}], "messages[0] has no role"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "only text is taken"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "only text is supported"),
         ([{"role": "user", "content": 5}], "messages[0].content must be text"),
     ],
 )
@@ -305,6 +305,14 @@ def test_another_model_path_or_method_is_an_error_in_the_same_shape() -> None:
     ):
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_there_are_no_docs_pages_that_load_scripts_from_elsewhere() -> None:
+    for path in ("/docs", "/redoc", "/docs/oauth2-redirect"):
+        assert ask(FakeEngine(), path, None).status_code == 404
+    page = ask(FakeEngine(), "/openapi.json", None)
+    assert page.status_code == 200
+    assert page.json()["openapi"].startswith("3.")
 
 
 def test_a_body_that_is_no_json_object_is_refused() -> None:
@@ -410,7 +418,7 @@ def test_what_counts_as_this_machine(host: str, own: bool) -> None:
 
 def test_weights_and_adapters_are_announced_after_they_are_live(tmp_path: Path) -> None:
     engine = FakeEngine()
-    folder, roots = str(tmp_path), {"roots": ANYWHERE}
+    folder, roots = str(tmp_path), {"allowed_folders": ANYWHERE}
     said = ask(engine, "/v1/load_weights", {"folder": folder, "version": 7}, **roots)
     assert said.json() == {"version": 7}
     assert ask(engine, "/v1/load_lora_adapter", {"lora_path": folder}, **roots).json() == {"version": 8}
@@ -522,7 +530,7 @@ def test_the_openai_package_understands_the_server() -> None:
 
 def test_binding_elsewhere_without_a_key_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "tiny", "--host", "0.0.0.0"]) == 2
-    assert "--host 0.0.0.0 would let other machines in without a key" in capsys.readouterr().err
+    assert "--host 0.0.0.0 would let other machines connect without a key" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -548,16 +556,16 @@ import asyncio
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
-from keel.cli.run.serve import listen, serve
+from keel.cli.run.serve import bind_socket, run_server
 
 async def slow(request):
     print("asked", flush=True)
     await asyncio.sleep(1)
     return PlainTextResponse("answered")
 
-listener = listen("127.0.0.1", 0)
+listener = bind_socket("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
-serve(Starlette(routes=[Route("/", slow)]), listener, 10)
+run_server(Starlette(routes=[Route("/", slow)]), listener, 10)
 print("ended", flush=True)
 """
 
