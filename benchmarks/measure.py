@@ -1,4 +1,4 @@
-"""What the benchmarks of the policy share: interleaved timing, ratios with their spread, and peak memory."""
+"""Helpers of the benchmarks: interleaved timing, ratios with their spread, and peak memory."""
 
 import json
 import subprocess
@@ -11,13 +11,14 @@ from typing import Any
 
 
 def seconds(run: Callable[[], object]) -> float:
+    """Return the wall time of one call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 def interleave(sides: Mapping[str, Callable[[], object]], rounds: int, *, warm: bool = False) -> dict[str, list[float]]:
-    """Seconds of each side, one after another in each round; unless they are warm, after one round more."""
+    """Return the seconds of each side, run in turn in each round; without `warm`, after an untimed round."""
     for run in () if warm else sides.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -27,18 +28,18 @@ def interleave(sides: Mapping[str, Callable[[], object]], rounds: int, *, warm: 
     return times
 
 
-def ratio(times: dict[str, list[float]], above: str, below: str) -> tuple[float, float, float]:
-    """Median, lowest and highest of the rounds' ratios."""
-    ratios = [a / b for a, b in zip(times[above], times[below], strict=True)]
+def ratio(times: dict[str, list[float]], numerator: str, denominator: str) -> tuple[float, float, float]:
+    """Return the median, lowest and highest ratio of two sides over the rounds."""
+    ratios = [a / b for a, b in zip(times[numerator], times[denominator], strict=True)]
     return median(ratios), min(ratios), max(ratios)
 
 
-def verdict(held: bool) -> str:
-    return "ok" if held else "MISS"
+def verdict(passed: bool) -> str:
+    return "ok" if passed else "MISS"
 
 
 class Peak:
-    """Peak resident memory of this process from `start` on, above what it was there. Linux."""
+    """Increase of this process's peak resident memory since `start` (Linux only)."""
 
     def start(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")
@@ -53,8 +54,8 @@ def _status(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def in_process_of_its_own(script: str, *arguments: str) -> dict[str, Any]:
-    """Run a script with these arguments and read the JSON object it prints last: memory needs a fresh process."""
-    done = subprocess.run([sys.executable, script, *arguments], check=True, capture_output=True, text=True)
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+def run_in_new_process(script: str, *arguments: str) -> dict[str, Any]:
+    """Run a script and return the JSON object on its last line; a fresh process gives a clean peak memory."""
+    process = subprocess.run([sys.executable, script, *arguments], check=True, capture_output=True, text=True)
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return result

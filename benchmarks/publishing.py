@@ -1,12 +1,12 @@
-"""What it takes to bring new weights to the engines, by each way, and how much is sampled meanwhile.
+"""Time to publish new weights with each transport, and the number of completions sampled meanwhile.
 
-The servers are `keel serve` processes on this machine's loopback, each with the whole model; rollouts are asked for
-all the while. For each way, the median of some publications: until the trainer may go on (taken), until every server
-holds the weights (live), the answers that ended in between, and the bytes of one publication. With --vllm, a vLLM
-server by itself too. One machine, shared by trainer, servers and whoever else is on it.
+The servers are `keel serve` processes on the loopback interface, each with the complete model; requests are sent
+continuously. Prints, for each transport, the median over publications of the time until the trainer may continue
+(snapshot), the time until every server has the weights (live), the completions that ended in between, and the bytes of
+one publication. --vllm also measures a single vLLM server. Trainer and servers share one machine.
 
     python benchmarks/publishing.py                    # two servers with SmolLM2-135M, some minutes on two cores
-    python benchmarks/publishing.py --model tiny       # to see that it works
+    python benchmarks/publishing.py --model tiny       # as a smoke test
     python benchmarks/publishing.py --vllm .venv-vllm/bin/python
 """
 
@@ -15,7 +15,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-# the repository in place of this folder, whose signal.py is not the standard library's
+# replace this folder, whose signal.py would shadow the standard library's, by the repository
 sys.path.insert(0, os.path.dirname(os.path.abspath(sys.path.pop(0))))
 
 import asyncio
@@ -44,109 +44,114 @@ from keel.training.publish import (
     WeightTransport,
 )
 
-ASKERS = 4
-TOKENS = 16
+CLIENTS = 4
+"""Concurrent requests."""
+MAX_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way, measured."""
+    """Result of one transport."""
 
-    way: str
+    transport: str
     servers: str
     bytes: int
-    taken: float
+    snapshot: float
     live: float
-    answers: float
+    completions: float
 
     def __str__(self) -> str:
-        times = f"{self.taken:>8.2f} s {self.live:>8.2f} s"
-        return f"{self.way:<10} {self.servers:<14} {self.bytes / 1e6:>7.1f} MB {times} {self.answers:>8.0f}"
+        times = f"{self.snapshot:>8.2f} s {self.live:>8.2f} s"
+        return f"{self.transport:<10} {self.servers:<14} {self.bytes / 1e6:>7.1f} MB {times} {self.completions:>11.0f}"
 
 
 @contextmanager
 def serving(count: int, model: str, folder: Path) -> Iterator[list[str]]:
-    """So many servers, and their addresses."""
+    """Start `count` servers and yield their URLs."""
     command = [sys.executable, "-m", "keel.cli", "serve", model, "--port", "0", "--weights-from", str(folder)]
-    made = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
     try:
-        yield [str(one.stdout and one.stdout.readline()).split()[-1] for one in made]
+        yield [str(process.stdout and process.stdout.readline()).split()[-1] for process in processes]
     finally:
-        for one in made:
-            one.terminate()
-            one.wait()
+        for process in processes:
+            process.terminate()
+            process.wait()
 
 
-async def measured(name: str, servers: str, engine: Engine, way: WeightTransport, model: Model, rounds: int) -> Row:
-    """Publications one after another, with rollouts beside them."""
-    publisher = Publisher(engine, way, overlap=True)
-    over, ended = asyncio.Event(), 0
+async def measure(
+    name: str, servers: str, engine: Engine, transport: WeightTransport, model: Model, rounds: int
+) -> Row:
+    """Publish several times in sequence while requests are sent."""
+    publisher = Publisher(engine, transport, overlap=True)
+    stop, completed = asyncio.Event(), 0
 
-    async def ask(number: int) -> None:
-        nonlocal ended
+    async def request(number: int) -> None:
+        nonlocal completed
         prompt = model.tokenizer.encode(f"Which is larger, {number} or {number + 3}?")
-        while not over.is_set():
-            await engine.generate(prompt, Sampling(max_tokens=TOKENS), group=str(number))
-            ended += 1
+        while not stop.is_set():
+            await engine.generate(prompt, Sampling(max_tokens=MAX_TOKENS), group=str(number))
+            completed += 1
 
-    found: list[tuple[float, float, float]] = []
+    measurements: list[tuple[float, float, float]] = []
     await publisher.publish(100)
     await publisher.wait_live()
     while isinstance(engine, Pool) and {row.state for row in engine.status()} != {"ready"}:
-        await asyncio.sleep(0.1)  # one is enough for a pool to go on; here all are to be measured
-    asking = [asyncio.create_task(ask(number)) for number in range(ASKERS)]
+        await asyncio.sleep(0.1)  # a pool needs only one ready server, but all are to be measured
+    clients = [asyncio.create_task(request(number)) for number in range(CLIENTS)]
     for number in range(rounds):
-        changed(model)
+        change_weights(model)
         await asyncio.sleep(1.0)
-        began, before = time.monotonic(), ended
+        start, before = time.monotonic(), completed
         await publisher.publish(101 + number)
         await publisher.snapshot_done()
-        taken = time.monotonic()
+        snapshot = time.monotonic()
         await publisher.wait_live()
-        found.append((taken - began, time.monotonic() - began, float(ended - before)))
-    over.set()
-    await asyncio.gather(*asking)
-    return Row(name, servers, sizes(model), *(statistics.median(column) for column in zip(*found, strict=True)))
+        measurements.append((snapshot - start, time.monotonic() - start, float(completed - before)))
+    stop.set()
+    await asyncio.gather(*clients)
+    medians = (statistics.median(column) for column in zip(*measurements, strict=True))
+    return Row(name, servers, published_bytes(model), *medians)
 
 
 @torch.no_grad()
-def changed(model: Model) -> None:
-    """As a step of training would."""
+def change_weights(model: Model) -> None:
+    """Change all trainable weights slightly, as a training step would."""
     for parameter in model.network.parameters():
         if parameter.requires_grad:
             parameter.add_(1e-6 * torch.randn_like(parameter))
 
 
-def sizes(model: Model) -> int:
-    trained = [p for p in model.network.parameters() if p.requires_grad or model.peft is None]
-    return sum(parameter.numel() * parameter.element_size() for parameter in trained)
+def published_bytes(model: Model) -> int:
+    """Return the bytes of one publication."""
+    published = [p for p in model.network.parameters() if p.requires_grad or model.peft is None]
+    return sum(parameter.numel() * parameter.element_size() for parameter in published)
 
 
 async def run(args: argparse.Namespace, folder: Path) -> list[Row]:
-    whole = load_model(ModelSettings(name=args.model))
+    full = load_model(ModelSettings(name=args.model))
     adapted = load_model(ModelSettings.model_validate({"name": args.model, "lora": {"rank": 8}}))
     rows = []
     with serving(args.members, args.model, folder) as urls:
-        ways: list[tuple[str, Model, WeightTransport]] = [
-            ("folder", whole, FolderTransport(whole, folder / "folder")),
-            ("broadcast", whole, BroadcastTransport(whole, "127.0.0.1")),
+        transports: list[tuple[str, Model, WeightTransport]] = [
+            ("folder", full, FolderTransport(full, folder / "folder")),
+            ("broadcast", full, BroadcastTransport(full, "127.0.0.1")),
             ("adapter", adapted, AdapterTransport(adapted, folder / "adapter")),
         ]
-        for name, model, way in ways:
-            # straggling servers are waited for, because live is to mean every server here
+        for name, model, transport in transports:
+            # wait for slow servers, because here `live` means every server
             settings = PoolSettings(urls=urls, poll_interval=60.0)
             pool = Pool(settings, HttpEngine)
-            rows.append(await measured(name, f"{args.members} keel serve", pool, way, model, args.rounds))
+            rows.append(await measure(name, f"{args.members} keel serve", pool, transport, model, args.rounds))
             show(rows[-1])
             await pool.close()
     if args.vllm:
         engine = await start_vllm(
-            args.vllm, str(whole.source.folder), dtype="float32", max_lora_rank=8, max_model_len=512
+            args.vllm, str(full.source.folder), dtype="float32", max_lora_rank=8, max_model_len=512
         )
         try:
-            for name, model in (("folder", whole), ("adapter", adapted)):
-                way = (FolderTransport if model is whole else AdapterTransport)(model, folder / f"vllm-{name}")
-                rows.append(await measured(name, "vLLM", engine, way, model, args.rounds))
+            for name, model in (("folder", full), ("adapter", adapted)):
+                transport = (FolderTransport if model is full else AdapterTransport)(model, folder / f"vllm-{name}")
+                rows.append(await measure(name, "vLLM", engine, transport, model, args.rounds))
                 show(rows[-1])
         finally:
             await engine.close()
@@ -157,19 +162,19 @@ def show(row: Row) -> None:
     print(row, flush=True)
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--members", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--vllm", help="the interpreter of an environment with vLLM")
-    args = parser.parse_args(words)
-    print(f"{args.model}, float32, {ASKERS} rollouts of {TOKENS} tokens at a time, median of {args.rounds}")
-    print(f"{'way':<10} {'servers':<14} {'size':>10} {'taken':>10} {'live':>10} {'answers':>8}")
+    parser.add_argument("--vllm", help="Python interpreter of an environment with vLLM")
+    args = parser.parse_args(argv)
+    print(f"{args.model}, float32, {CLIENTS} concurrent requests of {MAX_TOKENS} tokens, median of {args.rounds}")
+    print(f"{'transport':<10} {'servers':<14} {'size':>10} {'snapshot':>10} {'live':>10} {'completions':>11}")
     with tempfile.TemporaryDirectory(prefix="keel-publishing-") as folder:
         rows = asyncio.run(run(args, Path(folder)))
-    # the claim: sampling goes on beside a publication
-    return 0 if all(row.answers > 0 or row.live < 1.0 for row in rows) else 1
+    # sampling must continue during a publication
+    return 0 if all(row.completions > 0 or row.live < 1.0 for row in rows) else 1
 
 
 if __name__ == "__main__":

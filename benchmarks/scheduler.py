@@ -1,11 +1,11 @@
-"""What the scheduler costs by itself, against a bare asyncio semaphore and gather that does the same awaits.
+"""Overhead of the scheduler compared with a plain asyncio semaphore and gather with the same awaits.
 
-Both sides run the same 20,000 rollouts, at most 5,000 at once, one core, interleaved. A rollout sleeps as often and as
-long on either side, a few milliseconds at most, so that nearly all the time is spent in asyncio and in the scheduler;
-the second case sleeps for no time at all, which leaves nothing to hide behind. Since asyncio's semaphore is slow when
-thousands wait for it, the same bar is held against less: gather alone, in waves of as many as may be in flight. Memory
-is what Python has allocated, by tracemalloc, at most at any time: it must be linear in what is in flight and flat in
-the total. Exits 1 when a bar is missed.
+Both sides run the same 20,000 rollouts, at most 5,000 concurrently, on one core, interleaved. A rollout sleeps equally
+often and long on both sides, a few milliseconds at most, so that nearly all time is spent in asyncio and in the
+scheduler; in the second case the sleeps have no duration. Since asyncio's semaphore is slow when thousands wait for it,
+the same threshold applies to gather alone, in waves of as many rollouts as may be in flight. Memory is the peak of
+Python's allocations (tracemalloc): it must be linear in the rollouts in flight and independent of the total. Exits with
+1 if a threshold is missed.
 
     python benchmarks/scheduler.py            # about a minute and a half
     python benchmarks/scheduler.py --quick    # a fifth of the rollouts, once
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# the repository in place of this folder, whose signal.py is not the standard library's
+# replace this folder, whose signal.py would shadow the standard library's, by the repository
 sys.path.insert(0, os.path.dirname(os.path.abspath(sys.path.pop(0))))
 
 import asyncio
@@ -36,11 +36,11 @@ from keel.rollout.scheduler.task_sources import TaskSource
 ROOT = Path(__file__).parent.parent
 GROUP = 8
 AHEAD = 4
-"""Batches of work ahead: with the one that is waited for, five that together may be in flight."""
-BAR = 3.0
-"""Times the bare semaphore and gather."""
-MEMORY_BAR = 1.15
-"""Peak memory of five times as many rollouts with the same number in flight, against that of fewer."""
+"""Batches ahead of the current one: five batches may be in flight together."""
+TIME_THRESHOLD = 3.0
+"""Most time relative to the semaphore and to gather."""
+MEMORY_THRESHOLD = 1.15
+"""Most growth of the peak memory with five times as many rollouts and the same number in flight."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A rollout, as far as the scheduler looks at it."""
+class FakeRollout:
+    """A rollout with the attributes that the scheduler reads."""
 
     error_kind: str | None = None
     error: str | None = None
@@ -62,34 +62,34 @@ class Case:
     rollouts: int
     in_flight: int
     sleeps: int = 2
-    longest: float = 0.004
+    max_sleep: float = 0.004
 
     def seconds(self, number: int) -> float:
-        """Spread evenly, without chance: the same on both sides."""
-        return self.longest * (number * 7919 % 1000) / 1000
+        """Return a sleep time, evenly distributed and the same on both sides."""
+        return self.max_sleep * (number * 7919 % 1000) / 1000
 
-    async def episode(self, number: int) -> Told:
+    async def episode(self, number: int) -> FakeRollout:
         for _ in range(self.sleeps):
             await asyncio.sleep(self.seconds(number))
-        return Told()
+        return FakeRollout()
 
-    async def bare(self) -> None:
+    async def with_semaphore(self) -> None:
         semaphore = asyncio.Semaphore(self.in_flight)
 
-        async def one(number: int) -> Told:
+        async def run(number: int) -> FakeRollout:
             async with semaphore:
                 return await self.episode(number)
 
-        results = await asyncio.gather(*(one(number) for number in range(self.rollouts)))
+        results = await asyncio.gather(*(run(number) for number in range(self.rollouts)))
         assert len(results) == self.rollouts
 
-    async def gathered(self) -> None:
-        """As many at a time as may be in flight, each in a task of its own, without a semaphore."""
+    async def with_gather(self) -> None:
+        """Run waves of as many rollouts as may be in flight, each in its own task, without a semaphore."""
         for first in range(0, self.rollouts, self.in_flight):
             numbers = range(first, min(first + self.in_flight, self.rollouts))
             await asyncio.gather(*(self.episode(number) for number in numbers))
 
-    async def scheduled(self) -> None:
+    async def with_scheduler(self) -> None:
         groups = self.in_flight // (GROUP * (AHEAD + 1))
         settings = SchedulerSettings(
             groups_per_step=groups,
@@ -100,7 +100,7 @@ class Case:
         )
         numbers = iter(range(self.rollouts * 2))
 
-        async def run(_dispatch: RolloutRequest) -> Told:
+        async def run(_request: RolloutRequest) -> FakeRollout:
             return await self.episode(next(numbers))
 
         tasks = (Task(str(number)) for number in range(self.rollouts // GROUP))
@@ -114,61 +114,64 @@ class Case:
 
 def compare(case: Case, rounds: int) -> bool:
     sides: dict[str, Callable[[], object]] = {
-        "semaphore": lambda: asyncio.run(case.bare()),
-        "gather": lambda: asyncio.run(case.gathered()),
-        "scheduler": lambda: asyncio.run(case.scheduled()),
+        "semaphore": lambda: asyncio.run(case.with_semaphore()),
+        "gather": lambda: asyncio.run(case.with_gather()),
+        "scheduler": lambda: asyncio.run(case.with_scheduler()),
     }
     times = interleave(sides, rounds)
-    print(
-        f"{case.rollouts} rollouts, {case.in_flight} in flight, {case.sleeps} sleeps of up to {case.longest * 1e3:g} ms"
-    )
-    for name, measured in times.items():
-        each = min(measured) / case.rollouts * 1e6
-        print(f"  {name:10} s   {' '.join(f'{value:5.2f}' for value in measured)}   at best {each:.0f} µs a rollout")
-    held = True
-    for name, what in (("semaphore", "semaphore and gather"), ("gather", "gather alone, in waves")):
+    sleeps = f"{case.sleeps} sleeps of up to {case.max_sleep * 1e3:g} ms"
+    print(f"{case.rollouts} rollouts, {case.in_flight} in flight, {sleeps}")
+    for name, values in times.items():
+        per_rollout = min(values) / case.rollouts * 1e6
+        seconds = " ".join(f"{value:5.2f}" for value in values)
+        print(f"  {name:10} s   {seconds}   at best {per_rollout:.0f} µs a rollout")
+    passed = True
+    for name, label in (("semaphore", "semaphore and gather"), ("gather", "gather alone, in waves")):
         middle, low, high = ratio(times, "scheduler", name)
-        held &= middle <= BAR
-        print(f"  times {what:24} {middle:.2f} ({low:.2f} to {high:.2f})   {verdict(middle <= BAR)}: at most {BAR:g}")
-    return held
+        met = middle <= TIME_THRESHOLD
+        passed &= met
+        print(f"  times {label:24} {middle:.2f} ({low:.2f} to {high:.2f})   {verdict(met)}: at most {TIME_THRESHOLD:g}")
+    return passed
 
 
 def peak(case: Case) -> float:
-    """Megabytes that Python had allocated at most while the scheduler ran."""
+    """Return the peak of Python's allocations in megabytes while the scheduler runs."""
     gc.collect()
     tracemalloc.start()
-    asyncio.run(case.scheduled())
-    _, most = tracemalloc.get_traced_memory()
+    asyncio.run(case.with_scheduler())
+    _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return most / 1e6
+    return peak_bytes / 1e6
 
 
 def memory(rollouts: int, in_flight: int, *, draw: bool) -> bool:
-    """Peak memory by the total, which must not matter, and by what is in flight, which must not cost more than once."""
+    """Measure peak memory by the total, which must not matter, and by the rollouts in flight, which must be linear."""
     totals = [rollouts // 4, rollouts // 2, rollouts, rollouts * 5 // 4]
-    flights = [in_flight // 4, in_flight // 2, in_flight]
+    concurrencies = [in_flight // 4, in_flight // 2, in_flight]
     by_total = [peak(Case(total, in_flight // 4)) for total in totals]
-    by_flight = [peak(Case(rollouts, flying)) for flying in flights]
+    by_concurrency = [peak(Case(rollouts, concurrency)) for concurrency in concurrencies]
     print(f"peak memory, {in_flight // 4} in flight")
-    flat = by_total[-1] <= MEMORY_BAR * by_total[0]
-    for total, most in zip(totals, by_total, strict=True):
-        print(f"  {total:6} rollouts   {most:5.1f} MB")
-    more = by_total[-1] / by_total[0]
-    print(f"  times more for {totals[-1] / totals[0]:.0f} times the rollouts: {more:.2f}   {verdict(flat)}")
+    flat = by_total[-1] <= MEMORY_THRESHOLD * by_total[0]
+    for total, megabytes in zip(totals, by_total, strict=True):
+        print(f"  {total:6} rollouts   {megabytes:5.1f} MB")
+    growth = by_total[-1] / by_total[0]
+    print(f"  times more for {totals[-1] / totals[0]:.0f} times the rollouts: {growth:.2f}   {verdict(flat)}")
     print(f"peak memory, {rollouts} rollouts")
-    for flying, most in zip(flights, by_flight, strict=True):
-        print(f"  {flying:6} in flight   {most:5.1f} MB   {most / flying * 1e3:.1f} kB each")
-    linear = by_flight[-1] / flights[-1] <= MEMORY_BAR * by_flight[0] / flights[0]
-    print(f"  no more for each than with the fewest   {verdict(linear)}")
+    for concurrency, megabytes in zip(concurrencies, by_concurrency, strict=True):
+        print(f"  {concurrency:6} in flight   {megabytes:5.1f} MB   {megabytes / concurrency * 1e3:.1f} kB each")
+    linear = by_concurrency[-1] / concurrencies[-1] <= MEMORY_THRESHOLD * by_concurrency[0] / concurrencies[0]
+    print(f"  memory per rollout in flight does not grow   {verdict(linear)}")
     if draw:
-        write_growth(totals, by_total, flights, by_flight)
+        write_growth(totals, by_total, concurrencies, by_concurrency)
     return flat and linear
 
 
-def write_growth(totals: list[int], by_total: list[float], flights: list[int], by_flight: list[float]) -> None:
+def write_growth(
+    totals: list[int], by_total: list[float], concurrencies: list[int], by_concurrency: list[float]
+) -> None:
     panels = [
-        Panel("rollouts in all", "peak MB", [Line("scheduler", [float(x) for x in totals], by_total)]),
-        Panel("rollouts in flight", "peak MB", [Line("scheduler", [float(x) for x in flights], by_flight)]),
+        Panel("total rollouts", "peak MB", [Line("scheduler", [float(x) for x in totals], by_total)]),
+        Panel("rollouts in flight", "peak MB", [Line("scheduler", [float(x) for x in concurrencies], by_concurrency)]),
     ]
     write_svg(ROOT / "docs" / "images" / "scheduler.svg", [panels])
 
@@ -182,10 +185,10 @@ def main() -> int:
     total, in_flight, rounds = (4000, 1000, 1) if args.quick else (20000, 5000, args.rounds)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    held = [memory(total, in_flight, draw=args.growth)]
+    passed = [memory(total, in_flight, draw=args.growth)]
     if not args.growth:
-        held += [compare(Case(total, in_flight), rounds), compare(Case(total, in_flight, 1, 0.0), rounds)]
-    return int(not all(held))
+        passed += [compare(Case(total, in_flight), rounds), compare(Case(total, in_flight, 1, 0.0), rounds)]
+    return int(not all(passed))
 
 
 if __name__ == "__main__":

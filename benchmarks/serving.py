@@ -1,9 +1,9 @@
-"""Tokens a second at 32 unrelated requests at once: `keel serve` against the vLLM server, on the real 135M model.
+"""Tokens per second with 32 concurrent unrelated requests: `keel serve` compared with the vLLM server.
 
-Both are servers of their own with all cores, asked over HTTP by the same client for the same prompts with the same
-sampling, in turns, one idle while the other works. Each prompt is another one, so that nothing is shared; answers may
-end early, and the tokens that were really sampled are counted. Needs vLLM (scripts/install_vllm.sh). Exits 1 when
-`keel serve` is slower. SmolLM2-135M, float32, on CPU.
+Both servers may use all cores and get the same prompts and sampling settings over HTTP from one client, in turns, one
+idle while the other works. All prompts differ, so no prefix is shared; completions may end early, and only sampled
+tokens are counted. Requires vLLM (scripts/install_vllm.sh). Exits with 1 if `keel serve` is slower. SmolLM2-135M,
+float32, CPU.
 
     python benchmarks/serving.py [--python .venv-vllm/bin/python] [--rounds 4]
 """
@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 
-# the repository in place of this folder, whose signal.py is not the standard library's
+# replace this folder, whose signal.py would shadow the standard library's, by the repository
 sys.path.insert(0, os.path.dirname(os.path.abspath(sys.path.pop(0))))
 
 import asyncio
@@ -29,45 +29,45 @@ from keel.inference.protocol import Engine
 from keel.training.model.model_source import resolve_model
 
 MODEL = "smollm2-135m"
-REQUESTS, PROMPT, ANSWER = 32, 60, 64
+REQUESTS, PROMPT_TOKENS, MAX_TOKENS = 32, 60, 64
 
 
-async def answered(engine: Engine, turn: int) -> float:
-    """Tokens a second of one round."""
-    chance = np.random.default_rng(turn)
-    prompts = chance.integers(100, 40000, (REQUESTS, PROMPT)).tolist()
-    began = time.perf_counter()
-    found = await asyncio.gather(
+async def tokens_per_second(engine: Engine, turn: int) -> float:
+    """Run one round and return its tokens per second."""
+    prompts = np.random.default_rng(turn).integers(100, 40000, (REQUESTS, PROMPT_TOKENS)).tolist()
+    start = time.perf_counter()
+    generations = await asyncio.gather(
         *(
-            engine.generate(prompt, Sampling(max_tokens=ANSWER, seed=turn * REQUESTS + number))
+            engine.generate(prompt, Sampling(max_tokens=MAX_TOKENS, seed=turn * REQUESTS + number))
             for number, prompt in enumerate(prompts)
         )
     )
-    return sum(len(one.token_ids) for one in found) / (time.perf_counter() - began)
+    return sum(len(generation.token_ids) for generation in generations) / (time.perf_counter() - start)
 
 
 async def compare(python: str, rounds: int) -> bool:
     vllm = await start_vllm(python, str(resolve_model(MODEL).folder), dtype="float32")
     try:
-        words = [sys.executable, "-m", "keel.cli", "serve", MODEL, "--port", "0", "--with-parent"]
-        async with run_managed_server(words) as server:
+        argv = [sys.executable, "-m", "keel.cli", "serve", MODEL, "--port", "0", "--with-parent"]
+        async with run_managed_server(argv) as server:
             keel = HttpEngine((await server.fetch_urls())[0])
             sides: dict[str, Engine] = {"vLLM": vllm, "keel serve": keel}
             rates: dict[str, list[float]] = {name: [] for name in sides}
             for turn in range(rounds + 1):
                 for name, engine in sides.items():
-                    rates[name].append(await answered(engine, turn))
+                    rates[name].append(await tokens_per_second(engine, turn))
             await keel.close()
     finally:
         await vllm.close()
-    rates = {name: values[1:] for name, values in rates.items()}  # the first round warms both up
+    rates = {name: values[1:] for name, values in rates.items()}  # the first round is a warm-up
     middle, low, high = ratio(rates, "keel serve", "vLLM")
-    print(f"{REQUESTS} unrelated requests at once, prompts of {PROMPT} tokens, answers of up to {ANSWER}, over HTTP")
+    sizes = f"prompts of {PROMPT_TOKENS} tokens, completions of up to {MAX_TOKENS}"
+    print(f"{REQUESTS} concurrent unrelated requests, {sizes}, over HTTP")
     for name, values in rates.items():
         print(f"  {name:12} {max(values):6.1f} tokens a second at best")
-    held = middle >= 1
-    print(f"  {middle:.2f} times as many ({low:.2f} to {high:.2f})   {verdict(held)}: at least 1x")
-    return held
+    passed = middle >= 1
+    print(f"  {middle:.2f} times as many ({low:.2f} to {high:.2f})   {verdict(passed)}: at least 1x")
+    return passed
 
 
 def main() -> int:

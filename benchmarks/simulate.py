@@ -1,11 +1,11 @@
-"""How long `keel simulate` takes as clusters grow, and that what it predicts does not depend on their size.
+"""Duration of `keel simulate` for growing clusters, and consistency of its predictions across scales.
 
-Engines, batch and work under way grow together, so that every case is the same run at another scale: 4 rollouts of a
-batch for each engine, and a trainer that is as fast as they are. Exits 1 when 2,000 engines and 50 steps take more than
-30 seconds of processor time, or when the predicted speed of a step differs by more than a tenth between the scales.
+Engines, batch size and rollouts in flight grow together, so that every case is the same run at another scale: 4
+rollouts of a batch per engine, and a trainer of matching speed. Exits with 1 if 2,000 engines and 50 steps take more
+than 30 seconds of processor time, or if the predicted step time differs by more than a tenth between scales.
 
     python benchmarks/simulate.py            # about a minute
-    python benchmarks/simulate.py --quick    # without the largest
+    python benchmarks/simulate.py --quick    # without the largest cluster
 """
 
 import argparse
@@ -13,7 +13,7 @@ import os
 import sys
 import time
 
-# the repository in place of this folder, whose signal.py is not the standard library's
+# replace this folder, whose signal.py would shadow the standard library's, by the repository
 sys.path.insert(0, os.path.dirname(os.path.abspath(sys.path.pop(0))))
 
 from benchmarks.measure import verdict
@@ -22,12 +22,14 @@ from keel.config.simulate import SimulateSettings
 from keel.tools.simulate.prediction import Prediction, predict
 
 STEPS = 50
-BAR = 30.0
-"""Seconds for 2,000 engines."""
-ALIKE = 0.1
+TIME_THRESHOLD = 30.0
+"""Most seconds for 2,000 engines."""
+TOLERANCE = 0.1
+"""Most relative difference of the predicted step times."""
 
 
-def case(engines: int) -> Prediction:
+def predict_cluster(engines: int) -> Prediction:
+    """Predict a run with this many engines."""
     rollouts = 4 * engines
     settings = RunSettings.model_validate(
         {
@@ -60,23 +62,25 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="without the largest cluster")
     sizes = [20, 200] if parser.parse_args().quick else [20, 200, 2000]
     print(f"{STEPS} steps, 4 rollouts of a batch for each engine, up to 2 versions old, 2 % failures")
-    print("engines  rollouts  seconds  µs a rollout  s/step predicted  staleness  refused")
-    held, predicted = True, []
+    print("engines  rollouts  seconds  µs a rollout  s/step predicted  staleness  dropped")
+    passed, step_times = True, []
     for engines in sizes:
-        began = time.process_time()
-        found = case(engines)
-        seconds = time.process_time() - began
-        predicted.append(found.step_seconds)
+        start = time.process_time()
+        prediction = predict_cluster(engines)
+        seconds = time.process_time() - start
+        step_times.append(prediction.step_seconds)
         print(
-            f"{engines:7,}  {found.rollouts:8,}  {seconds:7.1f}  {seconds / found.rollouts * 1e6:12.0f}"
-            f"  {found.step_seconds:16.1f}  {found.staleness:9.2f}  {found.dropped_share:6.1%}"
+            f"{engines:7,}  {prediction.rollouts:8,}  {seconds:7.1f}  {seconds / prediction.rollouts * 1e6:12.0f}"
+            f"  {prediction.step_seconds:16.1f}  {prediction.staleness:9.2f}  {prediction.dropped_share:6.1%}"
         )
         if engines == 2000:
-            held &= seconds <= BAR
-            print(f"2,000 engines take {seconds:.1f} s   {verdict(seconds <= BAR)}: at most {BAR:g}")
-    alike = max(predicted) / min(predicted) - 1 <= ALIKE
-    print(f"a step is as fast at every scale to {ALIKE:.0%}   {verdict(alike)}")
-    return 0 if held and alike else 1
+            passed &= seconds <= TIME_THRESHOLD
+            print(
+                f"2,000 engines take {seconds:.1f} s   {verdict(seconds <= TIME_THRESHOLD)}: at most {TIME_THRESHOLD:g}"
+            )
+    consistent = max(step_times) / min(step_times) - 1 <= TOLERANCE
+    print(f"predicted step times agree to {TOLERANCE:.0%} at every scale   {verdict(consistent)}")
+    return 0 if passed and consistent else 1
 
 
 if __name__ == "__main__":

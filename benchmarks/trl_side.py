@@ -1,8 +1,8 @@
-"""TRL's side of benchmarks/end_to_end.py. Runs in the environment that has TRL, and imports nothing of keel."""
+"""TRL's side of benchmarks/end_to_end.py. Runs in the environment with TRL and does not import keel."""
 
 import sys
 
-sys.path.pop(0)  # this folder, whose signal.py is not the standard library's
+sys.path.pop(0)  # this folder: its signal.py would shadow the standard library's
 
 import json
 import re
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
+    config = json.loads(sys.argv[1])
     from datasets import Dataset  # type: ignore[import-not-found]
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
@@ -24,22 +24,23 @@ def main() -> None:
         def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
             times.append(time.perf_counter())
 
-    def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-        found = [re.search(r"-?\d+", completion[0]["content"]) for completion in completions]
-        return [float(match is not None and match[0] == want) for match, want in zip(found, answer, strict=True)]
+    def is_correct(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        matches = [re.search(r"-?\d+", completion[0]["content"]) for completion in completions]
+        pairs = zip(matches, answer, strict=True)
+        return [float(match is not None and match[0] == expected) for match, expected in pairs]
 
-    rows = given["groups"] * given["group_size"]
+    rows = config["groups"] * config["group_size"]
     settings = GRPOConfig(
-        output_dir=given["scratch"] + "/trl",
-        max_steps=given["steps"],
-        learning_rate=given["lr"],
+        output_dir=config["scratch"] + "/trl",
+        max_steps=config["steps"],
+        learning_rate=config["lr"],
         lr_scheduler_type="constant",
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=1,
-        num_generations=given["group_size"],
-        max_completion_length=given["max_tokens"],
-        temperature=given["temperature"],
-        gradient_checkpointing=given["gradient_checkpointing"],
+        num_generations=config["group_size"],
+        max_completion_length=config["max_tokens"],
+        temperature=config["temperature"],
+        gradient_checkpointing=config["gradient_checkpointing"],
         shuffle_dataset=False,
         logging_steps=1,
         save_strategy="no",
@@ -50,11 +51,11 @@ def main() -> None:
         seed=0,
     )
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(given["model"], dtype="float32"),
-        processing_class=AutoTokenizer.from_pretrained(given["model"]),
-        reward_funcs=right,
+        model=AutoModelForCausalLM.from_pretrained(config["model"], dtype="float32"),
+        processing_class=AutoTokenizer.from_pretrained(config["model"]),
+        reward_funcs=is_correct,
         args=settings,
-        train_dataset=Dataset.from_list(json.loads(Path(given["tasks"]).read_text())),
+        train_dataset=Dataset.from_list(json.loads(Path(config["tasks"]).read_text())),
         callbacks=[Clock()],
     )
     trainer.train()

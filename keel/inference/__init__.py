@@ -1,1 +1,1 @@
-"""Engines that sample tokens: in this process, behind HTTP, and pools of servers."""
+"""Engines that sample tokens: in this process, behind HTTP, and in pools of servers."""

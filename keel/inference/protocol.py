@@ -1,7 +1,7 @@
-"""What travels between engines, rollouts and the run: what was sampled, and what an engine can do.
+"""The `Engine` protocol and the data that engines, rollouts and the run exchange.
 
-Plain data without torch, so that it can cross processes. It holds no policy of its own: an engine answers or raises
-`EngineError`, and whoever asked decides what to do.
+Everything here is plain data without torch, so that it can cross process boundaries. Retry policies are not part of the
+protocol: an engine returns a result or raises `EngineError`, and the caller decides what to do next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,31 +13,31 @@ from keel.config import Sampling
 from keel.errors import KeelError
 
 Message = dict[str, Any]
-"""A chat message in the OpenAI form: role, content, and for tools tool_calls or tool_call_id."""
+"""A chat message in the OpenAI format: role, content, and for tools tool_calls or tool_call_id."""
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a generation ended: a stop id or string, max_tokens (or the model's own limit), or nobody wanted it any more."""
+"""Why a generation ended: a stop id or string, max_tokens (or the model's length limit), or the engine gave it up."""
 
 
 class EngineError(KeelError):
-    """An engine that could not answer."""
+    """An engine failed to produce a result."""
 
     def __init__(self, message: str, *, retryable: bool = True) -> None:
         super().__init__(message)
         self.retryable = retryable
-        """Whether the same request may succeed elsewhere or later; a request that is wrong in itself never will."""
+        """Whether the same request may succeed later or on another engine; False for an invalid request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One answer, token by token."""
+    """One completion with per-token data; all tuples have the same length."""
 
     token_ids: tuple[int, ...]
-    """As sampled, the id or text that stopped it included."""
+    """Sampled token ids, including the stop id or the tokens of the stop string."""
     logprobs: tuple[float, ...]
-    """Of each token under the sampler, at the temperature."""
+    """Log-prob of each token under the sampler, at `temperature`."""
     versions: tuple[int, ...]
-    """The policy version that each token was sampled from."""
+    """Policy version that sampled each token."""
     finish_reason: FinishReason
     temperature: float
 
@@ -51,24 +51,26 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How an engine is doing."""
+    """Status of an engine."""
 
     ready: bool
     version: int
     running: int = 0
-    """Requests being answered."""
+    """Requests being decoded."""
     waiting: int = 0
+    """Queued requests."""
     error: str = ""
+    """Last error, or an empty string."""
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastSlot:
-    """A receiver's place in a broadcast of weights; the address is that of whoever hands the seat out."""
+    """A receiver's port and rank in a weight broadcast; the host is the one that assigned the slot."""
 
     port: int
-    """Where the sender can be met."""
+    """Port of the sender."""
     rank: int
-    """From 1; the sender is 0."""
+    """Rank of the receiver, from 1; the sender has rank 0."""
 
 
 class BroadcastClient(Protocol):
@@ -116,12 +118,13 @@ class WeightSource:
 
 
 class Engine(Protocol):
-    """Whatever samples. All methods may be called at any time from one event loop."""
+    """Samples completions. All methods may be called at any time from one event loop."""
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None) -> Generation:
-        """An answer to these tokens. Requests of one `group` share a prompt and, where possible, its computation.
+        """Return a completion of these tokens.
 
-        Cancelling the call frees what it holds at once.
+        Requests of one `group` have the same prompt and share its computation where possible. Cancelling the call frees
+        its resources immediately.
         """
 
     async def load_weights(self, source: WeightSource, version: int, *, drain: bool = False) -> None:
@@ -132,9 +135,10 @@ class Engine(Protocol):
         """
 
     async def version(self) -> int:
-        """Of the weights that are live."""
+        """Return the version of the live weights."""
 
-    async def health(self) -> Health: ...
+    async def health(self) -> Health:
+        """Return the current status; never waits for decoding."""
 
     async def close(self) -> None:
-        """Stop; requests in flight end with an `EngineError`."""
+        """Stop the engine; requests in flight fail with `EngineError`."""

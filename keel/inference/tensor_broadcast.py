@@ -1,12 +1,12 @@
-"""Weights from one sender to several receivers by torch.distributed, layer by layer.
+"""Broadcast weights from one sender to several receivers with torch.distributed, layer by layer.
 
-A broadcast is a meeting of its own: the sender opens a port, receivers come with the ranks they were given, look at the
-table of tensors and say whether it fits, and those that do form a process group with the sender for as long as the
-tensors travel. Guarantees: who does not come, or refuses, is left out and holds nobody up; a receiver has all tensors
-or an error, in bounded time; no buffer is made for a table that does not fit. The meeting place asks for no key: it is
-open while weights travel, on the address given, to whoever reaches it.
+Each broadcast has its own rendezvous: the sender opens a port, receivers connect with the ranks they were assigned,
+check the table of tensors and accept or reject it. Those that accept form a process group with the sender for the
+duration of the transfer. Guarantees: a receiver that does not connect, or rejects the table, is left out and does not
+delay the others; a receiver gets all tensors or an error, in bounded time; no buffer is allocated for a rejected table.
+The port has no authentication: while weights are transferred it is open to every host that can reach the address.
 
-gloo between CPUs; NCCL where sender and receivers are all on GPUs, which no machine of ours has tried.
+Uses gloo between CPUs, and NCCL if the sender and all receivers are on GPUs (not tested on real GPUs).
 """
 
 import contextlib
@@ -27,19 +27,19 @@ from torch import Tensor
 from keel.inference.protocol import BroadcastSlot, EngineError
 
 JOIN_TIMEOUT = 30.0
-"""Seconds in which receivers must come, and everybody must be told who did."""
+"""Seconds for receivers to connect and for the sender to announce the participants."""
 LAYER_TIMEOUT = 120.0
-"""Seconds that one layer may take."""
+"""Seconds that the transfer of one layer may take."""
 _ALIGNMENT = 16
-_dist: Any = dist  # its annotations lack the names that its documentation gives
+_dist: Any = dist  # its type annotations lack documented names
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_DTYPES = {str(kind).removeprefix("torch."): kind for kind in (*_FLOATS, torch.int64, torch.int32, torch.bool)}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_FLOATS, torch.int64, torch.int32, torch.bool)}
 _LAYER_PREFIX = re.compile(r"^.*?\.\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of the table."""
+    """Name, dtype and shape of one tensor in the table of a broadcast."""
 
     name: str
     dtype: torch.dtype
@@ -51,12 +51,12 @@ class TensorSpec:
 
     @property
     def padded_nbytes(self) -> int:
-        """Bytes in a layer's buffer: each tensor begins where any type may."""
+        """Bytes in a layer's buffer: each tensor starts at an offset aligned for every dtype."""
         return -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class BroadcastSender:
-    """One broadcast of tensors that must not change until it is over. Its port is open from the start."""
+    """One broadcast of tensors, which must not change until it ends. The port is open from construction on."""
 
     def __init__(self, address: str, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._address, self._tensors, self._device = address, tensors, device
@@ -65,17 +65,20 @@ class BroadcastSender:
             self._listener = socket.create_server((address, 0))
         except OSError as error:
             raise EngineError(
-                f"cannot listen on publish.bind_address = {address}: {error}; give an address of this machine",
+                f"cannot listen on publish.bind_address = {address}: {error}; set it to an address of this machine",
                 retryable=False,
             ) from error
         self.port: int = self._listener.getsockname()[1]
 
     def mark_absent(self, rank: int) -> None:
-        """The receiver with this rank will not come."""
+        """Stop waiting for the receiver with this rank."""
         self._absent.add(rank)
 
     def send(self, receivers: int) -> int:
-        """Wait for so many receivers and send everything to those that come; how many did. Blocks: for a thread."""
+        """Wait for `receivers` receivers, send all tensors to those that join and return their number.
+
+        Blocks; call it in a thread.
+        """
         store = _dist.TCPStore(
             self._address,
             self.port,
@@ -85,7 +88,7 @@ class BroadcastSender:
             master_listen_fd=self._listener.detach(),
         )
         table = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
-        store.set("table", json.dumps([[each.name, _dtype_name(each.dtype), each.shape] for each in table]))
+        store.set("table", json.dumps([[spec.name, _dtype_name(spec.dtype), spec.shape] for spec in table]))
         devices = self._wait_for_receivers(store, receivers)
         backend = "nccl" if {self._device.type, *devices.values()} == {"cuda"} else "gloo"
         store.set("present", json.dumps({"ranks": list(devices), "backend": backend}))
@@ -97,15 +100,15 @@ class BroadcastSender:
         return len(devices)
 
     def _wait_for_receivers(self, store: Any, receivers: int) -> dict[int, str]:
-        """The devices of the receivers that came and take the table, by rank."""
+        """Return rank -> device type of the receivers that joined and accepted the table."""
         deadline = time.monotonic() + JOIN_TIMEOUT
-        said: dict[int, str] = {}
+        replies: dict[int, str] = {}  # an empty device rejects the table
         while True:
             for rank in range(1, receivers + 1):
-                if rank not in said and store.check([f"here/{rank}"]):
-                    said[rank] = store.get(f"here/{rank}").decode()
-            if len(said.keys() | self._absent) >= receivers or time.monotonic() > deadline:
-                return {rank: device for rank, device in sorted(said.items()) if device}
+                if rank not in replies and store.check([f"joined/{rank}"]):
+                    replies[rank] = store.get(f"joined/{rank}").decode()
+            if len(replies.keys() | self._absent) >= receivers or time.monotonic() > deadline:
+                return {rank: device for rank, device in sorted(replies.items()) if device}
             time.sleep(0.002)
 
 
@@ -116,71 +119,72 @@ def receive_broadcast(
     device: torch.device,
     check_table: Callable[[Mapping[str, Tensor]], None],
 ) -> dict[str, Tensor]:
-    """All tensors of a broadcast, by name. `fits` refuses a table (tensors without memory). Blocks: for a thread.
+    """Return all tensors of a broadcast, by name. Blocks; call it in a thread.
 
-    `sender` is the address of whoever sends, `own` the one that others reach this machine by.
+    `check_table` gets the table as meta tensors and raises `EngineError` to reject it. `own_address` is the address at
+    which the other participants reach this machine.
     """
     try:
-        # the store would try to reach a port that nobody listens on for a minute
+        # TCPStore would retry a closed port for a minute
         socket.create_connection((sender_address, slot.port), JOIN_TIMEOUT).close()
         store = _dist.TCPStore(
             sender_address, slot.port, timeout=timedelta(seconds=JOIN_TIMEOUT), wait_for_workers=False
         )
         try:
             table = _read_table(store.get("table"))
-            check_table({each.name: torch.empty(each.shape, dtype=each.dtype, device="meta") for each in table})
+            check_table({spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in table})
         except EngineError:
-            store.set(f"here/{slot.rank}", "")
+            store.set(f"joined/{slot.rank}", "")
             raise
-        store.set(f"here/{slot.rank}", device.type)
+        store.set(f"joined/{slot.rank}", device.type)
         present = json.loads(store.get("present"))
         if slot.rank not in present["ranks"]:
-            raise EngineError("came too late for the broadcast")
+            raise EngineError("joined too late for the broadcast")
         rank, size = 1 + present["ranks"].index(slot.rank), 1 + len(present["ranks"])
-        found: dict[str, Tensor] = {}
+        received: dict[str, Tensor] = {}
         with _process_group(present["backend"], store, rank, size, own_address) as group:
             for layer in group_by_layer(table):
-                size_of_layer = sum(each.padded_nbytes for each in layer)
+                layer_nbytes = sum(spec.padded_nbytes for spec in layer)
                 buffer = torch.empty(
-                    size_of_layer, dtype=torch.uint8, device=_transfer_device(present["backend"], device)
+                    layer_nbytes, dtype=torch.uint8, device=_transfer_device(present["backend"], device)
                 )
                 _broadcast(group, buffer)
-                found |= _unpack_layer(layer, buffer)
+                received |= _unpack_layer(layer, buffer)
             group.barrier().wait()
-        return found
+        return received
     except EngineError:
         raise
     except (OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
-        raise EngineError(f"a broadcast from {sender_address} broke off: {str(error).splitlines()[0]}") from error
+        raise EngineError(f"the broadcast from {sender_address} failed: {str(error).splitlines()[0]}") from error
 
 
 def group_by_layer(table: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
-    """The table in order, cut where a tensor belongs to another layer than the one before it."""
+    """Split the table, in order, where a tensor belongs to another layer than the one before it."""
 
     def layer(entry: TensorSpec) -> str:
-        found = _LAYER_PREFIX.match(entry.name)
-        return found.group() if found else entry.name
+        prefix = _LAYER_PREFIX.match(entry.name)
+        return prefix.group() if prefix else entry.name
 
     return [list(entries) for _, entries in itertools.groupby(table, layer)]
 
 
 @contextlib.contextmanager
 def _process_group(backend: str, store: Any, rank: int, size: int, address: str) -> Iterator[Any]:
-    """A process group of its own, apart from any that the process is in; broken off when the block fails."""
-    apart = _dist.PrefixStore("weights", store)
-    limit = timedelta(seconds=LAYER_TIMEOUT)
+    """Create a process group separate from any other of this process; abort it if the block fails."""
+    group_store = _dist.PrefixStore("weights", store)
+    timeout = timedelta(seconds=LAYER_TIMEOUT)
     if backend == "nccl":
         nccl = _dist.ProcessGroupNCCL
         options = nccl.Options()
-        options._timeout = limit
-        group = nccl(apart, rank, size, options)
+        options._timeout = timeout
+        group = nccl(group_store, rank, size, options)
     else:
         gloo = _dist.ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = limit
-        # by its address and not by the machine's name, which may lead elsewhere
+        options._timeout = timeout
+        # bind the address: the host name may resolve to another interface
         options._devices = [gloo.create_device(hostname=address)]
-        group = gloo(apart, rank, size, options)
+        group = gloo(group_store, rank, size, options)
     try:
         yield group
     except BaseException:
@@ -195,28 +199,31 @@ def _broadcast(group: Any, buffer: Tensor) -> None:
 
 
 def _pack_layer(layer: Sequence[TensorSpec], tensors: Mapping[str, Tensor]) -> Tensor:
-    buffer = torch.zeros(sum(each.padded_nbytes for each in layer), dtype=torch.uint8)
-    at = 0
-    for each in layer:
-        buffer[at : at + each.nbytes] = tensors[each.name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        at += each.padded_nbytes
+    buffer = torch.zeros(sum(spec.padded_nbytes for spec in layer), dtype=torch.uint8)
+    offset = 0
+    for spec in layer:
+        values = tensors[spec.name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        buffer[offset : offset + spec.nbytes] = values
+        offset += spec.padded_nbytes
     return buffer
 
 
 def _unpack_layer(layer: Sequence[TensorSpec], buffer: Tensor) -> dict[str, Tensor]:
-    found, at = {}, 0
-    for each in layer:
-        found[each.name] = buffer[at : at + each.nbytes].view(each.dtype).reshape(each.shape)
-        at += each.padded_nbytes
-    return found
+    tensors, offset = {}, 0
+    for spec in layer:
+        tensors[spec.name] = buffer[offset : offset + spec.nbytes].view(spec.dtype).reshape(spec.shape)
+        offset += spec.padded_nbytes
+    return tensors
 
 
 def _read_table(payload: bytes) -> list[TensorSpec]:
-    table = json.loads(payload)
-    found = [TensorSpec(str(name), _DTYPES[dtype], tuple(int(size) for size in shape)) for name, dtype, shape in table]
-    if any(size < 0 for each in found for size in each.shape):
-        raise EngineError("a broadcast's table holds a negative size")
-    return found
+    entries = json.loads(payload)
+    table = [
+        TensorSpec(str(name), _DTYPES[dtype], tuple(int(size) for size in shape)) for name, dtype, shape in entries
+    ]
+    if any(size < 0 for spec in table for size in spec.shape):
+        raise EngineError("the table of the broadcast contains a negative size")
+    return table
 
 
 def _transfer_device(backend: str, device: torch.device) -> torch.device:

@@ -1,7 +1,7 @@
 """Checks of tensors before their addresses are passed to C, which would read or write out of bounds silently.
 
-Each check raises ValueError with the name of the argument, what it is and what is required. The checks cost about a
-microsecond each and read no tensor data.
+Each check raises ValueError with the name of the argument, its actual value and the required value. The checks cost
+about a microsecond each and read no tensor data.
 """
 
 import math

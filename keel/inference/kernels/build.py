@@ -1,7 +1,7 @@
-"""Compile the native kernels with the machine's own compiler, cache the shared library and load it.
+"""Compile the native kernels with the local C compiler, cache the shared library and load it.
 
 The kernels serve float32 on CPUs, where they are faster than torch. Without a compiler, or on an unsupported system,
-`library` returns None and callers use torch. The library is only loaded from a file and a folder that nobody but the
+`load_kernels` returns None and callers use torch. The library is only loaded from a file and a folder that only the
 user can write. The kernels use the OpenMP runtime that torch has already loaded, which must be GNU's: macOS and Windows
 are not supported. Correctness of the results is not checked here; the engine and the trainer compare a probe with the
 model's own code.
@@ -31,9 +31,9 @@ log = logging.getLogger("keel")
 SOURCE_FOLDER = Path(__file__).parent
 COMPILER_FLAGS = ["-O3", "-march=native", "-std=gnu11", "-fopenmp", "-fPIC", "-fno-math-errno"]
 EXTRA_FLAGS = "KEEL_NATIVE_CFLAGS"
-"""Environment variable with flags to add after FLAGS, when compiling and when linking; quoted as in a shell."""
+"""Environment variable with flags to add after COMPILER_FLAGS, for compiling and linking; quoted as in a shell."""
 COMPILE_TIMEOUT = 120
-"""Timeout of one compiler call: more than ten times what it takes on a slow machine."""
+"""Seconds that one compiler call may take: more than ten times the duration on a slow machine."""
 
 
 def load_kernels() -> ctypes.CDLL | None:
@@ -42,16 +42,18 @@ def load_kernels() -> ctypes.CDLL | None:
 
 
 def unavailable_reason() -> str:
-    """Return the reason why `library` returns None, or an empty string if it returns the kernels."""
+    """Return the reason why `load_kernels` returns None, or an empty string if it returns the kernels."""
     return _load_once()[1]
 
 
 def require_library() -> ctypes.CDLL:
     """Return the compiled kernels; raise RuntimeError with the reason if there are none."""
-    found, why = _load_once()
-    if found is None:
-        raise RuntimeError(f"native kernels are not available: {why}; call library() first and use torch if it is None")
-    return found
+    library, reason = _load_once()
+    if library is None:
+        raise RuntimeError(
+            f"native kernels are not available: {reason}; call load_kernels() first and use torch if it returns None"
+        )
+    return library
 
 
 @cache
@@ -60,9 +62,9 @@ def _load_once() -> tuple[ctypes.CDLL | None, str]:
         return _build_and_load(), ""
     except (OSError, subprocess.SubprocessError) as error:
         lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
-        why = lines[0] if lines else type(error).__name__
-        log.info("native kernels are not used: %s", why)
-        return None, why
+        reason = lines[0] if lines else type(error).__name__
+        log.info("native kernels are not used: %s", reason)
+        return None, reason
 
 
 def _build_and_load() -> ctypes.CDLL:
@@ -71,7 +73,7 @@ def _build_and_load() -> ctypes.CDLL:
         raise OSError(f"native kernels are not supported on {sys.platform}")
     if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         raise OSError("torch uses an OpenMP runtime other than GNU's")
-    compiler = next((found for name in ("gcc", "cc") if (found := shutil.which(name))), None)
+    compiler = next((path for name in ("gcc", "cc") if (path := shutil.which(name))), None)
     if compiler is None:
         raise OSError("there is no C compiler (gcc) on the PATH")
     flags = _flags()
@@ -100,8 +102,8 @@ def _flags() -> list[str]:
 
 def _check_owner(path: Path) -> None:
     """Raise OSError if another user may have written this file or folder: code is loaded from it."""
-    found = path.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise OSError(f"{path} may be written by other users; make yourself its owner and run chmod go-w on it")
 
 
@@ -112,13 +114,13 @@ def _compile(compiler: str, flags: list[str], target: Path) -> None:
         for source in sorted(SOURCE_FOLDER.glob("*.c")):
             objects.append(str(Path(scratch) / f"{source.stem}.o"))
             _run([compiler, *flags, "-c", str(source), "-o", objects[-1]])
-        made = Path(scratch) / target.name
+        library = Path(scratch) / target.name
         # Linked without -fopenmp: its symbols resolve to the runtime that torch has loaded. A second runtime would
         # start its own threads.
         link_flags = [flag for flag in flags if flag != "-fopenmp"]
-        _run([compiler, *link_flags, "-shared", *objects, "-o", str(made), "-lm"])
-        made.chmod(0o700)
-        os.replace(made, target)
+        _run([compiler, *link_flags, "-shared", *objects, "-o", str(library), "-lm"])
+        library.chmod(0o700)
+        os.replace(library, target)
 
 
 def _run(command: list[str]) -> str:

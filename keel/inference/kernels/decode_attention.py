@@ -21,15 +21,15 @@ _LANES = 8
 
 @cache
 def _kernels() -> Any:
-    found = require_library()
-    found.decode_attention.argtypes = [
+    library = require_library()
+    library.decode_attention.argtypes = [
         *(_POINTER, _INT64, _INT64, _INT64, _INT64, _INT64, _INT64, _INT64),
         *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, ctypes.c_float, _POINTER, _INT64, _INT64, _POINTER, _INT64),
     ]
-    found.decode_attention.restype = ctypes.c_int
-    found.apply_rope.argtypes = [_POINTER, _INT64, _INT64, _INT64, _INT64, _POINTER, _POINTER]
-    found.apply_rope.restype = None
-    return found
+    library.decode_attention.restype = ctypes.c_int
+    library.apply_rope.argtypes = [_POINTER, _INT64, _INT64, _INT64, _INT64, _POINTER, _POINTER]
+    library.apply_rope.restype = None
+    return library
 
 
 def decode_kernel_supports(query: Tensor, value: Tensor) -> bool:
@@ -46,9 +46,9 @@ def decode_kernel_supports(query: Tensor, value: Tensor) -> bool:
 
 
 class KeySpans:
-    """The keys each row attends to, as stretches of contiguous keys inside stores; the same for all layers.
+    """The keys each row attends to, as spans of contiguous keys inside tensors; the same for all layers.
 
-    A store is a contiguous tensor of keys (or values), such as [sequences, key heads, length, D].
+    The tensors of keys (or values) are contiguous, for example [sequences, key heads, length, D].
     """
 
     def __init__(
@@ -59,62 +59,66 @@ class KeySpans:
         lengths: list[int],
         head_strides: list[int],
     ):
-        """Row i reads stretches first[i] to first[i + 1].
+        """Row i reads the spans row_starts[i] to row_starts[i + 1] - 1.
 
-        Stretch j begins `offset[j]` floats into store number `store[j]`, has `length[j]` keys for each key head, and
-        `along[j]` floats from one key head to the next.
+        Span j begins `offsets[j]` floats into tensor number `tensor_index[j]` and has `lengths[j]` keys for each key
+        head, with `head_strides[j]` floats from one key head to the next.
         """
-        columns = {"store": tensor_index, "offset": offsets, "length": lengths, "along": head_strides}
+        columns = {
+            "tensor_index": tensor_index,
+            "offsets": offsets,
+            "lengths": lengths,
+            "head_strides": head_strides,
+        }
         if len(row_starts) < 2 or row_starts[0] != 0 or any(end < begin for begin, end in pairwise(row_starts)):
             raise ValueError(
-                f"first is {row_starts}; required: for one row or more, numbers that start at 0 and never fall"
+                f"row_starts is {row_starts}; required: for one row or more, numbers that start at 0 and never decrease"
             )
         for name, column in columns.items():
             if len(column) != row_starts[-1]:
                 raise ValueError(
-                    f"{name} has {len(column)} numbers; required: {row_starts[-1]}, the last number of first"
+                    f"{name} has {len(column)} numbers; required: {row_starts[-1]}, the last number of row_starts"
                 )
             if min(column, default=0) < 0:
                 raise ValueError(f"{name} has the number {min(column)}; required: no negative numbers")
         self.row_starts, self.lengths, self.head_strides = (
-            np.array(some, np.int64) for some in (row_starts, lengths, head_strides)
+            np.array(column, np.int64) for column in (row_starts, lengths, head_strides)
         )
-        self._tensor_index, self._byte_offsets = np.array(tensor_index, np.int64), np.array(offsets, np.int64)
+        self._tensor_index, self._offsets = np.array(tensor_index, np.int64), np.array(offsets, np.int64)
         counts = [sum(lengths[begin:end]) for begin, end in pairwise(row_starts)]
         if min(counts) == 0:
-            raise ValueError(f"length gives row {counts.index(0)} no key; required: at least one for each row")
+            raise ValueError(f"lengths gives row {counts.index(0)} no key; required: at least one for each row")
         self.padded_length = -(-max(counts) // _LANES) * _LANES
-        """Scores that one query needs room for: the keys of the longest row, rounded up to whole vectors."""
+        """Size of the score buffer of one query: the keys of the longest row, rounded up to full vectors."""
         self._sizes: dict[tuple[int, int], list[int]] = {}
 
     def addresses(self, tensors: list[Tensor]) -> IntArray:
-        """Return the address of each stretch, for stores that `check` accepts."""
-        found: IntArray = (
-            np.array([store.data_ptr() for store in tensors], np.int64)[self._tensor_index] + 4 * self._byte_offsets
-        )
-        return found
+        """Return the address of each span, for tensors that `check` accepts."""
+        starts = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+        addresses: IntArray = starts[self._tensor_index] + 4 * self._offsets
+        return addresses
 
-    def check(self, name: str, stores: list[Tensor], groups: int, width: int) -> None:
-        """Raise ValueError unless every stretch lies inside its store, for so many key heads of this width."""
-        sizes = self._store_sizes(groups, width)
-        if len(stores) < len(sizes):
-            raise ValueError(f"{name} has {len(stores)} stores; required: at least {len(sizes)}")
-        for number, (store, size) in enumerate(zip(stores, sizes, strict=False)):
-            plain = store.dtype is torch.float32 and store.is_cpu and store.is_contiguous()
-            if not plain or store.numel() < size:
+    def check(self, name: str, tensors: list[Tensor], key_heads: int, width: int) -> None:
+        """Raise ValueError unless every span lies inside its tensor, for so many key heads of this width."""
+        sizes = self._required_sizes(key_heads, width)
+        if len(tensors) < len(sizes):
+            raise ValueError(f"{name} has {len(tensors)} tensors; required: at least {len(sizes)}")
+        for index, (tensor, size) in enumerate(zip(tensors, sizes, strict=False)):
+            supported = tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+            if not supported or tensor.numel() < size:
                 raise ValueError(
-                    f"{name}[{number}] is {describe(store)}; required: float32 on cpu, {CONTIGUOUS}, at least {size}"
+                    f"{name}[{index}] is {describe(tensor)}; required: float32 on cpu, {CONTIGUOUS}, at least {size}"
                     " numbers"
                 )
 
-    def _store_sizes(self, groups: int, width: int) -> list[int]:
-        """Return how many floats the stretches need in each store; remembered, since all layers ask for it."""
-        if (groups, width) not in self._sizes:
-            ends = self._byte_offsets + max(groups - 1, 0) * self.head_strides + self.lengths * width
+    def _required_sizes(self, key_heads: int, width: int) -> list[int]:
+        """Return how many floats the spans need in each tensor; cached, since every layer needs it."""
+        if (key_heads, width) not in self._sizes:
+            ends = self._offsets + max(key_heads - 1, 0) * self.head_strides + self.lengths * width
             sizes = np.zeros(int(self._tensor_index.max()) + 1, np.int64)
             np.maximum.at(sizes, self._tensor_index, np.where(self.lengths > 0, ends, 0))
-            self._sizes[groups, width] = sizes.tolist()
-        return self._sizes[groups, width]
+            self._sizes[key_heads, width] = sizes.tolist()
+        return self._sizes[key_heads, width]
 
 
 def attend_rows(
@@ -123,25 +127,25 @@ def attend_rows(
     """Write softmax(scale * query keys) values to `out`, where each row has its own keys.
 
     `query` is [key heads, query heads per key head, rows, D] with unit stride in D, a multiple of 8. `keys` and
-    `values` are the stores that `stretches` refers to. `out` is [rows, query heads, D]; only its rows may have gaps
+    `values` are the tensors that `spans` refers to. `out` is [rows, query heads, D]; only its rows may have gaps
     between them.
     """
     check_tensor("query", query, (None, None, None, None), UNIT_STRIDE)
-    groups, rest, rows, width = query.shape
+    key_heads, group_size, rows, width = query.shape
     if not width or width % _LANES:
         raise ValueError(f"query has heads of width {width}; required: a multiple of {_LANES}")
     if rows != len(spans.row_starts) - 1:
-        raise ValueError(f"stretches describe {len(spans.row_starts) - 1} rows; required: {rows}, the rows of query")
-    spans.check("keys", keys, groups, width)
-    spans.check("values", values, groups, width)
+        raise ValueError(f"spans describes {len(spans.row_starts) - 1} rows; required: {rows}, the rows of query")
+    spans.check("keys", keys, key_heads, width)
+    spans.check("values", values, key_heads, width)
     check_number("scale", scale)
-    check_tensor("out", out, (rows, groups * rest, width), ROWS)
+    check_tensor("out", out, (rows, key_heads * group_size, width), ROWS)
     threads = torch.get_num_threads()
-    scores = query.new_empty(threads * rest * spans.padded_length)
-    key_places, value_places = spans.addresses(keys), spans.addresses(values)
+    scores = query.new_empty(threads * group_size * spans.padded_length)
+    key_addresses, value_addresses = spans.addresses(keys), spans.addresses(values)
     failed = _kernels().decode_attention(
-        *(query.data_ptr(), *query.stride()[:3], groups, rest, rows, width),
-        *(spans.row_starts.ctypes.data, key_places.ctypes.data, value_places.ctypes.data),
+        *(query.data_ptr(), *query.stride()[:3], key_heads, group_size, rows, width),
+        *(spans.row_starts.ctypes.data, key_addresses.ctypes.data, value_addresses.ctypes.data),
         *(
             spans.lengths.ctypes.data,
             spans.head_strides.ctypes.data,
@@ -153,7 +157,7 @@ def attend_rows(
         *(out.data_ptr(), out.stride(0)),
     )
     if failed:
-        raise MemoryError(f"no memory for the list of {len(key_places)} stretches of keys of a decode step")
+        raise MemoryError(f"out of memory for the list of {len(key_addresses)} key spans of a decode step")
 
 
 def apply_rope(states: Tensor, heads: int, cosine: Tensor, sine: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Matrix products with weights that are packed once, with RMS norm, gate, bias and residual in the same pass.
 
-For few rows, as in decoding, they take about two thirds of the time of torch's; for many rows they bring nothing. A row
-of a product depends on that row alone, bit for bit. All tensors are float32 on CPU; gradients are not recorded.
+For few rows, as in decoding, a product takes about two thirds of torch's time; for many rows there is no gain. Each row
+of the result depends, bit for bit, only on that row of the left factor. All tensors are float32 on CPU; gradients are
+not recorded.
 """
 
 import ctypes
@@ -23,16 +24,16 @@ _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 @cache
 def _kernels() -> Any:
-    found = require_library()
-    found.pack_matrix.argtypes = [_POINTER, _INT64, _INT64, _INT64, _INT64, _POINTER]
-    found.packed_matmul.argtypes = [
+    library = require_library()
+    library.pack_matrix.argtypes = [_POINTER, _INT64, _INT64, _INT64, _INT64, _POINTER]
+    library.packed_matmul.argtypes = [
         *(_POINTER, _INT64, _INT64, _INT64, _INT64, ctypes.c_int, _POINTER, ctypes.c_float),
         *(_POINTER, _INT64, _POINTER, _POINTER, _INT64, ctypes.c_int, _POINTER),
     ]
-    found.panel_columns.argtypes, found.panel_columns.restype = [], _INT64
-    for function in (found.pack_matrix, found.packed_matmul):
+    library.panel_columns.argtypes, library.panel_columns.restype = [], _INT64
+    for function in (library.pack_matrix, library.packed_matmul):
         function.restype = None
-    return found
+    return library
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +71,7 @@ class PackedMatrix:
 
         `norm` normalises the rows of `left` first. With `gated`, `left` is [m, 2k] and its halves (gate, up) are first
         replaced by silu(gate) * up; `norm` and `gated` exclude each other. The result is written to `out` if that is
-        given, or added to it with `add`. Only the rows of `out` may have gaps between them.
+        given, or added to it with `accumulate`. Only the rows of `out` may have gaps between them.
         """
         self._check(left, norm, gated, bias, out, accumulate)
         rows = len(left)
@@ -89,7 +90,13 @@ class PackedMatrix:
         return out
 
     def _check(
-        self, left: Tensor, norm: RMSNormParams | None, gated: bool, bias: Tensor | None, out: Tensor | None, add: bool
+        self,
+        left: Tensor,
+        norm: RMSNormParams | None,
+        gated: bool,
+        bias: Tensor | None,
+        out: Tensor | None,
+        accumulate: bool,
     ) -> None:
         check_tensor("left", left, (None, 2 * self.k if gated else self.k), ANY)
         if norm is not None:
@@ -101,5 +108,5 @@ class PackedMatrix:
             check_tensor("bias", bias, (self.n,), CONTIGUOUS)
         if out is not None:
             check_tensor("out", out, (len(left), self.n), ROWS)
-        elif add:
-            raise ValueError("add is True and out is None; required: the tensor to add to as out")
+        elif accumulate:
+            raise ValueError("accumulate is True and out is None; required: the tensor to add to as out")

@@ -4,8 +4,8 @@
    AVX2 and FMA, of four elsewhere. No compiler option that ignores NaN or infinity is used: values that are not finite
    must show in the results. Every result depends on its own inputs alone: neither the number of threads nor the rest of
    the work in the same call changes a bit of it. */
-#ifndef KEEL_COMMON_H
-#define KEEL_COMMON_H
+#ifndef KEEL_SIMD_H
+#define KEEL_SIMD_H
 
 #include <math.h>
 #include <stdint.h>

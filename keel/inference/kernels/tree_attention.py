@@ -1,7 +1,7 @@
 """Prefix-tree attention for training: forward and backward, for float32 on CPU.
 
 The kernel computes the visible pairs of queries and keys and few others, for any tree, and reads tensors in the layout
-models give them. Results do not depend, bit for bit, on the number of threads or on tokens that are not visible, even
+models use. Results do not depend, bit for bit, on the number of threads or on tokens that are not visible, even
 if these are not finite; a value that is not finite shows in the results of all tokens that see it. Sliding windows,
 soft caps and sinks are not supported.
 """
@@ -58,13 +58,13 @@ class _KernelArgs(ctypes.Structure):
 
 @cache
 def _kernels() -> Any:
-    found = require_library()
-    found.tree_panel_rows.argtypes, found.tree_panel_rows.restype = [], _INT64
-    found.tree_row_stride.argtypes, found.tree_row_stride.restype = [_INT64], _INT64
-    found.tree_scratch_size.argtypes, found.tree_scratch_size.restype = [_INT64, _INT64], _INT64
-    for function in (found.tree_forward, found.tree_backward):
+    library = require_library()
+    library.tree_panel_rows.argtypes, library.tree_panel_rows.restype = [], _INT64
+    library.tree_row_stride.argtypes, library.tree_row_stride.restype = [_INT64], _INT64
+    library.tree_scratch_size.argtypes, library.tree_scratch_size.restype = [_INT64, _INT64], _INT64
+    for function in (library.tree_forward, library.tree_backward):
         function.argtypes, function.restype = [ctypes.POINTER(_KernelArgs)], None
-    return found
+    return library
 
 
 def tree_kernel_supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -100,53 +100,55 @@ class TreePlan:
 
         Tokens are in depth-first order.
         """
-        for name, numbers in (("end", end), ("positions", positions)):
-            if numbers.ndim != 1 or numbers.dtype.kind != "i":
+        for name, array in (("end", end), ("positions", positions)):
+            if array.ndim != 1 or array.dtype.kind != "i":
                 raise ValueError(
-                    f"{name} is {numbers.dtype} of shape {list(numbers.shape)}; required: one dimension of integers"
+                    f"{name} is {array.dtype} of shape {list(array.shape)}; required: one dimension of integers"
                 )
         if len(end) != len(positions):
             raise ValueError(f"positions has {len(positions)} numbers; required: {len(end)}, the length of end")
         if len(end) >= 2**31:
             raise ValueError(f"end has {len(end)} numbers; required: fewer than 2**31")
         size = len(end)
-        place = np.arange(size)
-        first = np.flatnonzero((np.diff(positions, prepend=0) != 1) | (place == 0))
+        tokens = np.arange(size)
+        first = np.flatnonzero((np.diff(positions, prepend=0) != 1) | (tokens == 0))
         last = np.append(first, size)[1:]
-        up = np.full(size, -1, np.int64)
+        run_parent = np.full(size, -1, np.int64)
         path = np.full(size + 1, -1, np.int64)  # position -> the last token there; -1 above a root
         for begin, stop in zip(first.tolist(), last.tolist(), strict=True):
             depth = int(positions[begin])
             if not 0 <= depth <= begin:
-                raise ValueError(f"positions[{begin}] is {depth}; required: 0 to {begin}, for `positions` of a Tree")
-            up[begin] = path[depth - 1] if depth else -1
-            path[depth : depth + stop - begin] = place[begin:stop]
-        parent = place - 1
-        parent[first] = up[first]
+                raise ValueError(f"positions[{begin}] is {depth}; required: 0 to {begin}, as in `PrefixTree.positions`")
+            run_parent[begin] = path[depth - 1] if depth else -1
+            path[depth : depth + stop - begin] = tokens[begin:stop]
+        parent = tokens - 1
+        parent[first] = run_parent[first]
         child = np.flatnonzero(parent >= 0)
         # Every token that sees a child sees its parent. If no other tokens see the child, the visible pairs counted by
         # `end` are as many as those counted by `positions`.
-        nested = (end > place).all() and (end <= size).all() and (end[parent[child]] >= end[child]).all()
-        if not nested or (end - place).sum() != (positions + 1).sum():
+        nested = (end > tokens).all() and (end <= size).all() and (end[parent[child]] >= end[child]).all()
+        if not nested or (end - tokens).sum() != (positions + 1).sum():
             raise ValueError(
                 f"end and positions of {size} tokens contradict each other; required: those of one tree in depth-first"
                 " order"
             )
         self.size, self.positions = size, positions
-        runs = np.repeat(first, last - first)
-        self._token_arrays = [np.ascontiguousarray(one, np.int32) for one in (end, positions, runs, up)]
+        run_start = np.repeat(first, last - first)
+        arrays = (end, positions, run_start, run_parent)
+        self._token_arrays = [np.ascontiguousarray(array, np.int32) for array in arrays]
         self._partitions: dict[tuple[int, int], tuple[IntArray, ...]] = {}
 
     def partition(self, key_heads: int, heads_per_group: int, rows_per_panel: int) -> tuple[IntArray, ...]:
-        """Divide the panels of `rows` rows among parts of similar cost.
+        """Divide the panels among parts of similar cost.
 
-        `each` is the number of query heads per key head. Returns `bounds` [parts + 1], the first panel of each part;
-        `room` [parts + 1], how many keys all parts before it copy; `first` and `last` [parts], its first token and one
-        past its last token.
+        `heads_per_group` is the number of query heads per key head. Returns `panel_start` [parts + 1], the first panel
+        of each part; `key_start` [parts + 1], how many keys all parts before it copy; `first_token` and `last_token`
+        [parts], its first token and one past its last token.
         """
-        for name, number in (("key_heads", key_heads), ("each", heads_per_group), ("rows", rows_per_panel)):
-            if number < 1:
-                raise ValueError(f"{name} is {number}; required: at least 1")
+        sizes = {"key_heads": key_heads, "heads_per_group": heads_per_group, "rows_per_panel": rows_per_panel}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}; required: at least 1")
         if (key_heads, heads_per_group) not in self._partitions:
             panels = -(-self.size * heads_per_group // rows_per_panel)
             begin = np.arange(panels) * rows_per_panel // heads_per_group
@@ -154,15 +156,15 @@ class TreePlan:
             count = max(1, min(-(-TARGET_PARTS // key_heads), panels // MIN_PANELS_PER_PART))
             while True:
                 inner = np.searchsorted(cost, cost[-1] * np.arange(1, count) / count) + 1
-                bounds = np.unique(np.concatenate([[0], inner, [panels]]))
-                first = bounds[:-1] * rows_per_panel // heads_per_group
-                last = -(-np.minimum(bounds[1:] * rows_per_panel, self.size * heads_per_group) // heads_per_group)
-                room = np.concatenate([[0], np.cumsum(self.positions[first] + last - first)])
-                if count == 1 or room[-1] <= MAX_KEY_COPIES * self.size:
+                panel_start = np.unique(np.concatenate([[0], inner, [panels]]))
+                first = panel_start[:-1] * rows_per_panel // heads_per_group
+                last = -(-np.minimum(panel_start[1:] * rows_per_panel, self.size * heads_per_group) // heads_per_group)
+                key_start = np.concatenate([[0], np.cumsum(self.positions[first] + last - first)])
+                if count == 1 or key_start[-1] <= MAX_KEY_COPIES * self.size:
                     break
                 count -= 1
             self._partitions[key_heads, heads_per_group] = tuple(
-                one.astype(np.int64) for one in (bounds, room, first, last)
+                array.astype(np.int64) for array in (panel_start, key_start, first, last)
             )
         return self._partitions[key_heads, heads_per_group]
 
@@ -170,14 +172,14 @@ class TreePlan:
 class TreeAttention(torch.autograd.Function):
     """softmax(scale * q k) v over a tree: query [heads, T, D], key and value [key heads, T, D]; returns [T, heads, D].
 
-    Call `TreeAttention.apply(query, key, value, plan, scale)` with tensors that `fits` accepts and the plan of their
-    tree.
+    Call `TreeAttention.apply(query, key, value, plan, scale)` with tensors that `tree_kernel_supports`
+    accepts and the plan of their tree.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float) -> Tensor:
         if problem := _problem(query, key, value):
-            raise ValueError(f"{problem}; call `fits` first and use TileAttention if it returns False")
+            raise ValueError(f"{problem}; call `tree_kernel_supports` first and use TileAttention if it returns False")
         heads, size, width = query.shape
         if size != plan.size:
             raise ValueError(f"plan has {plan.size} tokens; required: {size}, the tokens of query")
@@ -187,14 +189,14 @@ class TreeAttention(torch.autograd.Function):
         views = {"query": query, "key": key, "value": value, "out": out.transpose(0, 1)}
         _call_kernel(_kernels().tree_forward, plan, views, lse, scale, kv_grads=False)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.rest = plan, scale
+        ctx.plan_and_scale = plan, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        plan, scale = ctx.rest
+        plan, scale = ctx.plan_and_scale
         views = {"query": query, "key": key, "value": value, "out": out.transpose(0, 1)}
         check_tensor("the gradient of the output", d_out, tuple(out.shape), ANY)
         views["d_out"] = _unit_stride(d_out).transpose(0, 1)
@@ -221,10 +223,10 @@ def _call_kernel(
     grads_size = 2 * key_heads * int(key_start[-1]) * functions.tree_row_stride(width)
     grads = lse.new_empty(grads_size if kv_grads else 0)
     call = _KernelArgs(size, heads, key_heads, width, len(panel_start) - 1, threads)
-    for name, numbers in zip(_TOKEN_FIELDS, plan._token_arrays, strict=True):
-        setattr(call, name, numbers.ctypes.data)
-    for name, counts in zip(_PART_FIELDS, parts, strict=True):
-        setattr(call, name, counts.ctypes.data)
+    for name, array in zip(_TOKEN_FIELDS, plan._token_arrays, strict=True):
+        setattr(call, name, array.ctypes.data)
+    for name, part_array in zip(_PART_FIELDS, parts, strict=True):
+        setattr(call, name, part_array.ctypes.data)
     for name, view in views.items():
         setattr(call, name, _TensorView(view.data_ptr(), view.stride(0), view.stride(1)))
     call.lse, call.kv_grads, call.scratch = lse.data_ptr(), grads.data_ptr(), scratch.data_ptr()
@@ -239,5 +241,5 @@ def _unit_stride(state: Tensor) -> Tensor:
 
 def _empty_like(state: Tensor) -> Tensor:
     """Return an empty tensor with unit stride in the last dimension, and the strides of `state` where possible."""
-    made = torch.empty_like(state)
-    return made if made.stride(-1) == 1 else state.new_empty(state.shape)
+    result = torch.empty_like(state)
+    return result if result.stride(-1) == 1 else state.new_empty(state.shape)

@@ -1,8 +1,8 @@
-"""The answers that are decoded together: who waits, who runs, and what one step does for all of them.
+"""Continuous batching: the queue of waiting requests, the running rows, and one decode step for all of them.
 
-Invariant: every request that enters leaves exactly once, finished, failed or cancelled, and requests start in the order
-in which they came. A finished or cancelled row is gone before the next forward pass. Knows nothing of threads or event
-loops: `step` is called by whoever owns the batch.
+Invariant: every request that enters leaves exactly once (finished, failed or cancelled), and requests start in order of
+arrival. A finished or cancelled row is removed before the next forward pass. There are no threads or event loops here:
+the owner of the batch calls `step`.
 """
 
 import math
@@ -23,39 +23,39 @@ from keel.inference.local.sampling import StopStringDetector, sample_tokens
 from keel.inference.protocol import EngineError, FinishReason, Generation
 
 MAX_PREFILL_TOKENS = 2048
-"""No further prompts join a step that has this many prompt tokens to compute: answers under way wait for it."""
+"""Prompt tokens to compute in one step before further prompts must wait: running completions wait for the step too."""
 
 
 @dataclass(eq=False)
 class GenerationRequest:
-    """One answer under way."""
+    """One completion in progress."""
 
     prompt: TokenIds
     sampling: Sampling
     stop_ids: frozenset[int]
     stop_detector: StopStringDetector
     max_tokens: int
-    """How many tokens it may have."""
+    """Most tokens to generate."""
     future: Future[Generation] = field(default_factory=Future)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     on_token: Callable[[], None] | None = None
-    """Called after each token but the last."""
+    """Called after each token except the last."""
     leaf: PrefixNode | None = None
-    """Where its prompt ends, while that is computed and kept; later also where the older part of a long answer ends."""
+    """Prefix node at which the cached prompt ends; for a long completion, the node with its older tokens."""
 
     def __post_init__(self) -> None:
-        # of its own, so that nobody else's draws change what it gets
+        # one generator per request, so that other requests do not change its draws
         self.rng = random.Random(self.sampling.seed)
 
     @property
     def cached_length(self) -> int:
-        """Own tokens that have been through the model since the leaf; the last one has not."""
+        """Number of generated tokens after the leaf that are in the KV cache; the last token is not yet."""
         return max(len(self.prompt) + len(self.tokens) - 1 - (self.leaf.end if self.leaf else 0), 0)
 
     def append_token(self, token: int, logprob: float, version: int) -> FinishReason | None:
-        """One more token; why it was the last, if it was."""
+        """Append a token; return the finish reason if it is the last one, else None."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -68,6 +68,7 @@ class GenerationRequest:
         return None
 
     def complete(self, reason: FinishReason) -> None:
+        """Resolve the future with the generation, unless the request was cancelled."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_result(
                 Generation(
@@ -80,39 +81,40 @@ class GenerationRequest:
             )
 
     def fail(self, error: EngineError) -> None:
+        """Resolve the future with an error, unless the request was cancelled."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
 
 
 class Decoder(Protocol):
-    """What computes. Rows are numbered 0..n-1, and keep their numbers between two calls unless they are moved."""
+    """Computes the logits of a step. Rows have indices 0..n-1, which only `move_row` changes between two calls."""
 
     network: Any
-    """What is run; another one after int8 layers were made anew."""
+    """The network to run; replaced when int8 layers are rebuilt."""
     fused: FusedLinears | None
-    """Layers of the network that are computed as one."""
+    """Linear layers of the network that are fused or packed."""
 
     def find_prompt(self, prompt: TokenIds) -> PrefixNode | None:
-        """Where the prompt ends, if it need not be computed."""
+        """Return the node at which the prompt ends if it is cached, else None."""
 
     def compute_logits(self, rows: Sequence[GenerationRequest]) -> Tensor:
-        """[n, V] for the next token of each row; rows without tokens are new, and come last."""
+        """Return the logits [n, V] of the next token of each row; rows without tokens are new and come last."""
 
     def move_row(self, source: int, target: int, row: GenerationRequest) -> None:
-        """The row has another number now."""
+        """Move the cached state of a row to another index."""
 
     def clear_row(self, row_index: int) -> None:
-        """The row with this number held what must not be seen again."""
+        """Erase the cached state of a row, which may contain values that are not finite."""
 
     def retain_finished(self, rows: Mapping[int, GenerationRequest]) -> None:
-        """Rows with these numbers are finished: what they have computed may be the beginning of a prompt to come."""
+        """Keep the keys and values of finished rows (by index): they may be the prefix of a later prompt."""
 
     def clear_prefix_cache(self) -> None:
-        """The weights have changed, or a step failed: compute new prompts anew."""
+        """Recompute prompts from now on, because the weights have changed or a step has failed."""
 
 
 class ContinuousBatch:
-    """Up to `size` rows, and the requests that wait for one."""
+    """Up to `max_rows` running rows, and the requests that wait for a row."""
 
     def __init__(self, decoder: Decoder, max_rows: int) -> None:
         self.decoder, self.max_rows = decoder, max_rows
@@ -121,62 +123,62 @@ class ContinuousBatch:
 
     @property
     def busy(self) -> bool:
+        """Whether any request is running or waiting."""
         return bool(self.waiting or self.rows)
 
     @torch.inference_mode()
     def step(self, version: int) -> None:
-        """One token for every row, after new ones have joined. `version` is of the weights that are live."""
+        """Admit waiting requests, then sample one token for every row. `version` is that of the live weights."""
         self._drop_cancelled()
         joined = self._admit()
         if not self.rows:
             return
         logits = self.decoder.compute_logits(self.rows)
-        for request in self.waiting if joined else ():  # a prompt is kept as long as somebody waits for it
+        for request in self.waiting if joined else ():  # a prompt stays cached while a request waits for it
             request.leaf = request.leaf or self.decoder.find_prompt(request.prompt)
-        chance = [row.rng.random() for row in self.rows]
-        tokens, logprobs = sample_tokens(logits, [row.sampling for row in self.rows], chance)
-        ended: dict[int, FinishReason | None] = {}
-        """Rows that leave, with None for those whose logits are not finite."""
-        for number, (row, token, logprob) in enumerate(zip(self.rows, tokens, logprobs, strict=True)):
-            why = row.append_token(token, logprob, version) if math.isfinite(logprob) else None
-            if why is not None or not math.isfinite(logprob):
-                ended[number] = why
-        self.decoder.retain_finished({number: self.rows[number] for number, why in ended.items() if why is not None})
-        for number in reversed(ended):
-            row, why = self.rows[number], ended[number]
-            self._remove(number, clear_cache=why is None)
-            if why is None:
-                row.fail(EngineError(f"the model of version {version} gives logits that are not finite"))
+        uniforms = [row.rng.random() for row in self.rows]
+        tokens, logprobs = sample_tokens(logits, [row.sampling for row in self.rows], uniforms)
+        ended: dict[int, FinishReason | None] = {}  # row index -> finish reason, None if the logits are not finite
+        for index, (row, token, logprob) in enumerate(zip(self.rows, tokens, logprobs, strict=True)):
+            reason = row.append_token(token, logprob, version) if math.isfinite(logprob) else None
+            if reason is not None or not math.isfinite(logprob):
+                ended[index] = reason
+        self.decoder.retain_finished({index: self.rows[index] for index, reason in ended.items() if reason is not None})
+        for index in reversed(ended):
+            row, reason = self.rows[index], ended[index]
+            self._remove(index, clear_cache=reason is None)
+            if reason is None:
+                row.fail(EngineError(f"the model produced logits that are not finite (weights of version {version})"))
             else:
-                row.complete(why)
+                row.complete(reason)
 
     def clear_prefix_cache(self) -> None:
-        """The weights have changed: what waits is computed by the new ones; what runs goes on with what it has."""
+        """Recompute the prompts of waiting requests after a weight change; running rows keep their cached keys."""
         self.decoder.clear_prefix_cache()
         for request in self.waiting:
             request.leaf = None
 
     @torch.inference_mode()
     def fail(self, make_error: Callable[[], EngineError], *, include_waiting: bool) -> None:
-        """End what runs, and what waits too if asked."""
-        for number in reversed(range(len(self.rows))):
-            row = self.rows[number]
-            self._remove(number, clear_cache=True)
+        """Fail all running requests, and with `include_waiting` the waiting ones too."""
+        for index in reversed(range(len(self.rows))):
+            row = self.rows[index]
+            self._remove(index, clear_cache=True)
             row.fail(make_error())
         while include_waiting and self.waiting:
             self.waiting.popleft().fail(make_error())
         self.clear_prefix_cache()
 
     def _admit(self) -> bool:
-        """Whether anybody joined."""
-        new = 0
+        """Move waiting requests to free rows; return whether there were any."""
+        new_tokens = 0
         joined: set[TokenIds] = set()
         while self.waiting and len(self.rows) < self.max_rows:
             prompt = self.waiting[0].prompt
             if prompt not in joined and self.decoder.find_prompt(prompt) is None:
-                if new and new + len(prompt) > MAX_PREFILL_TOKENS:
+                if new_tokens and new_tokens + len(prompt) > MAX_PREFILL_TOKENS:
                     break
-                new += len(prompt)
+                new_tokens += len(prompt)
             joined.add(prompt)
             self.rows.append(self.waiting.popleft())
         return bool(joined)
@@ -184,12 +186,12 @@ class ContinuousBatch:
     def _drop_cancelled(self) -> None:
         if any(request.future.cancelled() for request in self.waiting):
             self.waiting = deque(request for request in self.waiting if not request.future.cancelled())
-        for number in reversed(range(len(self.rows))):
-            if self.rows[number].future.cancelled():
-                self._remove(number)
+        for index in reversed(range(len(self.rows))):
+            if self.rows[index].future.cancelled():
+                self._remove(index)
 
     def _remove(self, row_index: int, *, clear_cache: bool = False) -> None:
-        """Rows stay numbered without gaps: the last takes the place of the one that leaves."""
+        """Remove a row and move the last row to its index, so that indices stay without gaps."""
         if clear_cache:
             self.decoder.clear_row(row_index)
         last = self.rows.pop()

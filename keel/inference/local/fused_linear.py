@@ -1,10 +1,10 @@
-"""Linear layers computed the way a CPU does few rows fastest: those that read the same input as one, packed.
+"""Fuse linear layers that read the same input, and pack weights for small-batch products on CPU.
 
-Which layers read the same input is seen in a forward pass, not taken from their names. The parameters stay where they
-are and become views of the fused weight, so that whatever copies new weights into them in place goes on working. In
-float32 on CPU, where kernels can be compiled, each weight is held a second time, packed for its product; elsewhere
-nothing is held twice. No model code is changed, and `undo` leaves the network as it was. Whether the numbers stay the
-same is not asked here; the decoder's probe does that.
+Layers with a common input are detected in a forward pass, not by their names. Their parameters become views of the
+fused weight, so code that copies new weights into them in place keeps working. In float32 on CPU with native kernels,
+each weight is also stored packed for its product; elsewhere no weight is stored twice. No model code is changed, and
+`restore` undoes all changes to the network. Results are not verified here; `select_decoder` compares a probe with the
+model's own code.
 """
 
 from abc import ABC, abstractmethod
@@ -19,20 +19,20 @@ from torch.nn import functional
 from keel.inference.kernels.packed_matmul import PackedMatrix
 
 VOCAB_CHUNK = 2048
-"""Words of a wide output head at once: what a piece gives is turned round while it is in the cache."""
+"""Output features of a wide head that are computed together: their transpose is made while they are in the cache."""
 
 
 def small_batch_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """states @ weight.T + bias; on CPU by weight @ states.T, and laid out like that.
+    """Return states @ weight.T + bias; in float32 on CPU computed as (weight @ states.T).T, with that memory layout.
 
-    The threads share the rows of the first factor: of 64 states there are too few, of a weight there are many.
-    Measured on two cores, 64 states: 125 GFLOP/s in place of 75 to 110, the output head 105 in place of 60.
+    Threads divide the rows of the first factor, and a small batch has too few of them. Measured on two cores with 64
+    states: 125 GFLOP/s instead of 75 to 110, for the output head 105 instead of 60.
     """
     if states.device.type != "cpu" or states.dtype != torch.float32:
         return functional.linear(states, weight, bias)
     flat = states.reshape(-1, states.shape[-1]).t()
     if len(weight) >= 4 * VOCAB_CHUNK:
-        out = flat.new_empty(flat.shape[1], len(weight))  # whoever samples looks along the words
+        out = flat.new_empty(flat.shape[1], len(weight))  # sampling reads along the vocabulary
         for first in range(0, len(weight), VOCAB_CHUNK):
             out[:, first : first + VOCAB_CHUNK] = torch.mm(weight[first : first + VOCAB_CHUNK], flat).t()
     else:
@@ -43,7 +43,7 @@ def small_batch_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
 
 class SharedProjection:
-    """What several layers make of one input: the first that is asked computes for all, the others take their part."""
+    """Output of several layers with a common input: the first layer called computes it, the others take their slice."""
 
     def __init__(self, projection: Callable[[Tensor], Tensor], output_sizes: Sequence[int]) -> None:
         self.projection, self.output_sizes = projection, list(output_sizes)
@@ -51,18 +51,19 @@ class SharedProjection:
         self._slices: dict[int, Tensor] = {}
 
     def get_slice(self, index: int, states: Tensor) -> Tensor:
-        # the same tensor, not an equal one: held until all parts are taken, so that no other can be mistaken for it
+        """Return the output of layer number `index`."""
+        # compared by identity; the tensor is held until all slices are taken, so that its id is not reused
         if self._input is not states or index not in self._slices:
             self._slices = dict(enumerate(torch.split(self.projection(states), self.output_sizes, -1)))
             self._input = states
-        found = self._slices.pop(index)
+        result = self._slices.pop(index)
         if not self._slices:
             self._input = None
-        return found
+        return result
 
 
 class FusedSlice(nn.Module):
-    """One of the layers, where it has no weight of its own."""
+    """A layer without its own weight that returns its slice of a shared projection."""
 
     def __init__(self, shared: SharedProjection, index: int) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class FusedSlice(nn.Module):
 
 
 class PackedWeight(ABC):
-    """A weight that is packed when it is first used, and anew when it has changed."""
+    """A weight that is packed on first use, and again after it has changed."""
 
     weight: Tensor
     bias: Tensor | None
@@ -84,47 +85,47 @@ class PackedWeight(ABC):
 
     @property
     def packed_matrix(self) -> PackedMatrix | None:
-        """The packed weight, where it is to be packed."""
+        """The packed weight, or None if packing is disabled or not supported."""
         if self._packed_matrix is None and self._packing_enabled and self.weight.dtype == torch.float32:
             self._packed_matrix = PackedMatrix(self.weight.detach().t())
         return self._packed_matrix
 
     def refresh(self) -> None:
-        """The weight has changed."""
+        """Discard the packed weight and sync with the layers after their weights have changed."""
         self._packed_matrix = None
         self.sync_weights()
 
     @abstractmethod
     def sync_weights(self) -> None:
-        """Take what the layers hold now."""
+        """Take over the current weights of the layers."""
 
     @abstractmethod
     def restore(self) -> None:
-        """Leave the network as it was."""
+        """Undo all changes to the layers."""
 
     def __call__(self, states: Tensor) -> Tensor:
-        panels = self.packed_matrix
-        if panels is None or states.dtype != torch.float32:
+        packed = self.packed_matrix
+        if packed is None or states.dtype != torch.float32:
             return small_batch_linear(states, self.weight, self.bias)
         rows = states.reshape(-1, states.shape[-1])
-        return panels.matmul(rows, bias=self.bias).view(*states.shape[:-1], -1)
+        return packed.matmul(rows, bias=self.bias).view(*states.shape[:-1], -1)
 
 
 class FusedGroup(PackedWeight):
-    """Layers of one input and their fused weight, of which their own weights are views."""
+    """Layers with a common input and their fused weight, of which their own weights are views."""
 
     def __init__(self, layers: Sequence[nn.Linear], pack: bool) -> None:
         super().__init__(pack)
         self.layers = list(layers)
         self.sync_weights()
         self.shared = SharedProjection(self, [layer.out_features for layer in layers])
-        for number, layer in enumerate(layers):
-            layer.forward = partial(self.shared.get_slice, number)  # type: ignore[method-assign]
+        for index, layer in enumerate(layers):
+            layer.forward = partial(self.shared.get_slice, index)  # type: ignore[method-assign]
 
     @torch.no_grad()
     def sync_weights(self) -> None:
         if hasattr(self, "weight") and self.views_intact:
-            return  # the new numbers were copied into it
+            return  # the new values were copied into the fused weight
         self.weight = torch.cat([layer.weight.data for layer in self.layers])
         self.bias = torch.cat([layer.bias.data for layer in self.layers]) if self.layers[0].bias is not None else None
         first = 0
@@ -137,7 +138,7 @@ class FusedGroup(PackedWeight):
 
     @property
     def views_intact(self) -> bool:
-        """Whether the layers' weights are still views of the fused one."""
+        """Whether the layers' weights are still views of the fused weight."""
         place = self.weight.data_ptr()
         for layer in self.layers:
             if layer.weight.data_ptr() != place:
@@ -155,7 +156,7 @@ class FusedGroup(PackedWeight):
 
 
 class PackedLinear(PackedWeight):
-    """A layer that reads its input alone."""
+    """A single layer whose weight is packed."""
 
     def __init__(self, layer: nn.Linear, pack: bool) -> None:
         super().__init__(pack)
@@ -171,29 +172,32 @@ class PackedLinear(PackedWeight):
 
 
 class FusedLinears:
-    """The groups of a network, and its other linear layers."""
+    """The fused groups of a network and its remaining linear layers."""
 
     def __init__(self, network: Any, forward_pass: Callable[[], object], *, pack: bool = False) -> None:
-        """`run` is a forward pass, in which the layers are watched; `pack`: on CPU, where there are kernels in C."""
+        """`forward_pass` runs the network while its layers are observed. `pack` requires the native kernels."""
         self.groups = [FusedGroup(layers, pack) for layers in _find_shared_input_layers(network, forward_pass)]
         grouped = {layer for group in self.groups for layer in group.layers}
         self.singles = [
-            PackedLinear(one, pack) for one in network.modules() if type(one) is nn.Linear and one not in grouped
+            PackedLinear(layer, pack)
+            for layer in network.modules()
+            if type(layer) is nn.Linear and layer not in grouped
         ]
 
     def refresh(self) -> None:
-        """After weights were changed: whoever put others in place of them, instead of copying, is followed."""
-        for one in (*self.groups, *self.singles):
-            one.refresh()
+        """Sync with the network after its weights have changed, whether copied in place or replaced."""
+        for linear in (*self.groups, *self.singles):
+            linear.refresh()
 
     def restore(self) -> None:
-        for one in (*self.groups, *self.singles):
-            one.restore()
+        """Undo all changes to the network."""
+        for linear in (*self.groups, *self.singles):
+            linear.restore()
         self.groups, self.singles = [], []
 
 
 def _find_shared_input_layers(network: Any, forward_pass: Callable[[], object]) -> list[list[nn.Linear]]:
-    """Plain linear layers of one module that were each called once, with one and the same tensor."""
+    """Return groups of plain linear layers of one module, each called once, with the same input tensor."""
     seen: list[tuple[str, nn.Linear, Tensor]] = []
     handles = []
     for name, layer in network.named_modules():
@@ -210,8 +214,9 @@ def _find_shared_input_layers(network: Any, forward_pass: Callable[[], object]) 
             handle.remove()
     groups: dict[tuple[Any, ...], list[nn.Linear]] = {}
     for parent, layer, states in seen:
-        kind = layer.bias is None, layer.weight.dtype, layer.weight.device
-        groups.setdefault((parent, id(states), *kind), []).append(layer)  # `seen` holds the inputs: ids are distinct
+        properties = layer.bias is None, layer.weight.dtype, layer.weight.device
+        # `seen` keeps the inputs alive, so their ids are distinct
+        groups.setdefault((parent, id(states), *properties), []).append(layer)
     owners: dict[int, int] = {}
     for _, weight in network.named_parameters(remove_duplicate=False):
         owners[weight.data_ptr()] = owners.get(weight.data_ptr(), 0) + 1
@@ -221,5 +226,5 @@ def _find_shared_input_layers(network: Any, forward_pass: Callable[[], object]) 
     return [
         layers
         for layers in groups.values()
-        if len(layers) > 1 and all(calls[one] == 1 and owners[one.weight.data_ptr()] == 1 for one in layers)
+        if len(layers) > 1 and all(calls[layer] == 1 and owners[layer.weight.data_ptr()] == 1 for layer in layers)
     ]

@@ -1,7 +1,7 @@
-"""A copy of a network whose linear layers are int8, by torch's own dynamic quantisation on CPU.
+"""Quantise the linear layers of a network to int8 with torch's dynamic quantisation on CPU.
 
-Weights have a scale for each output, activations one for each token. There is less to multiply than in float32, and it
-is not quite the policy any more: a mismatch bought on purpose. Nothing here trains.
+Weights have one scale per output channel, activations one per token. Products are faster than in float32, but the
+sampler no longer equals the policy: the mismatch is a deliberate trade. For inference only.
 """
 
 import copy
@@ -16,50 +16,52 @@ from keel.inference.local.fused_linear import FusedLinears, FusedSlice, SharedPr
 
 
 def quantize_linears(network: Any, fused: FusedLinears | None = None) -> Any:
-    """A copy whose linear layers are int8, those that are fused as one. Everything else is the same storage."""
+    """Return a copy whose linear layers are int8, fused groups as one layer. All other tensors share storage."""
     groups = fused.groups if fused else []
     shared: dict[int, Any] = {id(weight): weight for weight in (*network.parameters(), *network.buffers())}
-    # their layers are replaced below: what computes for them must not be copied with them
+    # these hold large weights, and their layers are replaced below: do not copy them
     shared |= {id(group.shared): group.shared for group in groups}
-    shared |= {id(other): other for other in fused.singles} if fused else {}
-    twin = copy.deepcopy(network, shared)
+    shared |= {id(linear): linear for linear in fused.singles} if fused else {}
+    quantized = copy.deepcopy(network, shared)
     names = {layer: name for name, layer in network.named_modules()}
     with warnings.catch_warnings():
-        # torch announces that these tensors will go; its version is pinned, and nothing else in it is as fast on CPU
+        # torch deprecates quantised tensors; its version is pinned and its replacements are slower on CPU
         warnings.simplefilter("ignore")
         for group in groups:
-            both = SharedProjection(Int8Linear(group.weight, group.bias), group.shared.output_sizes)
-            for number, layer in enumerate(group.layers):
-                replace_layer(twin, names[layer], FusedSlice(both, number))
-        for name, layer in list(twin.named_modules()):
+            projection = SharedProjection(Int8Linear(group.weight, group.bias), group.shared.output_sizes)
+            for index, layer in enumerate(group.layers):
+                replace_layer(quantized, names[layer], FusedSlice(projection, index))
+        for name, layer in list(quantized.named_modules()):
             if isinstance(layer, nn.Linear):
-                replace_layer(twin, name, Int8Linear(layer.weight, layer.bias))
-    return twin
+                replace_layer(quantized, name, Int8Linear(layer.weight, layer.bias))
+    return quantized
 
 
 def replace_layer(network: Any, name: str, layer: nn.Module) -> None:
+    """Replace the submodule with this dotted name."""
     parent, _, last = name.rpartition(".")
     setattr(network.get_submodule(parent), last, layer)
 
 
 class Int8Linear(nn.Module):
-    """A linear layer by torch's dynamic quantisation, with a scale for each row in place of one for all of them.
+    """A dynamically quantised linear layer with one activation scale per row instead of one per call.
 
-    Torch scales by the smallest and the largest number of a call, so that the first token of a prompt, whose states are
-    a hundred times larger than others, would leave those no digits. So rows are divided by their largest number before
-    and multiplied by it after; and a row that holds -1 and 1 makes the range the same in every call: what a row comes
-    to depends on no other.
+    Torch derives the scale from the smallest and largest value of a call. The states of a prompt's first token are a
+    hundred times larger than the others, which would leave those almost no precision. Each row is therefore divided by
+    its largest absolute value before the product and multiplied by it afterwards, and an extra row with -1 and 1 fixes
+    the range of every call. The result of a row does not depend on other rows.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         weight = weight.detach().float()
         scales = weight.abs().amax(1).clamp_(min=1e-12).double() / 127
-        small = torch.quantize_per_channel(weight, scales, torch.zeros(len(weight), dtype=torch.int64), 0, torch.qint8)
-        # the constructor packs weights of its own first; meta tensors are not possible there
-        made: Any = dynamic.Linear(weight.shape[1], weight.shape[0], bias_=False)  # type: ignore[no-untyped-call]
-        made.set_weight_bias(small, None)
-        self.quantized_linear, self.bias = made, None if bias is None else bias.detach().float()
+        zero_points = torch.zeros(len(weight), dtype=torch.int64)
+        quantized = torch.quantize_per_channel(weight, scales, zero_points, 0, torch.qint8)
+        # the constructor allocates and packs random weights first; it does not support meta tensors
+        linear: Any = dynamic.Linear(weight.shape[1], weight.shape[0], bias_=False)  # type: ignore[no-untyped-call]
+        linear.set_weight_bias(quantized, None)
+        self.quantized_linear, self.bias = linear, None if bias is None else bias.detach().float()
         self.range_row = torch.zeros(weight.shape[1])
         self.range_row[0], self.range_row[-1] = 1.0, -1.0
 
@@ -69,10 +71,10 @@ class Int8Linear(nn.Module):
         scaled = rows.new_empty(len(rows) + 1, rows.shape[1])
         torch.div(rows, largest, out=scaled[:-1])
         if not bool(largest.isfinite().all()):
-            # the range would be spoilt for all; such a row is multiplied by its largest below, and not finite again
+            # NaN would widen the range for all rows; multiplying by `largest` below makes such a row non-finite again
             scaled.nan_to_num_(0.0)
         scaled[-1] = self.range_row
-        made: Tensor = self.quantized_linear(scaled)[:-1].mul_(largest)
+        output: Tensor = self.quantized_linear(scaled)[:-1].mul_(largest)
         if self.bias is not None:
-            made += self.bias
-        return made.view(*states.shape[:-1], -1).to(states.dtype)
+            output += self.bias
+        return output.view(*states.shape[:-1], -1).to(states.dtype)

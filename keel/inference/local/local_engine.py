@@ -1,16 +1,17 @@
-"""The engine in this process: continuous batching on a transformers model, exact to the trainer's log-probs.
+"""The in-process engine: continuous batching on a transformers model, with log-probs equal to the trainer's.
 
-Decoding runs in one worker thread and the event loop stays free. Requests join between two decode steps and leave the
-moment they end; prompts, and long beginnings that prompts have in common, are computed once, and what an answer has
-come to is kept for a while, so that the next turn of a conversation computes only what is new. Guarantees: a
-token's log-prob is that of a full forward pass in float32 to rounding; what a seed gives depends on no other request
-(to rounding; with int8 only this second one holds); each token carries the version whose weights computed its logits;
-a version is advanced after its weights are live. New weights reach requests in flight at their next token, while the
-keys and values of their earlier tokens stay as the old weights made them; or with `drain` what runs ends first and what
-waits begins afterwards, so that each answer is of one version. New requests never reuse a prompt that old weights
-computed.
+Decoding runs in one worker thread, so the event loop stays free. Requests join between two decode steps and leave as
+soon as they end. Prompts and their long common prefixes are computed once, and finished completions stay cached for a
+while, so that the next turn of a conversation computes only its new tokens.
 
-The engine owns the network that it is given: nobody else may run or change it until `close`.
+Guarantees: the log-prob of a token equals that of a full float32 forward pass, to rounding (not with int8); the tokens
+sampled with a seed do not depend on other requests, to rounding; each token carries the version of the weights that
+computed its logits; a version is reported only after its weights are live. New weights apply to requests in flight from
+their next token on, while keys and values of earlier tokens stay those of the old weights. With `drain`, running
+requests end first and waiting ones start afterwards, so that each completion has one version. New requests never reuse
+a prompt that old weights computed.
+
+The engine owns its network: no other code may run or change the network until `close`.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from torch import Tensor
 from keel.common.openmp import release_openmp_threads
 from keel.config import EngineSettings, Sampling
 from keel.inference.local.continuous_batch import ContinuousBatch, GenerationRequest
-from keel.inference.local.decoders import select_decoder
+from keel.inference.local.decoder_selection import select_decoder
 from keel.inference.local.sampling import StopStringDetector
 from keel.inference.local.weight_loading import WeightSlot
 from keel.inference.protocol import BroadcastSlot, EngineError, Generation, Health, WeightSource
@@ -37,23 +38,24 @@ from keel.inference.server.openai_responses import TokenChunk
 from keel.inference.tensor_broadcast import receive_broadcast
 
 SETTLE_TURNS = 16
-"""Turns of the event loop between two steps in lockstep."""
+"""Turns of the event loop between two decode steps in lockstep mode."""
 
 
 @dataclass(eq=False, slots=True)
 class WeightUpdate:
-    """Something to do between two decode steps, after which the weights are of this version."""
+    """A change of the weights between two decode steps."""
 
     apply: Callable[[], Any]
-    """Returns the network to run."""
+    """Changes the weights and returns the network to run."""
     version: int
+    """Version of the weights after the update."""
     drain: bool
-    """Only when no answer is under way."""
+    """Whether to wait until no request is running."""
     done: Future[None] = field(default_factory=Future)
 
 
 class LocalEngine:
-    """Samples from `network`. Implements `keel.inference.protocol.Engine`; call it from one event loop."""
+    """Samples from `network`. Implements `keel.inference.protocol.Engine`; use it from one event loop."""
 
     def __init__(
         self,
@@ -65,9 +67,10 @@ class LocalEngine:
         lockstep: bool = False,
         threads: int | None = None,
     ) -> None:
-        """`lockstep`: after each decode step the event loop has its turn before the next one begins, so that which answers
-        are decoded together does not depend on time, in conversations of several turns too. `threads`: how many
-        compute; not given: torch's own number.
+        """Start the worker thread.
+
+        `lockstep` lets the event loop run between decode steps, so that the composition of batches does not depend on
+        timing, even in conversations of several turns. `threads` is the number of compute threads (default: torch's).
         """
         settings = settings or EngineSettings()
         config = network.config.get_text_config()
@@ -77,18 +80,19 @@ class LocalEngine:
         self._vocab_size = int(network.get_input_embeddings().weight.shape[0])
         self._max_length: int | None = getattr(config, "max_position_embeddings", None)
         self._eos_ids = _eos_token_ids(network, tokenizer)
-        # weights that are quantised are not packed: what would be packed is never read
+        # with int8 the float32 weights are not packed, because they would not be used
         decoder = select_decoder(
             network, type(network).__name__, native_kernels=settings.native_kernels == "auto", pack=not settings.int8
         )
-        release_openmp_threads()  # the worker computes from now on
+        release_openmp_threads()  # only the worker thread computes from here on
         self._weights = WeightSlot(network, int8=settings.int8, fused=decoder.fused)
         decoder.network = self._weights.active_network
         self._batch = ContinuousBatch(decoder, settings.max_batch)
         self._condition = threading.Condition()
         self._pending: list[GenerationRequest] = []
-        """In this turn of the event loop."""
+        """Requests of the current turn of the event loop."""
         self._inbox: list[GenerationRequest] = []
+        """Requests for the worker to pick up."""
         self._updates: deque[WeightUpdate] = deque()
         self._closed, self._error = False, ""
         self._lockstep, self._threads = lockstep, threads
@@ -97,42 +101,44 @@ class LocalEngine:
         self._worker = threading.Thread(target=self._run_worker, name="keel-engine", daemon=True)
         self._worker.start()
 
-    # what the event loop calls
+    # methods of the event loop
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None) -> Generation:
-        """An answer. Equal prompts share their computation, so `group` need not be known here."""
+        """Return a completion. Equal prompts share their computation, so `group` is ignored."""
         del group
         return await self._submit(self._make_request(prompt, sampling))
 
     async def stream(
         self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None
     ) -> AsyncIterator[TokenChunk]:
-        """As `generate`, in pieces as they are sampled, which joined are what it gives; closing it frees the row."""
+        """Yield the completion in chunks as it is sampled; closing the iterator frees its row."""
         del group
         request = self._make_request(prompt, sampling)
-        more = asyncio.Event()
-        request.on_token = partial(_notify_loop, asyncio.get_running_loop(), more)
-        answer = self._submit(request)
-        answer.add_done_callback(lambda _: more.set())
+        progress = asyncio.Event()
+        request.on_token = partial(_notify_loop, asyncio.get_running_loop(), progress)
+        completion = self._submit(request)
+        completion.add_done_callback(lambda _: progress.set())
         sent = 0
         try:
-            while not answer.done():
-                await more.wait()
-                more.clear()
-                # the list that a token is added to last: what is counted there is in the others too
+            while not completion.done():
+                await progress.wait()
+                progress.clear()
+                # `versions` is appended to last: its tokens are in the other lists too
                 part = slice(sent, len(request.versions))
-                if part.stop > sent and not answer.done():
+                if part.stop > sent and not completion.done():
                     sent = part.stop
                     yield TokenChunk(
                         tuple(request.tokens[part]), tuple(request.logprobs[part]), tuple(request.versions[part])
                     )
-            whole = answer.result()
-            yield TokenChunk(whole.token_ids[sent:], whole.logprobs[sent:], whole.versions[sent:], whole.finish_reason)
+            result = completion.result()
+            yield TokenChunk(
+                result.token_ids[sent:], result.logprobs[sent:], result.versions[sent:], result.finish_reason
+            )
         finally:
-            answer.cancel()
+            completion.cancel()
 
     async def clear_prefix_cache(self) -> None:
-        """Compute prompts anew from here on, as after new weights."""
+        """Recompute prompts from now on, as after a weight update."""
         await self._run_between_steps(lambda: self._weights.active_network, self._version, drain=False)
 
     async def load_weights(self, source: WeightSource, version: int, *, drain: bool = False) -> None:
@@ -148,10 +154,10 @@ class LocalEngine:
     async def receive_weights(
         self, slot: BroadcastSlot, sender_address: str, own_address: str, version: int, *, drain: bool = False
     ) -> None:
-        """Take all weights that the machine at address `sender` broadcasts; `own` is this machine's address."""
-        fits = partial(self._weights.check_compatible, f"the broadcast of version {version}")
+        """Receive all weights from a broadcast of the host at `sender_address`."""
+        check = partial(self._weights.check_compatible, f"the broadcast of version {version}")
         await self._replace_weights(
-            lambda: receive_broadcast(slot, sender_address, own_address, self._network.device, fits), version, drain
+            lambda: receive_broadcast(slot, sender_address, own_address, self._network.device, check), version, drain
         )
 
     async def _load_adapter(self, folder: str, version: int, drain: bool) -> None:
@@ -161,7 +167,7 @@ class LocalEngine:
             await self._run_between_steps(lambda: self._weights.merge_adapter(folder), version, drain)
 
     async def _replace_weights(self, read: Callable[[], Mapping[str, Tensor]], version: int, drain: bool) -> None:
-        """Take all weights as `read` gives them, which runs beside decoding."""
+        """Replace all weights by the result of `read`, which runs in a thread while decoding continues."""
         self._check_open()
         async with self._load_lock:
             state = await asyncio.to_thread(read)
@@ -172,7 +178,7 @@ class LocalEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is an answer to decode."""
+        """Whether any request is running or waiting."""
         return self._batch.busy
 
     async def health(self) -> Health:
@@ -197,27 +203,31 @@ class LocalEngine:
         if not ids:
             raise EngineError("the prompt is empty; it needs at least one token", retryable=False)
         if min(ids) < 0 or max(ids) >= self._vocab_size:
-            wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
-            raise EngineError(f"the prompt has token id {wrong}; the model knows {self._vocab_size}", retryable=False)
-        room = sampling.max_tokens
+            invalid = next(token for token in ids if not 0 <= token < self._vocab_size)
+            raise EngineError(
+                f"the prompt has token id {invalid}; the model has token ids 0 to {self._vocab_size - 1}",
+                retryable=False,
+            )
+        max_tokens = sampling.max_tokens
         if self._max_length is not None:
             if len(ids) >= self._max_length:
                 raise EngineError(
-                    f"the prompt has {len(ids)} tokens, and the model ends at {self._max_length}: shorten it",
+                    f"the prompt has {len(ids)} tokens and the model supports {self._max_length}: shorten the prompt",
                     retryable=False,
                 )
-            room = min(room, self._max_length - len(ids))
-        stops = self._eos_ids | frozenset(sampling.stop_token_ids)
-        return GenerationRequest(ids, sampling, stops, StopStringDetector(self._tokenizer, sampling.stop), room)
+            max_tokens = min(max_tokens, self._max_length - len(ids))
+        stop_ids = self._eos_ids | frozenset(sampling.stop_token_ids)
+        detector = StopStringDetector(self._tokenizer, sampling.stop)
+        return GenerationRequest(ids, sampling, stop_ids, detector, max_tokens)
 
     def _submit(self, request: GenerationRequest) -> asyncio.Future[Generation]:
         self._check_open()
         self._loop = asyncio.get_running_loop()
         if not self._pending:
-            # at the end of this turn of the event loop: what is asked at once arrives at once
+            # flush at the end of this turn of the event loop, so that concurrent requests arrive together
             self._loop.call_soon(self._flush_requests)
         self._pending.append(request)
-        # cancelling it cancels the request's future, which the worker sees before its next step
+        # cancelling the result cancels the request's future, which the worker checks before each step
         return asyncio.wrap_future(request.future)
 
     def _check_open(self) -> None:
@@ -225,28 +235,28 @@ class LocalEngine:
             raise EngineError("the engine is closed")
 
     def _flush_requests(self) -> None:
-        asked, self._pending = self._pending, []
+        requests, self._pending = self._pending, []
         with self._condition:
             if not self._closed:
-                self._inbox.extend(asked)
+                self._inbox.extend(requests)
                 self._condition.notify()
                 return
-        for request in asked:
+        for request in requests:
             request.fail(EngineError("the engine is closed"))
 
     async def _run_between_steps(self, action: Callable[[], Any], version: int, drain: bool) -> None:
-        order = WeightUpdate(action, version, drain)
+        update = WeightUpdate(action, version, drain)
         with self._condition:
             self._check_open()
-            self._updates.append(order)
+            self._updates.append(update)
             self._condition.notify()
-        await asyncio.wrap_future(order.done)
+        await asyncio.wrap_future(update.done)
 
-    # the worker
+    # the worker thread
 
     def _run_worker(self) -> None:
         if self._threads is not None:
-            # of this thread, and of every thread that begins later and does not say otherwise
+            # for this thread and for threads that start later without a setting of their own
             torch.set_num_threads(self._threads)
         try:
             while self._wait_for_work():
@@ -255,27 +265,27 @@ class LocalEngine:
                 if self._lockstep:
                     self._yield_to_loop()
         finally:
-            # also when the thread dies of something unforeseen: nobody may wait for ever
+            # also after an unexpected error: no caller may wait indefinitely
             self._shut_down()
 
     def _yield_to_loop(self) -> None:
-        """Wait until whoever was answered has had the time to ask again."""
+        """Wait until callers whose requests completed had time to submit their next request."""
         settled = threading.Event()
 
-        def hop(left: int) -> None:
-            # an answer passes through a few callbacks before the next question is announced
-            if left and self._loop is not None:
-                self._loop.call_soon(hop, left - 1)
+        def next_turn(turns_left: int) -> None:
+            # a completion passes through a few callbacks before its caller submits the next request
+            if turns_left and self._loop is not None:
+                self._loop.call_soon(next_turn, turns_left - 1)
             else:
                 settled.set()
 
         if self._loop is not None and not self._loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # closed at this very moment: nobody will ask again
-                self._loop.call_soon_threadsafe(hop, SETTLE_TURNS)
+            with contextlib.suppress(RuntimeError):  # the loop closed in the meantime: no more requests
+                self._loop.call_soon_threadsafe(next_turn, SETTLE_TURNS)
                 settled.wait(1.0)
 
     def _wait_for_work(self) -> bool:
-        """Wait for something to do and take what has come; False when closed."""
+        """Wait for work and accept new requests; return False when the engine is closed."""
         with self._condition:
             while not (self._closed or self._inbox or self._updates or self._batch.busy):
                 release_openmp_threads()
@@ -286,7 +296,7 @@ class LocalEngine:
     def _accept_requests(self) -> None:
         waiting = self._batch.waiting
         if self._draining and not self._closed:
-            # what has not begun goes back in line, without what the old weights computed for it
+            # requests that have not started go back to the queue, without prompts computed by the old weights
             for request in reversed(waiting):
                 request.leaf = None
                 self._inbox.insert(0, request)
@@ -297,34 +307,34 @@ class LocalEngine:
 
     @property
     def _draining(self) -> bool:
-        """Whether the next order waits for what is under way to end; one that nobody waits for any more does not."""
+        """Whether the next update waits for running requests to end; a cancelled update does not."""
         first = self._updates[0] if self._updates else None
         return first is not None and first.drain and not first.done.cancelled()
 
     def _apply_updates(self) -> None:
-        """New weights, between two steps."""
+        """Apply weight updates between two steps."""
         while self._updates and not (self._draining and self._batch.rows):
-            order = self._updates.popleft()
-            if not order.done.set_running_or_notify_cancel():
+            update = self._updates.popleft()
+            if not update.done.set_running_or_notify_cancel():
                 continue
             try:
-                self._batch.decoder.network = order.apply()
+                self._batch.decoder.network = update.apply()
             except EngineError as error:
-                order.done.set_exception(error)
+                update.done.set_exception(error)
                 continue
             except BaseException as error:
-                # nobody knows what the weights are now: the worker ends, and the engine with it
-                why = f"new weights were taken in part: {type(error).__name__}: {error}"
-                order.done.set_exception(EngineError(why))
+                # the weights may be partly changed: end the worker, and with it the engine
+                message = f"the weights were loaded only in part: {type(error).__name__}: {error}"
+                update.done.set_exception(EngineError(message))
                 raise
             self._batch.clear_prefix_cache()
-            self._version = order.version
-            order.done.set_result(None)
+            self._version = update.version
+            update.done.set_result(None)
 
     def _step(self) -> None:
         try:
             self._batch.step(self._version)
-        except Exception as error:  # noqa: BLE001 - whatever a model raises, requests must hear of it and others go on
+        except Exception as error:  # noqa: BLE001 - models raise anything; fail these requests and continue
             self._error = message = f"a decode step failed: {type(error).__name__}: {error}"
             self._batch.fail(lambda: EngineError(message), include_waiting=False)
         else:
@@ -346,15 +356,16 @@ class LocalEngine:
 
 
 def _notify_loop(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    """From the worker, that there is a token. Whoever listened may be gone with the loop."""
+    """Set an event of the loop from the worker thread; the loop may be closed already."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(event.set)
 
 
 def _eos_token_ids(network: Any, tokenizer: Any) -> frozenset[int]:
-    """The ids that end an answer, by the model's configuration and the tokenizer."""
-    found: set[int] = set()
-    for holder in (network.generation_config, network.config.get_text_config(), tokenizer):
-        ends = getattr(holder, "eos_token_id", None)
-        found |= {int(one) for one in (ends if isinstance(ends, list | tuple) else [ends]) if one is not None}
-    return frozenset(found)
+    """Return the end-of-sequence ids of the model's configuration and the tokenizer."""
+    eos_ids: set[int] = set()
+    for source in (network.generation_config, network.config.get_text_config(), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        ids = value if isinstance(value, list | tuple) else [value]
+        eos_ids |= {int(token) for token in ids if token is not None}
+    return frozenset(eos_ids)

@@ -1,10 +1,10 @@
-"""The weights an engine samples with: all of them from a folder, an adapter on top, and int8 copies of linear layers.
+"""Load the weights an engine samples with: all weights of a folder, or an adapter on top; optionally int8.
 
-Everything is read and checked before the first weight changes, by its manifest where there is one: a folder that is
-damaged or does not fit leaves the engine as it was.
-An adapter is merged into the linear layers by peft; the weights it changes are kept, so that the next adapter replaces
-it and does not add to it. With int8 the linear layers of a copy are quantised by torch (weights by output channel,
-activations by token), again after every load; all else in the copy is shared with the network itself.
+Everything is read and checked, including the manifest if there is one, before the first weight changes: a damaged or
+incompatible folder leaves the engine unchanged. peft merges an adapter into the linear layers; the base values of the
+changed weights are kept, so that the next adapter replaces it instead of adding to it. With int8, the linear layers of
+a copy are quantised (weights per output channel, activations per token) after every load; the copy shares all other
+tensors with the network.
 """
 
 import copy
@@ -34,26 +34,28 @@ _LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeEr
 
 
 class WeightSlot:
-    """A network whose weights can be replaced in place. `live` is what samples."""
+    """A network whose weights can be replaced in place. `active_network` is the one to sample from."""
 
     def __init__(self, network: Any, *, int8: bool, fused: FusedLinears | None = None) -> None:
         if any(isinstance(layer, BaseTunerLayer) for layer in network.modules()):
             raise EngineError(
-                "the network has an adapter of its own: give the engine the base model, then load the adapter with load_weights",
+                "the network already has an adapter: give the engine the base model, then load the adapter with load_weights",
                 retryable=False,
             )
         if int8 and network.device.type != "cpu":
-            raise EngineError(f"engine.int8 = true works on cpu only, not on {network.device.type}", retryable=False)
+            raise EngineError(
+                f"engine.int8 = true is supported on cpu only, not on {network.device.type}", retryable=False
+            )
         self.network, self.int8, self.fused = network, int8, fused
         self._base_values: list[tuple[nn.Parameter, Tensor]] = []
         self.active_network = quantize_linears(network, fused) if int8 else network
 
     def read_weights(self, folder: str) -> Mapping[str, Tensor]:
-        """All weights in a folder, checked against the network. Changes nothing; may run beside decoding."""
+        """Read all weights of a folder and check them against the network. Safe to run during decoding."""
         try:
             state = self._read_safetensors(folder)
         except ModelError as error:
-            raise EngineError(f"weights in {folder} are refused: {error}", retryable=False) from error
+            raise EngineError(f"weights in {folder} are invalid: {error}", retryable=False) from error
         except _LOAD_ERRORS as error:
             raise EngineError(f"weights in {folder} could not be read: {error}", retryable=False) from error
         self.check_compatible(f"weights in {folder}", state)
@@ -66,7 +68,10 @@ class WeightSlot:
 
     @torch.no_grad()
     def replace_weights(self, state: Mapping[str, Tensor]) -> Any:
-        """Take weights that `read` returned; an adapter is gone with the weights it was merged into."""
+        """Copy weights that `read_weights` returned into the network; return the network to sample from.
+
+        This removes a merged adapter.
+        """
         own = self.network.state_dict()
         for name, value in state.items():
             own[name].copy_(value)
@@ -74,30 +79,33 @@ class WeightSlot:
         return self._refresh_network()
 
     def validate_adapter(self, folder: str) -> None:
-        """Refuse an adapter that cannot be merged. Changes nothing; may run beside decoding."""
+        """Raise EngineError for an adapter that cannot be merged. Safe to run during decoding."""
         try:
             check_weights(Path(folder))
             check_adapter(Path(folder))
         except ModelError as error:
-            raise EngineError(f"adapter {folder} is refused: {error}", retryable=False) from error
+            raise EngineError(f"adapter {folder} is invalid: {error}", retryable=False) from error
 
     @torch.no_grad()
     def merge_adapter(self, folder: str) -> Any:
-        """Merge an adapter that `read_adapter` took into the weights loaded last, in place of any adapter before."""
+        """Merge a validated adapter into the weights loaded last, replacing any earlier adapter.
+
+        Returns the network to sample from.
+        """
         try:
             wrapper = self._wrap_with_peft(folder)
             layers = [layer for layer in self.network.modules() if isinstance(layer, BaseTunerLayer)]
-            touched = {id(one): one for layer in layers for one in _base_layer(layer).parameters()}
-            touched |= {id(one): one for one, _ in self._base_values}
-            merged = [(weight, weight.detach().clone()) for weight in touched.values()]
+            changed = {id(weight): weight for layer in layers for weight in _base_layer(layer).parameters()}
+            changed |= {id(weight): weight for weight, _ in self._base_values}
+            previous_values = [(weight, weight.detach().clone()) for weight in changed.values()]
             _copy_values(self._base_values)
-            kept = [(weight, weight.detach().clone()) for weight in touched.values()]
+            base_values = [(weight, weight.detach().clone()) for weight in changed.values()]
             try:
                 wrapper.merge_and_unload()
             except BaseException:
-                _copy_values(merged)
+                _copy_values(previous_values)
                 raise
-            self._base_values = kept
+            self._base_values = base_values
         except _LOAD_ERRORS as error:
             raise EngineError(f"adapter {folder} could not be loaded: {error}", retryable=False) from error
         finally:
@@ -111,8 +119,9 @@ class WeightSlot:
         result: Any = set_peft_model_state_dict(wrapper, load_peft_weights(folder, device=str(self.network.device)))
         missing = [key for key in result.missing_keys if "lora_" in key]
         if missing or result.unexpected_keys:
-            what = f"it has no {missing[0]}" if missing else f"the model has no place for {result.unexpected_keys[0]}"
-            raise ValueError(what)
+            raise ValueError(
+                f"{missing[0]} is missing" if missing else f"the model has no layer for {result.unexpected_keys[0]}"
+            )
         return wrapper
 
     def _refresh_network(self) -> Any:
@@ -133,13 +142,13 @@ class WeightSlot:
         return self._read_with_transformers(folder)
 
     def _read_with_transformers(self, folder: str) -> Mapping[str, Tensor]:
-        """Weights in another form than the network has in memory, which transformers knows how to read."""
+        """Read weights stored in a format that transformers converts to that of the network."""
         config = read_json(Path(folder) / "config.json")
-        kind = config.get("model_type")
-        if kind != self.network.config.model_type:
-            raise ValueError(f"they are of a {kind} model, and this is a {self.network.config.model_type} model")
+        model_type = config.get("model_type")
+        if model_type != self.network.config.model_type:
+            raise ValueError(f"they belong to a {model_type} model, not to a {self.network.config.model_type} model")
         with _no_progress_bars():
-            # by the engine's own configuration: that of a folder could ask for any amount of memory
+            # use the engine's configuration: that of the folder could demand any amount of memory
             loaded: Any = type(self.network).from_pretrained(
                 folder,
                 config=copy.deepcopy(self.network.config),
@@ -149,27 +158,27 @@ class WeightSlot:
                 output_loading_info=True,
             )
         network, report = loaded
-        wrong = [str(key) for part in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in report[part]]
-        if wrong:
-            # transformers would fill these in at random and only log it
-            raise ValueError(f"{len(wrong)} weights do not fit, such as {min(wrong)}")
-        found: Mapping[str, Tensor] = network.state_dict()
-        return found
+        names = [str(key) for part in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in report[part]]
+        if names:
+            # transformers would initialise these at random and only log it
+            raise ValueError(f"{len(names)} weights do not match the model, for example {min(names)}")
+        state: Mapping[str, Tensor] = network.state_dict()
+        return state
 
     def check_compatible(self, description: str, state: Mapping[str, Tensor]) -> None:
-        """Refuse weights that are not of this network, by name."""
+        """Raise EngineError unless the names and shapes of the weights are those of this network."""
         own = self.network.state_dict()
         stored = {own[name].data_ptr() for name in state if name in own}
-        # a tied weight is stored under one of its names
+        # a tied weight is stored under only one of its names
         missing = [name for name, value in own.items() if name not in state and value.data_ptr() not in stored]
         unknown = [name for name in state if name not in own]
         if missing or unknown:
-            how = f"lack {missing[0]}" if missing else f"hold {unknown[0]}, which the model does not have"
-            raise EngineError(f"{description} {how}: they are of another model", retryable=False)
+            problem = f"{missing[0]} is missing" if missing else f"{unknown[0]} is not a weight of the model"
+            raise EngineError(f"{description} belong to another model: {problem}", retryable=False)
         for name, value in state.items():
             if value.shape != own[name].shape:
                 raise EngineError(
-                    f"{description}: {name} has shape {tuple(value.shape)}, the model {tuple(own[name].shape)}",
+                    f"{description}: {name} has shape {tuple(value.shape)}; required: {tuple(own[name].shape)}",
                     retryable=False,
                 )
 
@@ -185,7 +194,7 @@ def _base_layer(layer: BaseTunerLayer) -> nn.Module:
 
 
 def _remove_peft_layers(network: Any) -> None:
-    """Take peft's layers out again, whatever state they are in."""
+    """Replace peft's layers by their base layers, whatever state they are in."""
     for name, layer in list(network.named_modules()):
         if isinstance(layer, BaseTunerLayer) and not name.endswith("base_layer"):
             replace_layer(network, name, _base_layer(layer))
@@ -196,10 +205,10 @@ def _remove_peft_layers(network: Any) -> None:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    shown = hf_logging.is_progress_bar_enabled()
+    enabled = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Wrappers of native kernels raise an error that names a bad argument, and never pass its address to C."""
+"""Wrappers of native kernels raise an error that names an invalid argument and never pass its address to C."""
 
 import math
 import re
@@ -22,7 +22,7 @@ Change = Callable[[Any], Any]
 
 @pytest.fixture(autouse=True)
 def _no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail a test in which a bad argument reaches a kernel."""
+    """Fail a test in which an invalid argument reaches a kernel."""
 
     class Guard:
         def __getattr__(self, name: str) -> Any:
@@ -36,7 +36,7 @@ def _no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """Return the same numbers with a stride of 2 in the last dimension."""
+    """Return the same values with a stride of 2 in the last dimension."""
     return tensor.repeat_interleave(2, -1)[..., ::2]
 
 
@@ -50,7 +50,7 @@ def strided(tensor: Tensor) -> Tensor:
         (torch.ones(K, 0), "matrix has shape [5, 0]"),
     ],
 )
-def test_a_matrix_that_cannot_be_packed_is_named(matrix: Tensor, message: str) -> None:
+def test_a_matrix_that_cannot_be_packed_raises_an_error_that_names_it(matrix: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         PackedMatrix(matrix)
 
@@ -98,54 +98,59 @@ META = "is float32 on meta"
         ({"out": torch.ones(M * N)}, "out is float32 on cpu, shape [18]"),
         ({"out": torch.ones(N, M).t()}, "out is float32 on cpu, shape [3, 6], strides [1, 3]"),
         ({"out": torch.ones(N).expand(M, N)}, "out is float32 on cpu, shape [3, 6], strides [0, 1]"),
-        ({"add": True}, "add is True and out is None"),
+        ({"accumulate": True}, "accumulate is True and out is None"),
     ],
 )
-def test_a_bad_argument_of_a_product_is_named(changes: dict[str, Any], message: str) -> None:
-    given = {"left": torch.ones(M, K)} | changes
+def test_an_invalid_argument_of_a_product_is_named(changes: dict[str, Any], message: str) -> None:
+    arguments = {"left": torch.ones(M, K)} | changes
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        PackedMatrix(torch.ones(K, N)).matmul(**given)
+        PackedMatrix(torch.ones(K, N)).matmul(**arguments)
 
 
-FIRST, STORE, OFFSET, LENGTH, ALONG = [0, 1, 3], [0, 0, 1], [0, 64, 0], [4, 2, 1], [32, 32, 32]
+SPANS: dict[str, list[int]] = {
+    "row_starts": [0, 1, 3],
+    "tensor_index": [0, 0, 1],
+    "offsets": [0, 64, 0],
+    "lengths": [4, 2, 1],
+    "head_strides": [32, 32, 32],
+}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"first": [0]}, "first is [0]; required"),
-        ({"first": [1, 3]}, "first is [1, 3]; required"),
-        ({"first": [0, 3, 2]}, "first is [0, 3, 2]; required"),
-        ({"first": [0, 1, 4]}, "store has 3 numbers; required: 4"),
-        ({"store": [0, 0]}, "store has 2 numbers; required: 3"),
-        ({"store": [0, 0, -1]}, "store has the number -1; required: no negative numbers"),
-        ({"offset": [0, 64]}, "offset has 2 numbers"),
-        ({"offset": [0, -8, 0]}, "offset has the number -8"),
-        ({"length": [4, 2, 1, 1]}, "length has 4 numbers"),
-        ({"length": [4, 2, -1]}, "length has the number -1"),
-        ({"length": [4, 0, 0]}, "length gives row 1 no key; required: at least one for each row"),
-        ({"along": []}, "along has 0 numbers"),
-        ({"along": [32, 32, -32]}, "along has the number -32"),
+        ({"row_starts": [0]}, "row_starts is [0]; required"),
+        ({"row_starts": [1, 3]}, "row_starts is [1, 3]; required"),
+        ({"row_starts": [0, 3, 2]}, "row_starts is [0, 3, 2]; required"),
+        ({"row_starts": [0, 1, 4]}, "tensor_index has 3 numbers; required: 4"),
+        ({"tensor_index": [0, 0]}, "tensor_index has 2 numbers; required: 3"),
+        ({"tensor_index": [0, 0, -1]}, "tensor_index has the number -1; required: no negative numbers"),
+        ({"offsets": [0, 64]}, "offsets has 2 numbers"),
+        ({"offsets": [0, -8, 0]}, "offsets has the number -8"),
+        ({"lengths": [4, 2, 1, 1]}, "lengths has 4 numbers"),
+        ({"lengths": [4, 2, -1]}, "lengths has the number -1"),
+        ({"lengths": [4, 0, 0]}, "lengths gives row 1 no key; required: at least one for each row"),
+        ({"head_strides": []}, "head_strides has 0 numbers"),
+        ({"head_strides": [32, 32, -32]}, "head_strides has the number -32"),
     ],
 )
-def test_a_bad_list_of_stretches_is_named(changes: dict[str, list[int]], message: str) -> None:
-    given = {"first": FIRST, "store": STORE, "offset": OFFSET, "length": LENGTH, "along": ALONG} | changes
+def test_an_invalid_list_of_key_spans_is_named(changes: dict[str, list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        KeySpans(**given)
+        KeySpans(**(SPANS | changes))
 
 
-def stores() -> list[Tensor]:
-    """Return two stores of 2 sequences, 2 key heads, 4 keys and width 8: the lists above read all of the first."""
+def kv_tensors() -> list[Tensor]:
+    """Return tensors of 2 and 1 sequences, 2 key heads, 4 keys and width 8: SPANS reads all of the first."""
     return [torch.ones(2, 2, 4, 8), torch.ones(1, 2, 4, 8)]
 
 
-def decode_step() -> dict[str, Any]:
-    """Return good arguments of `attend_rows`: 2 key heads, 3 query heads for each, 2 rows."""
+def decode_arguments() -> dict[str, Any]:
+    """Return valid arguments of `attend_rows`: 2 key heads, 3 query heads for each, 2 rows."""
     return {
         "query": torch.ones(2, 3, 2, 8),
-        "stretches": KeySpans(FIRST, STORE, OFFSET, LENGTH, ALONG),
-        "keys": stores(),
-        "values": stores(),
+        "spans": KeySpans(**SPANS),
+        "keys": kv_tensors(),
+        "values": kv_tensors(),
         "scale": 0.5,
         "out": torch.ones(2, 6, 8),
     }
@@ -160,7 +165,7 @@ def decode_step() -> dict[str, Any]:
         ("query", strided, "query is float32 on cpu, shape [2, 3, 2, 8], strides [96, 32, 16, 2]; required"),
         ("query", lambda query: query[..., :4], "query has heads of width 4; required: a multiple of 8"),
         ("query", lambda query: query[..., :0], "query has heads of width 0"),
-        ("query", lambda query: query[:, :, :1], "stretches describe 2 rows; required: 1, the rows of query"),
+        ("query", lambda query: query[:, :, :1], "spans describes 2 rows; required: 1, the rows of query"),
         ("scale", lambda _: math.nan, "scale is nan; required: a finite number"),
         ("out", lambda out: out.double(), f"out {FLOAT64}"),
         ("out", lambda out: out.to("meta"), f"out {META}"),
@@ -172,42 +177,42 @@ def decode_step() -> dict[str, Any]:
         ("out", lambda out: out[:1].expand(2, 6, 8), "out is float32 on cpu, shape [2, 6, 8], strides [0, 8, 1]"),
     ],
 )
-def test_a_bad_argument_of_decode_attention_is_named(name: str, change: Change, message: str) -> None:
-    given = decode_step()
-    given[name] = change(given[name])
+def test_an_invalid_argument_of_decode_attention_is_named(name: str, change: Change, message: str) -> None:
+    arguments = decode_arguments()
+    arguments[name] = change(arguments[name])
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        attend_rows(**given)
+        attend_rows(**arguments)
 
 
 @pytest.mark.parametrize("name", ["keys", "values"])
 @pytest.mark.parametrize(
-    ("number", "change", "message"),
+    ("index", "change", "message"),
     [
-        (0, lambda store: store.double(), "[0] is float64 on cpu"),
-        (1, lambda store: store.to("meta"), "[1] is float32 on meta"),
+        (0, lambda tensor: tensor.double(), "[0] is float64 on cpu"),
+        (1, lambda tensor: tensor.to("meta"), "[1] is float32 on meta"),
         (0, strided, "[0] is float32 on cpu, shape [2, 2, 4, 8], strides [128, 64, 16, 2]; required"),
-        # the second stretch needs 64 + 32 + 2 * 8 numbers
+        # the second span needs 64 + 32 + 2 * 8 numbers
         (
             0,
-            lambda store: store.flatten()[:111],
+            lambda tensor: tensor.flatten()[:111],
             "[0] is float32 on cpu, shape [111], strides [1]; required: float32 on",
         ),
-        (1, lambda store: store.flatten()[:39], "[1] is float32 on cpu, shape [39]"),
+        (1, lambda tensor: tensor.flatten()[:39], "[1] is float32 on cpu, shape [39]"),
     ],
 )
-def test_a_bad_store_is_named(name: str, number: int, change: Change, message: str) -> None:
-    given = decode_step()
-    given[name][number] = change(given[name][number])
+def test_an_invalid_tensor_of_keys_or_values_is_named(name: str, index: int, change: Change, message: str) -> None:
+    arguments = decode_arguments()
+    arguments[name][index] = change(arguments[name][index])
     with pytest.raises(ValueError, match=f"^{re.escape(name + message)}"):
-        attend_rows(**given)
+        attend_rows(**arguments)
 
 
 @pytest.mark.parametrize("name", ["keys", "values"])
-def test_a_missing_store_is_named(name: str) -> None:
-    given = decode_step()
-    given[name] = given[name][:1]
-    with pytest.raises(ValueError, match=f"^{name} has 1 stores; required: at least 2"):
-        attend_rows(**given)
+def test_a_missing_tensor_of_keys_or_values_is_reported(name: str) -> None:
+    arguments = decode_arguments()
+    arguments[name] = arguments[name][:1]
+    with pytest.raises(ValueError, match=f"^{name} has 1 tensors; required: at least 2"):
+        attend_rows(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -230,13 +235,13 @@ def test_a_missing_store_is_named(name: str) -> None:
         ({"sine": torch.ones(3, 1).expand(3, 4)}, "sine is float32 on cpu, shape [3, 4], strides [1, 0]"),
     ],
 )
-def test_a_bad_argument_of_rotary_embeddings_is_named(changes: dict[str, Any], message: str) -> None:
-    given = {"states": torch.ones(3, 32), "heads": 2, "cosine": torch.ones(3, 4), "sine": torch.ones(3, 4)} | changes
+def test_an_invalid_argument_of_rotary_embeddings_is_named(changes: dict[str, Any], message: str) -> None:
+    arguments = {"states": torch.ones(3, 32), "heads": 2, "cosine": torch.ones(3, 4), "sine": torch.ones(3, 4)}
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        apply_rope(**given)
+        apply_rope(**(arguments | changes))
 
 
-def test_values_of_another_type_or_width_do_not_fit_decode_attention() -> None:
+def test_decode_attention_does_not_support_other_dtypes_devices_strides_and_widths() -> None:
     query, value = torch.ones(2, 3, 2, 8), torch.ones(2, 2, 8)
     assert decode_attention.decode_kernel_supports(query, value)
     assert not decode_attention.decode_kernel_supports(query, value.double())
@@ -247,7 +252,7 @@ def test_values_of_another_type_or_width_do_not_fit_decode_attention() -> None:
     assert not decode_attention.decode_kernel_supports(strided(query), value)
 
 
-def test_without_a_library_wrappers_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_native_kernels_the_error_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_load_once", lambda: (None, "there is no C compiler"))
     with pytest.raises(RuntimeError, match=r"native kernels are not available: there is no C compiler"):
         build.require_library()

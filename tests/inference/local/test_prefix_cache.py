@@ -1,210 +1,211 @@
-"""What the engine computes only once: turns of a conversation, layers that read one input; and streams of tokens."""
+"""The prefix cache: shared prefixes, multi-turn conversations, retained completions and block layout."""
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from keel.config import Sampling
-from keel.inference.local import decoders
+from keel.inference.local import decoders, torch_rows
 from keel.inference.local.continuous_batch import ContinuousBatch
-from keel.inference.local.decoders import select_decoder
+from keel.inference.local.decoder_selection import select_decoder
 from keel.inference.local.local_engine import LocalEngine
-from keel.inference.local.prefix_cache import PrefixNode, RetainedPrefixes, allocate_blocks
-from keel.inference.protocol import EngineError, Generation, WeightSource
-from keel.inference.server.openai_responses import TokenChunk
-from tests.inference.local.test_local_engine import PROMPTS, ask, counting, off_trainer, request
-from tests.inference.local.test_weight_loading import adapter_of, folder_of
-from tests.support.policy_strategies import FAMILIES, LORA, tiny
+from keel.inference.local.prefix_cache import (
+    MIN_SHARED_TOKENS,
+    PrefixCache,
+    PrefixNode,
+    RetainedPrefixes,
+    allocate_blocks,
+)
+from keel.inference.protocol import Generation, WeightSource
+from tests.support.local_engine import (
+    PROMPTS,
+    counting_decoder,
+    logprob_error,
+    make_request,
+    run_batch,
+    save_weights,
+    with_engine,
+)
+from tests.support.policy_strategies import tiny
+from tests.support.prompt_trees import BRANCHING_PROMPTS
 
-MORE = [*b"\nuser\nHigher.\n"]
+USER_TURN = [*b"\nuser\nHigher.\n"]
 
 
-def turns(decoder: Any, count: int, size: int = 5) -> tuple[list[list[int]], list[Generation]]:
-    """A conversation: each prompt is all that came before and what the user says next."""
+def run_conversation(decoder: Any, turns: int, max_tokens: int = 5) -> tuple[list[list[int]], list[Generation]]:
+    """Run a conversation in which each prompt is the previous prompt, its completion and the next user turn."""
     batch, prompt = ContinuousBatch(decoder, 4), list(PROMPTS[0])
-    prompts, found = [], []
-    for turn in range(count):
-        one = request(prompt, max_tokens=size, seed=turn)
-        batch.waiting.append(one)
-        while batch.busy:
-            batch.step(0)
+    prompts, generations = [], []
+    for turn in range(turns):
+        generations += run_batch(batch, [make_request(prompt, max_tokens=max_tokens, seed=turn)])
         prompts.append(prompt)
-        found.append(one.future.result())
-        prompt = [*prompt, *found[-1].token_ids, *MORE]
-    return prompts, found
+        prompt = [*prompt, *generations[-1].token_ids, *USER_TURN]
+    return prompts, generations
 
 
-# turns
+# conversations
 
 
-def test_the_next_turn_computes_only_what_is_new() -> None:
-    decoder = counting(tiny())
-    turns(decoder, 3)
-    # the last token of an answer has not been through the model, and is computed with what the user says
-    turn = [1 + len(MORE), 1, 1, 1, 1]
+def test_the_next_turn_computes_only_its_new_tokens() -> None:
+    decoder = counting_decoder(tiny())
+    run_conversation(decoder, 3)
+    # the last token of a completion is not in the cache yet, and is computed with the next user turn
+    turn = [1 + len(USER_TURN), 1, 1, 1, 1]
     assert decoder.computed == [len(PROMPTS[0]), 1, 1, 1, 1, *turn, *turn]
 
 
 @pytest.mark.parametrize("family", ["tiny", "tiny-gemma3", "tiny-gpt-oss"])
-def test_turns_on_kept_beginnings_are_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders, "MAX_DEPTH", 3)  # the later turns stand on pieces that were put together
+def test_turns_on_retained_prefixes_are_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "MAX_DEPTH", 3)  # the later turns use merged nodes
     model = tiny(family)
-    decoder = counting(model)
-    prompts, found = turns(decoder, 5)
+    decoder = counting_decoder(model)
+    prompts, generations = run_conversation(decoder, 5)
     assert max(node.depth for node in decoder.prefix_cache.retained._nodes.values()) <= 4
-    assert off_trainer(model, prompts, found) < 1e-5
+    assert logprob_error(model, prompts, generations) < 1e-5
 
 
-def test_a_long_answer_that_spilled_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_completion_that_spilled_is_retained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "SPILL_TOKENS", 4)
     model = tiny()
-    decoder = counting(model)
-    prompts, found = turns(decoder, 2, size=15)
-    assert decoder.computed[15] == 1 + len(MORE)
-    assert off_trainer(model, prompts, found) < 1e-5
+    decoder = counting_decoder(model)
+    prompts, generations = run_conversation(decoder, 2, max_tokens=15)
+    assert decoder.computed[15] == 1 + len(USER_TURN)
+    assert logprob_error(model, prompts, generations) < 1e-5
 
 
-def test_nothing_that_other_weights_computed_is_reused(tmp_path: Path) -> None:
+def test_prefixes_computed_by_old_weights_are_not_reused(tmp_path: Path) -> None:
     other = tiny(seed=5)
-    folder = folder_of(other, tmp_path / "w")
+    folder = save_weights(other, tmp_path / "w")
 
     async def use(engine: LocalEngine) -> tuple[list[int], Generation]:
-        across = asyncio.create_task(engine.generate(PROMPTS[1], Sampling(max_tokens=800, seed=2)))
-        first = await engine.generate(PROMPTS[0], Sampling(max_tokens=5, seed=1))
+        long_task = asyncio.create_task(engine.generate(PROMPTS[1], Sampling(max_tokens=800, seed=2)))
+        short = await engine.generate(PROMPTS[0], Sampling(max_tokens=5, seed=1))
         await engine.load_weights(WeightSource.folder(folder), 1)
-        crossed = await across  # sampled by both: its keys are of neither
-        assert set(crossed.versions) == {0, 1}
-        for before, one in ((PROMPTS[1], crossed), (PROMPTS[0], first)):
-            prompt = [*before, *one.token_ids, *MORE]
-            found = await engine.generate(prompt, Sampling(max_tokens=5, seed=1))
-            assert off_trainer(other, [prompt], [found]) < 1e-5
-        return prompt, found
+        mixed = await long_task  # sampled by both versions, so its keys belong to neither
+        assert set(mixed.versions) == {0, 1}
+        for first_prompt, generation in ((PROMPTS[1], mixed), (PROMPTS[0], short)):
+            prompt = [*first_prompt, *generation.token_ids, *USER_TURN]
+            next_turn = await engine.generate(prompt, Sampling(max_tokens=5, seed=1))
+            assert logprob_error(other, [prompt], [next_turn]) < 1e-5
+        return prompt, next_turn
 
-    ask(tiny(), use)
-
-
-def test_kept_beginnings_take_bounded_memory_and_the_oldest_go_first() -> None:
-    def node(first: int, parent: PrefixNode | None = None) -> PrefixNode:
-        one = PrefixNode((*(parent.ids if parent else ()), *[first] * 16), parent)
-        allocate_blocks([one])
-        one.store_kv(0, torch.zeros(1, 16, 8), torch.zeros(1, 16, 8))
-        return one
-
-    size = 2 * 16 * 8 * 4
-    kept, root = RetainedPrefixes(3 * size), node(0)
-    first, second, third = (node(number, root) for number in (1, 2, 3))
-    kept.add(first)
-    kept.add(second)
-    assert kept.used_bytes == 3 * size  # the root once
-    kept.add(first)
-    kept.add(third)
-    assert list(kept._nodes.values()) == [first, third]
-    assert kept.used_bytes == 3 * size
-    kept.add(node(4))
-    assert kept.used_bytes == 3 * size
-    RetainedPrefixes(size - 1).add(root)  # more than there is room for is not kept at all
+    with_engine(tiny(), use)
 
 
-def test_forgetting_prompts_computes_them_anew() -> None:
+def test_clearing_the_prefix_cache_recomputes_prompts() -> None:
     async def use(engine: LocalEngine) -> None:
         first = await engine.generate(PROMPTS[0], Sampling(max_tokens=5, seed=1))
-        prefixes = engine._batch.decoder.prefix_cache  # type: ignore[attr-defined]
-        assert len(prefixes) > 0
+        cache = engine._batch.decoder.prefix_cache  # type: ignore[attr-defined]
+        assert len(cache) > 0
         await engine.clear_prefix_cache()
-        assert len(prefixes) == 0
+        assert len(cache) == 0
         assert await engine.version() == 0
         assert await engine.generate(PROMPTS[0], Sampling(max_tokens=5, seed=1)) == first
 
-    ask(tiny(), use)
+    with_engine(tiny(), use)
 
 
-# layers that are computed as one
+# retained completions
 
 
-def test_layers_of_one_input_are_one_product_and_hold_no_second_weight() -> None:
-    for family in FAMILIES:
-        network: Any = tiny(family).network
-        size = sum(weight.numel() for weight in network.parameters())
-        fused = select_decoder(network, family).fused
-        assert fused is not None
-        layers = len(network.model.layers)
-        dense = hasattr(network.model.layers[0].mlp, "up_proj")
-        assert [len(group.layers) for group in fused.groups] == ([3, 2] if dense else [3]) * layers, family
-        held = {weight.untyped_storage().data_ptr(): weight for weight in network.parameters()}
-        assert sum(weight.untyped_storage().nbytes() // 4 for weight in held.values()) == size
-        assert all(group.views_intact for group in fused.groups)
+def test_retained_prefixes_use_bounded_memory_and_the_oldest_are_evicted_first() -> None:
+    def make_node(token: int, parent: PrefixNode | None = None) -> PrefixNode:
+        node = PrefixNode((*(parent.ids if parent else ()), *[token] * 16), parent)
+        allocate_blocks([node])
+        node.store_kv(0, torch.zeros(1, 16, 8), torch.zeros(1, 16, 8))
+        return node
+
+    size = 2 * 16 * 8 * 4
+    retained, root = RetainedPrefixes(3 * size), make_node(0)
+    first, second, third = (make_node(token, root) for token in (1, 2, 3))
+    retained.add(first)
+    retained.add(second)
+    assert retained.used_bytes == 3 * size  # the root is counted once
+    retained.add(first)
+    retained.add(third)
+    assert list(retained._nodes.values()) == [first, third]
+    assert retained.used_bytes == 3 * size
+    retained.add(make_node(4))
+    assert retained.used_bytes == 3 * size
+    too_small = RetainedPrefixes(size - 1)
+    too_small.add(root)  # larger than the limit: not retained at all
+    assert too_small.used_bytes == 0
 
 
-def test_closing_leaves_the_network_as_it_was(tmp_path: Path) -> None:
-    model = tiny()
-    before = {name: weight.clone() for name, weight in model.network.state_dict().items()}
-    ask(model, lambda engine: engine.generate(PROMPTS[0], Sampling(max_tokens=2)))
-    assert not any("forward" in vars(layer) for layer in model.network.modules())
-    assert all(torch.equal(weight, before[name]) for name, weight in model.network.state_dict().items())
-    storages = [weight.untyped_storage().data_ptr() for weight in model.network.parameters()]
-    assert len(set(storages)) == len(storages)
-    folder_of(model, tmp_path / "w")
+def test_equal_completions_are_retained_once_and_those_of_a_step_share_a_block() -> None:
+    decoder: Any = select_decoder(tiny().network, "tiny")
+    requests = [make_request(PROMPTS[0], seed=seed, max_tokens=4) for seed in (1, 1, 2, 3)]
+    generations = run_batch(ContinuousBatch(decoder, 8), requests)
+    ids = {(*PROMPTS[0], *generation.token_ids[:-1]) for generation in generations}
+    nodes = [decoder.prefix_cache.get(prefix) for prefix in ids]
+    assert len(decoder.prefix_cache.retained._nodes) == len(ids) == 3
+    assert len({node.block for node in nodes}) == 1
+    assert nodes[0].block.node_count == 3
 
 
-def test_weights_put_in_place_of_others_are_followed(tmp_path: Path) -> None:
-    model = tiny()
-    fused = select_decoder(model.network, "tiny").fused
-    assert fused is not None
-    layer = fused.groups[0].layers[1]
-    layer.weight.data = layer.weight.data * 2
-    assert not fused.groups[0].views_intact
-    fused.refresh()
-    assert fused.groups[0].views_intact
-    states = torch.randn(3, layer.in_features)
-    torch.testing.assert_close(layer(states), torch.nn.functional.linear(states, layer.weight))
+# nodes and blocks
 
 
-def test_an_adapter_on_int8_and_fused_layers_is_still_merged(tmp_path: Path) -> None:
-    adapter = adapter_of(tiny(lora=LORA), tmp_path / "a")
-
-    async def use(engine: LocalEngine) -> None:
-        await engine.load_weights(WeightSource.adapter(adapter), 1)
-        fused = engine._batch.decoder.fused
-        assert fused is not None
-        assert all(group.views_intact for group in fused.groups)
-
-    ask(tiny(), use)
-    ask(tiny(), use, int8=True)
-
-
-# streams
-
-
-def test_pieces_of_a_stream_joined_are_the_answer_and_come_while_it_is_sampled() -> None:
-    sampling = Sampling(max_tokens=40, seed=3)
-
-    async def use(engine: LocalEngine) -> tuple[list[TokenChunk], Generation]:
-        pieces = [piece async for piece in engine.stream(PROMPTS[0], sampling)]
-        return pieces, await engine.generate(PROMPTS[0], sampling)
-
-    pieces, whole = ask(tiny(), use)
-    assert len(pieces) > 2
-    assert tuple(token for piece in pieces for token in piece.token_ids) == whole.token_ids
-    assert [value for piece in pieces for value in piece.logprobs] == pytest.approx(whole.logprobs, abs=1e-5)
-    assert tuple(value for piece in pieces for value in piece.versions) == whole.versions
-    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [whole.finish_reason]
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=12))
+def test_the_nodes_of_a_prompt_contain_its_tokens_and_follow_their_parents(
+    shapes: list[tuple[int, int, int]],
+) -> None:
+    rng = random.Random(0)
+    stems = [tuple(rng.choices(range(3), k=30)) for _ in range(3)]
+    prompts = [
+        (*stems[stem % 3][: 10 * (stem + 1)], *(token for _ in range(size % 5 + 1))) for stem, size, token in shapes
+    ]
+    cache = PrefixCache()
+    nodes: list[PrefixNode] = []
+    for batch in (prompts[: len(prompts) // 2], prompts[len(prompts) // 2 :]):
+        new = cache.insert(batch)
+        assert all(node.parent is None or node.parent in [*nodes, *new[: new.index(node)]] for node in new)
+        nodes += new
+    assert len({node.ids for node in nodes}) == len(nodes)
+    for prompt in prompts:
+        leaf = cache.get(prompt)
+        assert leaf is not None
+        path = [*leaf.ancestors][::-1]
+        assert [token for node in path for token in node.ids[node.start :]] == list(prompt)
+        assert [token for node in leaf.kv_path for token in node.ids[node.kv_start :]] == list(prompt)
+        assert all(len(node) >= 1 for node in path)
 
 
-def test_a_stream_that_is_closed_frees_its_row_and_one_that_fails_says_so() -> None:
-    async def use(engine: LocalEngine) -> None:
-        stream: Any = engine.stream(PROMPTS[0], Sampling(max_tokens=2000))
-        assert (await anext(stream)).token_ids
-        await stream.aclose()
-        await engine.generate(PROMPTS[1], Sampling(max_tokens=1))
-        assert (await engine.health()).running == 0
-        other: Any = engine.stream(PROMPTS[0], Sampling(max_tokens=2000))
-        await anext(other)
-        await engine.close()
-        with pytest.raises(EngineError, match="closed"):
-            async for _ in other:
-                pass
+def test_a_long_common_prefix_gets_one_node_and_a_short_one_none() -> None:
+    stem = tuple(range(MIN_SHARED_TOKENS))
+    nodes = PrefixCache().insert([(*stem, 100), (*stem, 101, 102), (*stem[:3], 7)])
+    assert sorted(len(node) for node in nodes) == [1, 2, 4, MIN_SHARED_TOKENS]
 
-    ask(tiny(), use, max_batch=1)
+
+def test_a_short_prefix_is_stored_with_its_children_and_a_long_one_is_not() -> None:
+    cache = PrefixCache()
+    nodes = cache.insert(map(tuple, BRANCHING_PROMPTS))  # the cache holds only weak references
+    assert len(nodes) == 8
+    leaves = [cache.get(tuple(prompt)) for prompt in BRANCHING_PROMPTS]
+    assert [leaf and [(node.kv_start, node.end) for node in leaf.kv_path] for leaf in leaves] == [
+        [(0, 40), (40, 43)],
+        [(0, 40), (40, 42)],
+        [(0, 60)],
+        [(0, 50)],
+        [(0, 30)],
+        [(0, 1)],
+    ]
+    blocks = [leaf.block for leaf in leaves[2:4] if leaf]
+    assert blocks[0] is blocks[1]
+    assert (blocks[0].parent_tokens, blocks[0].length) == (20, 60)
+
+
+def test_rows_with_a_small_gap_between_their_nodes_share_a_product_and_distant_ones_do_not() -> None:
+    nodes = [PrefixNode((token,)) for token in range(10)]
+    allocate_blocks(nodes)
+    device = torch.device("cpu")
+    gap = list(torch_rows._group_rows_by_block([nodes[0], nodes[1], nodes[3], nodes[4]], device))
+    assert [(rows.first_node, rows.end_node) for rows in gap] == [(0, 5)]
+    distant = list(torch_rows._group_rows_by_block([nodes[0], nodes[9]], device))
+    assert [(rows.first_node, rows.end_node) for rows in distant] == [(0, 1), (9, 10)]

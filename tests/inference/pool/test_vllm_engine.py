@@ -28,8 +28,8 @@ from keel.common.manifest import write_manifest
 from keel.config import ModelSettings, PoolSettings, Sampling
 from keel.errors import ConfigError
 from keel.inference.pool.pool import Pool
-from keel.inference.pool.vllm_process import server_env
 from keel.inference.pool.vllm_engine import VllmEngine, start_vllm
+from keel.inference.pool.vllm_process import server_env
 from keel.inference.protocol import EngineError, Generation, WeightSource
 from keel.training import load_model
 from keel.training.model import tiny_models
