@@ -1,9 +1,9 @@
 """The accounts of a batch: what was refused, and how far sampler and policy are apart.
 
 Counts of kept and dropped tokens are exact. Distributions, and everything split by staleness, are exact up to
-`metrics_sample_size` tokens a step; above, they come from evenly spaced stretches of each batch, scaled to it, so that the
-cost of metrics stays small. What belongs to whole sequences takes each sequence as it lies in the batch: one that is
-cut over micro-batches counts in its parts. The sample is small, and so counted on the CPU by numpy, a call of which
+`metrics_sample_size` tokens a step; above, they come from evenly spaced stretches of each batch, scaled to it, so that
+the cost of metrics stays small. What belongs to whole sequences takes each sequence as it lies in the batch: one that
+is cut over micro-batches counts in its parts. The sample is small, and so counted on the CPU by numpy, a call of which
 costs a fraction of torch's.
 """
 

@@ -80,7 +80,7 @@ def test_an_unknown_command_exits_with_2_and_the_usage(run: Any, words: list[str
             "keel: objective.ratio_low = 9.0 must be below objective.ratio_high = 5.0\n",
         ),
         (["objectives", "icepop", "--eps", "1"], None),
-        (["objectives", "--eps", "1"], "keel: --eps is a parameter of an objective: give its name too\n"),
+        (["objectives", "--eps", "1"], "keel: --eps is a parameter of an objective; write keel objectives NAME --eps VALUE\n"),
         (["objectives", "icepop", "--markdown"], None),
         (["config", "no-such-file.toml"], "keel: no-such-file.toml does not exist\n"),
         (["config", "--objectiv.name", "opsm"], "keel: objectiv is not a setting; did you mean objective?\n"),
@@ -160,7 +160,7 @@ def test_json_lists_every_recipe_with_its_declarations(run: Any) -> None:
     dppo = next(entry for entry in listed if entry["name"] == "dppo_kl")
     assert dppo["anchor"] == "sampler"
     assert dppo["dropped"] == ["token, when A > 0 and p - q > mask_high", "token, when A < 0 and p - q < -mask_low"]
-    assert dppo["leaves"] == "the policy term, it still pays kl_tau * d^2"
+    assert dppo["dropped_from"] == "the policy term, but not from kl_tau * d^2"
     assert dppo["parameters"]["kl_tau"] == {
         "value": 1e-3,
         "default": 1e-3,

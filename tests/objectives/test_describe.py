@@ -249,7 +249,7 @@ GOLDEN = {
     "dppo_kl": (
         "sum (-keep * A' * r + kl_tau * d^2) / N",
         ("token, when A > 0 and p - q > mask_high", "token, when A < 0 and p - q < -mask_low"),
-        "the policy term, it still pays kl_tau * d^2",
+        "the policy term, but not from kl_tau * d^2",
     ),
     "opsm": (
         "sum keep * max(-r * A', -clip(r, 1 - eps, 1 + eps_high) * A') / N",
@@ -271,7 +271,7 @@ def test_named_objectives_read_as_they_are_defined(name: str) -> None:
 
 def test_icepop_names_its_sequence_rule_as_off_until_it_is_given() -> None:
     sentence = "whole sequence when any r < rollout_min_ratio"
-    assert describe_preset(PRESETS["icepop"]).optional == (f"{sentence} (off until rollout_min_ratio is given)",)
+    assert describe_preset(PRESETS["icepop"]).optional == (f"{sentence} (off unless rollout_min_ratio is set)",)
     given = describe_preset(PRESETS["icepop"], {"rollout_min_ratio": 1e-5})
     assert given.optional == ()
     assert sentence in given.dropped
@@ -323,8 +323,8 @@ def test_legend_explains_every_symbol_of_the_formula(name: str) -> None:
     assert used <= {symbol.name for symbol in words.legend} | parameters.keys() | plain
 
 
-def test_nobody_is_dropped_without_gates() -> None:
-    assert describe(Composition()).dropped == ("nobody",)
+def test_no_token_is_dropped_without_gates() -> None:
+    assert describe(Composition()).dropped == ("none",)
 
 
 @pytest.mark.parametrize(

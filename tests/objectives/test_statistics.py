@@ -352,7 +352,7 @@ class TestAddedEntry:
         assert f"`{entry.name}`" in render_markdown()
         with pytest.raises(ConfigError, match="the statistic is a distance and has only a high bound"):
             resolve_objective({"gates": [{"statistic": entry.name, "low": 0.1, "high": 0.2}]})
-        with pytest.raises(ConfigError, match='level = "geometric" cannot act: it belongs to statistic = "ratio"'):
+        with pytest.raises(ConfigError, match='level = "geometric" has no effect: it belongs to statistic = "ratio"'):
             resolve_objective({"gates": [{"statistic": entry.name, "high": 0.2, "level": "geometric"}]})
 
     def test_gates_use_it_for_tokens(self) -> None:

@@ -465,7 +465,7 @@ def kl_estimates(x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_reference_kl_by_hand(estimator: str, corrected: bool) -> None:
     if estimator == "k1" and not corrected:
-        with pytest.raises(keel.ConfigError, match=r'"k1" cannot go with .*reference_kl_correction = false'):
+        with pytest.raises(keel.ConfigError, match=r'"k1" cannot be combined with .*reference_kl_correction = false'):
             keel.objective("icepop", reference_kl_coef=0.5, reference_kl_estimator="k1")
         return
     policy = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)

@@ -471,7 +471,7 @@ def test_accounts_are_consistent(case: str, step: keel.TokenBatch) -> None:
     assert masked.count == low.count == high.count == int(members.sum())
     assert masked.sum == int((members & ~result.keep).sum())
     assert result.kept_tokens == int(result.keep.sum()) == masked.count - masked.sum
-    for sign in ("positive", "negative"):
+    for sign in ("adv_pos", "adv_neg"):
         assert 0 <= metrics[f"is_masked_{sign}"].sum <= metrics[f"is_masked_{sign}"].count
     for name in ("masked_sequences", "masked_sequence_tokens"):
         assert metrics[name].count == 0 or 0 <= metrics[name].mean <= 1

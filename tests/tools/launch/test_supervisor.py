@@ -97,7 +97,7 @@ def test_the_first_rank_is_given_what_the_loop_needs_too(tmp_path: Path) -> None
         (["--launch.engine.gpus=1.5"], "launch.engine.gpus = 1.5 must be a whole number"),
         (["--launch.trainer.gpus=1", "--launch.orchestrator.gpus=0.5"], "are for one process, rank 0"),
         (["--launch.engnes=2"], "launch.engnes is not a setting; did you mean engines?"),
-        (["--launch.engine.extra_args=['--api-key', 'x']"], "an option --api-key cannot act"),
+        (["--launch.engine.extra_args=['--api-key', 'x']"], "launch.engine.extra_args must not contain --api-key"),
         (["--engine.kind=vllm", "--launch.engine.int8=true"], "launch.engine.int8 = true cannot act"),
         (
             ["--engine.kind=vllm", "--launch.engine.native_kernels=off"],
