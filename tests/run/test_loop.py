@@ -325,7 +325,7 @@ def test_changed_settings_are_shown_and_have_to_be_allowed(tmp_path: Path) -> No
         ("publish.every = 4", "publish.every = 4"),
         (
             "trainer.max_tokens_per_micro_batch = 100",
-            r"larger_number\.limits\.max_sequence_tokens = 4096 .* max_tokens_per_micro_batch = 100",
+            r"larger_number\.limits\.max_sequence_tokens = 4096 .*max_tokens_per_micro_batch = 100",
         ),
         ('references.a.source = "base"', "references"),
         ('teacher.name = "tiny"', "teacher"),
