@@ -1,10 +1,10 @@
-"""The accounts of a batch: what was refused, and how far sampler and policy are apart.
+"""Compute the metrics of a batch: dropped tokens, and the distance between sampler and policy.
 
-Counts of kept and dropped tokens are exact. Distributions, and everything split by staleness, are exact up to
-`metrics_sample_size` tokens a step; above, they come from evenly spaced stretches of each batch, scaled to it, so that
-the cost of metrics stays small. What belongs to whole sequences takes each sequence as it lies in the batch: one that
-is cut over micro-batches counts in its parts. The sample is small, and so counted on the CPU by numpy, a call of which
-costs a fraction of torch's.
+Counts of kept and dropped tokens are exact. Distributions and metrics by staleness are exact up to
+`metrics_sample_size` tokens per step. Above, they are estimated from evenly spaced windows of each batch, scaled to its
+size, so that metrics stay cheap. Metrics of sequences use the part of a sequence in the batch: a sequence that is split
+over micro-batches counts in parts. The sample is small and is therefore reduced on the CPU with numpy, whose calls have
+much less overhead than torch's.
 """
 
 import math
@@ -25,66 +25,71 @@ from keel.signal.metrics import NUM_BINS, DerivedMetric, Histogram, Metric, Metr
 from keel.signal.step_totals import StepTotals, kept_tokens_by_sequence, reference_log_ratio
 
 SAMPLE_WINDOWS = 8
-"""Stretches of neighbouring tokens that a sample is made of: long enough to hold whole sequences."""
+"""Number of windows of adjacent tokens in a sample. Few, so that a window can contain complete sequences."""
 BLOCK_TOKENS = 65536
-"""Tokens looked at together, so that temporaries stay small."""
+"""Tokens processed together, so that temporaries stay small."""
 KEPT, LOW, HIGH, CLIPPED = range(4)
-"""What became of a token; CLIPPED is kept, but without gradient."""
+"""State of a token. CLIPPED means kept, but without gradient."""
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The evaluation of a view: its part of the loss, and what the metrics are made from."""
+    """The evaluation of a batch: its part of the loss, and the inputs of the metrics."""
 
     loss: Tensor
     gradient: Tensor
     decision: GateResult
     advantage: Tensor
     clipped: Tensor | None
-    """Whose gradient a clip has stopped: tokens, or rows of the view's segments."""
+    """Tokens, or sequences, whose gradient a clip has set to zero."""
     clipped_by_sequence: bool
-    """Whether `clipped` is about sequences."""
+    """Whether `clipped` has one entry per sequence."""
     term_losses: dict[str, Tensor]
     """The loss by term."""
 
 
-def compute_metrics(view: ActiveTokens, totals: StepTotals, evaluated: Evaluated) -> Metrics:
-    """All metrics of a view."""
+def compute_metrics(active: ActiveTokens, totals: StepTotals, evaluated: Evaluated) -> Metrics:
+    """Compute all metrics of a batch."""
     values: dict[str, MetricValue] = {}
-    drift, share = _optional_reference_log_ratio(view), _sequence_fraction_in_view(view, totals)
-    sample = _MetricsSample(view, totals, evaluated, drift) if "sampler" in view.loaded_sources else None
+    ref_log_ratio = _optional_reference_log_ratio(active)
+    sequence_fraction = _sequence_fraction_in_batch(active, totals)
+    sample = _MetricsSample(active, totals, evaluated, ref_log_ratio) if "sampler" in active.loaded_sources else None
     if sample is not None:
         values |= sample.token_metrics()
-    values |= _exact_metrics(view, evaluated, drift) | _sequence_gate_metrics(view, evaluated.decision, share)
+    values |= _exact_metrics(active, evaluated, ref_log_ratio)
+    values |= _sequence_gate_metrics(active, evaluated.decision, sequence_fraction)
     if sample is not None:
-        values |= sample.sequence_metrics(share)
-    return Metrics(values, _dropped_tokens(view, evaluated.decision))
+        values |= sample.sequence_metrics(sequence_fraction)
+    return Metrics(values, _dropped_tokens(active, evaluated.decision))
 
 
-def _exact_metrics(view: ActiveTokens, evaluated: Evaluated, ref_log_ratio: Tensor | None) -> dict[str, MetricValue]:
-    """What is counted over every token whatever their number."""
-    counts, members = evaluated.decision.counts, view.num_trainable
-    low = sum(number for code, number in counts.items() if (code - FIRST_GATE) % 2 == 0)
+def _exact_metrics(active: ActiveTokens, evaluated: Evaluated, ref_log_ratio: Tensor | None) -> dict[str, MetricValue]:
+    """Compute the metrics that are exact for any number of tokens."""
+    counts, trainable = evaluated.decision.counts, active.num_trainable
+    low = sum(count for code, count in counts.items() if (code - FIRST_GATE) % 2 == 0)
     high = sum(counts.values()) - low
     values: dict[str, MetricValue] = {
-        "is_masked": Metric(low + high, members),
-        "is_masked_low": Metric(low, members),
-        "is_masked_high": Metric(high, members),
-        "signal/invalid_logprob_tokens": Metric(view.num_invalid_logprobs, members),
+        "is_masked": Metric(low + high, trainable),
+        "is_masked_low": Metric(low, trainable),
+        "is_masked_high": Metric(high, trainable),
+        "signal/invalid_logprob_tokens": Metric(active.num_invalid_logprobs, trainable),
     }
     dropped, clipped = evaluated.decision.dropped, evaluated.clipped
-    ups, downs, refused_up = count_signs(evaluated.advantage, dropped)
-    refused_down = low + high - refused_up  # a pass less, when no advantage is zero
-    if dropped is not None and ups + downs < len(view):
-        refused_down = count_true(less_than(evaluated.advantage, 0.0), dropped)
-    values["is_masked_adv_pos"], values["is_masked_adv_neg"] = Metric(refused_up, ups), Metric(refused_down, downs)
+    positive, negative, dropped_positive = count_signs(evaluated.advantage, dropped)
+    dropped_negative = low + high - dropped_positive  # saves a pass if no advantage is zero
+    if dropped is not None and positive + negative < len(active):
+        dropped_negative = count_true(less_than(evaluated.advantage, 0.0), dropped)
+    values["is_masked_adv_pos"] = Metric(dropped_positive, positive)
+    values["is_masked_adv_neg"] = Metric(dropped_negative, negative)
     if clipped is not None and evaluated.clipped_by_sequence:
-        values["is_clipped"] = Metric(int((kept_tokens_by_sequence(view, evaluated.decision) * clipped).sum()), members)
+        values["is_clipped"] = Metric(
+            int((kept_tokens_by_sequence(active, evaluated.decision) * clipped).sum()), trainable
+        )
     elif clipped is not None:
         values["is_clipped"] = Metric(
-            count_true(clipped) - (0 if dropped is None else count_true(clipped, dropped)), members
+            count_true(clipped) - (0 if dropped is None else count_true(clipped, dropped)), trainable
         )
     if ref_log_ratio is not None:
         total = ref_log_ratio.nan_to_num(0.0, 0.0, 0.0).sum(dtype=torch.float64)
@@ -93,96 +98,95 @@ def _exact_metrics(view: ActiveTokens, evaluated: Evaluated, ref_log_ratio: Tens
 
 
 def _sequence_gate_metrics(
-    view: ActiveTokens, decision: GateResult, fraction_in_view: Tensor | None
+    active: ActiveTokens, decision: GateResult, sequence_fraction: Tensor | None
 ) -> dict[str, MetricValue]:
-    """What gates at sequence scope refused; without one nothing is, however many sequences there are."""
+    """Compute the fractions of sequences and tokens dropped by gates at sequence scope; 0 without such a gate."""
     tokens = sequences = 0.0
-    if decision.dropped_sequences is not None and fraction_in_view is not None:
-        tokens = float((view.segments.count() * decision.dropped_sequences).sum())
-        sequences = float((fraction_in_view * decision.dropped_sequences).sum())
+    if decision.dropped_sequences is not None and sequence_fraction is not None:
+        tokens = float((active.segments.count() * decision.dropped_sequences).sum())
+        sequences = float((sequence_fraction * decision.dropped_sequences).sum())
     return {
         "masked_sequences": Metric(
-            sequences, float(view.num_trainable if fraction_in_view is None else fraction_in_view.sum())
+            sequences, float(active.num_trainable if sequence_fraction is None else sequence_fraction.sum())
         ),
-        "masked_sequence_tokens": Metric(tokens, view.num_trainable),
+        "masked_sequence_tokens": Metric(tokens, active.num_trainable),
     }
 
 
-def _optional_reference_log_ratio(view: ActiveTokens) -> Tensor | None:
-    """k where there is a reference; one that the objective does not read may have holes, which are not counted."""
-    if view.composition.reads("reference"):
-        return reference_log_ratio(view)
-    reference = view.batch.reference_logprobs
-    return None if reference is None else view.logprob("policy") - view.take(reference.detach())
+def _optional_reference_log_ratio(active: ActiveTokens) -> Tensor | None:
+    """Return k if there is a reference. One that the objective does not read may have NaNs, which are not counted."""
+    if active.composition.reads("reference"):
+        return reference_log_ratio(active)
+    reference = active.batch.reference_logprobs
+    return None if reference is None else active.logprob("policy") - active.take(reference.detach())
 
 
-def _sequence_fraction_in_view(view: ActiveTokens, totals: StepTotals) -> Tensor | None:
-    """Which part of each sequence lies in this view, so that a sequence split over micro-batches counts once."""
-    rows = totals.rows_of_view(view)
+def _sequence_fraction_in_batch(active: ActiveTokens, totals: StepTotals) -> Tensor | None:
+    """Return the fraction of each sequence in this batch, so that a sequence split over micro-batches counts once."""
+    rows = totals.rows_for(active)
     if rows is None or "valid" not in rows.columns:
         return None
-    return view.segments.count() / rows["valid"].clamp(min=1)
+    return active.segments.count() / rows["valid"].clamp(min=1)
 
 
-def _dropped_tokens(view: ActiveTokens, decision: GateResult) -> Counter[int]:
-    if view.batch.token_ids is None or decision.dropped is None:
+def _dropped_tokens(active: ActiveTokens, decision: GateResult) -> Counter[int]:
+    if active.batch.token_ids is None or decision.dropped is None:
         return Counter()
-    tokens, times = torch.unique(view.take(view.batch.token_ids)[decision.dropped], return_counts=True)
+    tokens, times = torch.unique(active.take(active.batch.token_ids)[decision.dropped], return_counts=True)
     return Counter(dict(zip(tokens.tolist(), times.tolist(), strict=True)))
 
 
 class _MetricsSample:
-    """The tokens that distributions are taken from, as runs of neighbours of one sequence and one staleness.
+    """The sampled tokens of a batch, as runs of adjacent tokens with the same sequence and staleness.
 
-    Columns are summed by run; a sum by staleness or by sequence is one over runs, of which there are few.
+    Columns are summed by run. Sums by staleness or by sequence are then sums over runs, of which there are few.
     """
 
     def __init__(
-        self, view: ActiveTokens, totals: StepTotals, evaluated: Evaluated, ref_log_ratio: Tensor | None
+        self, active: ActiveTokens, totals: StepTotals, evaluated: Evaluated, ref_log_ratio: Tensor | None
     ) -> None:
-        self.view, self.totals, self.evaluated, self.ref_log_ratio = view, totals, evaluated, ref_log_ratio
-        self.window_length, self.window_stride = _sample_windows(view, totals)
-        self.size = SAMPLE_WINDOWS * self.window_length if self.window_stride else len(view)
-        self.scale = len(view) / max(self.size, 1)
-        self.positions = None if view.index is None else self._sample_view(view.index)
-        """The sample's positions in the batch; None: the view is the batch."""
-        sequence, version = self._sample_batch(view.batch.sequence).cpu().numpy(), None
+        self.active, self.totals, self.evaluated, self.ref_log_ratio = active, totals, evaluated, ref_log_ratio
+        self.window_length, self.window_stride = _sample_windows(active, totals)
+        self.size = SAMPLE_WINDOWS * self.window_length if self.window_stride else len(active)
+        self.scale = len(active) / max(self.size, 1)
+        self.positions = None if active.index is None else self._sample_active(active.index)
+        """Positions of the sample in the batch; None if all tokens of the batch are active."""
+        sequence, version = self._sample_batch(active.batch.sequence).cpu().numpy(), None
         first = np.zeros(self.size, dtype=bool)
-        first[::BLOCK_TOKENS] = True  # so that no run crosses from block to block
+        first[::BLOCK_TOKENS] = True  # a run must not cross a block boundary
         first[1:] |= sequence[1:] != sequence[:-1]
-        if view.batch.version is not None and totals.trainer_version is not None and self.size:
-            version = self._sample_batch(view.batch.version).long().cpu().numpy()
+        if active.batch.version is not None and totals.trainer_version is not None and self.size:
+            version = self._sample_batch(active.batch.version).long().cpu().numpy()
             first[1:] |= version[1:] != version[:-1]
         self.run_starts = np.flatnonzero(first)
         self.run_lengths = np.diff(self.run_starts, append=self.size)
         self.sequence_ids, self.run_sequence = _unique_inverse(sequence[self.run_starts])
-        """The sequences of the sample, and which of them each run is of."""
+        """The sequences of the sample, and the index of each run's sequence."""
         self.staleness_values: list[int] | None = None
         self.run_staleness = np.zeros_like(self.run_sequence)
-        """The staleness values of the sample, and which of them each run has."""
+        """Index of each run's staleness in `staleness_values`."""
         if version is not None:
-            ages, self.run_staleness = _unique_inverse(totals.trainer_version - version[self.run_starts])
-            self.staleness_values = ages.tolist()
+            staleness, self.run_staleness = _unique_inverse(totals.trainer_version - version[self.run_starts])
+            self.staleness_values = staleness.tolist()
         self.num_staleness_values = 1 if self.staleness_values is None else len(self.staleness_values)
         self.sequence_is_whole = np.ones(len(self.sequence_ids))
-        """0 for the sequences at the ends of a stretch, which may go on beyond it."""
+        """0 for the sequences at the ends of a window, which may extend beyond it; 1 for the others."""
         if self.window_stride:
             self.sequence_is_whole[
                 np.searchsorted(self.sequence_ids, sequence.reshape(SAMPLE_WINDOWS, -1)[:, [0, -1]])
             ] = 0.0
         self.fields = self._token_fields()
         self.column_names: list[str] = []
-        blocks = [
-            self._reduce_block(start) for start in range(0, max(self.size, 1), BLOCK_TOKENS)
-        ]  # of an empty sample, one
+        # an empty sample has one empty block
+        blocks = [self._reduce_block(start) for start in range(0, max(self.size, 1), BLOCK_TOKENS)]
         self.run_log_ratio = np.concatenate([block[0] for block in blocks])
-        """The sum over each run."""
+        """Sum of the log-ratios over each run."""
         self.state_counts, self.column_sums, self.histograms = (
             reduce(np.add, part) for part in zip(*(block[1:] for block in blocks), strict=True)
         )
 
-    def _sample_view(self, field: Tensor) -> Tensor:
-        """A field of the view's tokens, at the sample."""
+    def _sample_active(self, field: Tensor) -> Tensor:
+        """Return a field of the active tokens at the sample."""
         return (
             field.unfold(0, self.window_length, self.window_stride)[:SAMPLE_WINDOWS].flatten()
             if self.window_stride
@@ -190,35 +194,39 @@ class _MetricsSample:
         )
 
     def _sample_batch(self, field: Tensor) -> Tensor:
-        """A field of the batch, at the sample."""
-        return self._sample_view(field) if self.positions is None else field.index_select(0, self.positions)
+        """Return a field of the batch at the sample."""
+        return self._sample_active(field) if self.positions is None else field.index_select(0, self.positions)
 
     def _of_sampled_sequences(self, values: Tensor) -> Array:
-        """Per-sequence values at the sequences of the sample."""
-        return values.cpu().numpy()[np.searchsorted(self.view.segments.ids.cpu().numpy(), self.sequence_ids)]
+        """Return per-sequence values at the sequences of the sample."""
+        return values.cpu().numpy()[np.searchsorted(self.active.segments.ids.cpu().numpy(), self.sequence_ids)]
 
     def _token_fields(self) -> dict[str, Tensor]:
-        """What columns are made from: per token, at the sample, on the CPU."""
-        view, outcome = self.view, self.evaluated
-        fields = {"policy": view.logprob("policy"), "sampler": view.logprob("sampler"), "advantage": outcome.advantage}
-        fields["reasons"] = outcome.decision.reasons
+        """Return the inputs of the columns, per sampled token, on the CPU."""
+        active, evaluated = self.active, self.evaluated
+        fields = {
+            "policy": active.logprob("policy"),
+            "sampler": active.logprob("sampler"),
+            "advantage": evaluated.advantage,
+            "reasons": evaluated.decision.reasons,
+        }
         if self.ref_log_ratio is not None:
-            fields["drift"] = self.ref_log_ratio
-        if outcome.clipped is not None and not outcome.clipped_by_sequence:
-            fields["clipped"] = outcome.clipped
-        fields = {name: self._sample_view(field).cpu() for name, field in fields.items()}
-        if outcome.clipped is not None and outcome.clipped_by_sequence:
-            clipped = self._of_sampled_sequences(outcome.clipped)[self.run_sequence]
+            fields["ref_log_ratio"] = self.ref_log_ratio
+        if evaluated.clipped is not None and not evaluated.clipped_by_sequence:
+            fields["clipped"] = evaluated.clipped
+        fields = {name: self._sample_active(field).cpu() for name, field in fields.items()}
+        if evaluated.clipped is not None and evaluated.clipped_by_sequence:
+            clipped = self._of_sampled_sequences(evaluated.clipped)[self.run_sequence]
             fields["clipped"] = torch.from_numpy(np.repeat(clipped, self.run_lengths))
-        if view.batch.entropy is not None:
-            fields["entropy"] = self._sample_batch(view.batch.entropy.detach()).to(view.dtype).cpu()
+        if active.batch.entropy is not None:
+            fields["entropy"] = self._sample_batch(active.batch.entropy.detach()).to(active.dtype).cpu()
         return fields
 
     def _reduce_block(self, start: int) -> tuple[Array, ...]:
-        """For a block of the sample: log-ratios by run; and by staleness states, columns and both histograms."""
+        """Return for a block of the sample: log-ratios by run; and states, columns and histograms by staleness."""
         fields = {name: field[start : start + BLOCK_TOKENS] for name, field in self.fields.items()}
         runs = slice(*np.searchsorted(self.run_starts, (start, start + BLOCK_TOKENS)))
-        age = np.repeat(self.run_staleness[runs], self.run_lengths[runs])
+        staleness_index = np.repeat(self.run_staleness[runs], self.run_lengths[runs])
         state = _token_states(fields)
         masked = (state >= 3 * LOW) & (state < 3 * CLIPPED)
         columns, log_ratio, difference = _token_columns(fields, torch.from_numpy(masked))
@@ -227,13 +235,13 @@ class _MetricsSample:
         by_run = np.add.reduceat(torch.stack(list(columns.values())).double().numpy(), starts, axis=1)
         return (
             by_run[self.column_names.index("policy")] - by_run[self.column_names.index("sampler")],
-            np.bincount(age * 12 + state, minlength=self.num_staleness_values * 12).reshape(-1, 4, 3),
+            np.bincount(staleness_index * 12 + state, minlength=self.num_staleness_values * 12).reshape(-1, 4, 3),
             np.array([np.bincount(self.run_staleness[runs], row, self.num_staleness_values) for row in by_run]).T,
-            self._histograms(log_ratio, difference, age),
+            self._histograms(log_ratio, difference, staleness_index),
         )
 
     def _histograms(self, log_ratio: Tensor, difference: Tensor, staleness_index: Array) -> Array:
-        """[staleness, 2, BINS], counted together."""
+        """Return the histograms of both statistics, [staleness, 2, NUM_BINS], counted in one pass."""
         codes = Histogram.bin_indices(torch.stack((log_ratio, difference))).numpy()
         codes += (2 * NUM_BINS * staleness_index).astype(codes.dtype)
         codes[1] += NUM_BINS
@@ -242,22 +250,23 @@ class _MetricsSample:
         )
 
     def token_metrics(self) -> dict[str, MetricValue]:
-        """Over all tokens, and for each staleness."""
-        ends = [""] + [f"/staleness={age}" for age in self.staleness_values or []]
+        """Return the metrics over all tokens, and for each staleness."""
+        suffixes = [""] + [f"/staleness={staleness}" for staleness in self.staleness_values or []]
         states, sums, histograms = map(self._prepend_total, (self.state_counts, self.column_sums, self.histograms))
         values: dict[str, MetricValue] = {}
-        for end, *numbers in zip(ends, states.tolist(), sums.tolist(), torch.from_numpy(histograms), strict=True):
-            self._add_metrics(values, end, *numbers)
+        rows = zip(suffixes, states.tolist(), sums.tolist(), torch.from_numpy(histograms), strict=True)
+        for suffix, *counts in rows:
+            self._add_metrics(values, suffix, *counts)
         return values
 
     def _prepend_total(self, by_staleness: Array) -> Array:
-        """Scaled to the view; and, when there are rows by staleness, their sum before them."""
+        """Scale counts to the batch and, if they are split by staleness, prepend their sum."""
         if self.staleness_values is None:
             return by_staleness * self.scale
-        whole = np.empty((len(by_staleness) + 1, *by_staleness.shape[1:]))
-        np.multiply(by_staleness, self.scale, out=whole[1:])
-        np.sum(whole[1:], axis=0, out=whole[0])
-        return whole
+        rows = np.empty((len(by_staleness) + 1, *by_staleness.shape[1:]))
+        np.multiply(by_staleness, self.scale, out=rows[1:])
+        np.sum(rows[1:], axis=0, out=rows[0])
+        return rows
 
     def _add_metrics(
         self,
@@ -267,7 +276,7 @@ class _MetricsSample:
         sums: list[float],
         histograms: Tensor,
     ) -> None:
-        """Add the measures of one staleness, or of all, to `values`, with `end` behind their names."""
+        """Add the metrics of one staleness, or of all tokens, to `values`, with `suffix` appended to their names."""
         total = dict(zip(self.column_names, sums, strict=True))
         low, high = sum(states[LOW]), sum(states[HIGH])
         _, positive, negative = map(sum, zip(*states, strict=True))
@@ -303,21 +312,19 @@ class _MetricsSample:
         if "reference" in total:
             values[f"kl_policy_ref{suffix}"] = Metric(total["reference"], total["referenced"])
 
-    def sequence_metrics(self, fraction_in_view: Tensor | None) -> dict[str, MetricValue]:
-        """What belongs to whole sequences; a sequence is as stale as its oldest token."""
-        rows, rejected, size = (
-            self.totals.rows_of_view(self.view),
-            self.evaluated.decision.dropped_sequences,
-            len(self.sequence_ids),
-        )
+    def sequence_metrics(self, sequence_fraction: Tensor | None) -> dict[str, MetricValue]:
+        """Return the metrics of sequences. The staleness of a sequence is that of its oldest token."""
+        rows = self.totals.rows_for(self.active)
+        dropped_sequences = self.evaluated.decision.dropped_sequences
+        size = len(self.sequence_ids)
         if rows is not None and "sum policy/sampler" in rows.columns:
             log_ratio: Array = self._of_sampled_sequences(rows["sum policy/sampler"]).astype(np.float64)
         else:
             log_ratio = np.bincount(self.run_sequence, self.run_log_ratio, size)
         weight: Array = self.scale * (
             self.sequence_is_whole
-            if fraction_in_view is None
-            else self._of_sampled_sequences(fraction_in_view).astype(np.float64)
+            if sequence_fraction is None
+            else self._of_sampled_sequences(sequence_fraction).astype(np.float64)
         )
         square = np.expm1(np.minimum(log_ratio, MAX_LOG_RATIO)) ** 2 * weight
         values: dict[str, MetricValue] = {"sequence_chi_square": Metric(float(square.sum()), float(weight.sum()))}
@@ -325,30 +332,30 @@ class _MetricsSample:
             return values
         oldest = np.zeros_like(self.sequence_ids)
         np.maximum.at(oldest, self.run_sequence, self.run_staleness)
-        refused = np.zeros(size) if rejected is None else self._of_sampled_sequences(rejected)
+        is_dropped = np.zeros(size) if dropped_sequences is None else self._of_sampled_sequences(dropped_sequences)
         length = np.bincount(self.run_sequence, self.run_lengths * self.scale, size)
-        columns = (square, weight, refused * weight, length, refused * length)
+        columns = (square, weight, is_dropped * weight, length, is_dropped * length)
         sums = [np.bincount(oldest, column, self.num_staleness_values).tolist() for column in columns]
-        for age, chi, sequences, refused_sequences, tokens, refused_tokens in zip(
+        for staleness, chi, sequences, masked_sequences, tokens, masked_tokens in zip(
             self.staleness_values, *sums, strict=True
         ):
             values |= {
-                f"sequence_chi_square/staleness={age}": Metric(chi, sequences),
-                f"masked_sequences/staleness={age}": Metric(refused_sequences, sequences),
-                f"masked_sequence_tokens/staleness={age}": Metric(refused_tokens, tokens),
+                f"sequence_chi_square/staleness={staleness}": Metric(chi, sequences),
+                f"masked_sequences/staleness={staleness}": Metric(masked_sequences, sequences),
+                f"masked_sequence_tokens/staleness={staleness}": Metric(masked_tokens, tokens),
             }
         return values
 
 
 def _unique_inverse(values: Array) -> tuple[Array, Array]:
-    """The distinct values in increasing order, and the place of each value among them."""
+    """Return the distinct values in increasing order, and the index of each value among them."""
     ordered = np.sort(values)
     distinct = ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
     return distinct, np.searchsorted(distinct, values)
 
 
 def _token_states(fields: dict[str, Tensor]) -> Array:
-    """3 * (KEPT, LOW, HIGH or CLIPPED), + 1 where the advantage is positive and + 2 where it is negative."""
+    """Return 3 * (KEPT, LOW, HIGH or CLIPPED), plus 1 where the advantage is positive and 2 where it is negative."""
     reasons, advantage = fields["reasons"].numpy(), fields["advantage"].numpy()
     masked = reasons != 0
     state: Array = masked + (reasons & 1)  # odd codes are high
@@ -361,13 +368,13 @@ def _token_states(fields: dict[str, Tensor]) -> Array:
 
 
 def _token_columns(fields: dict[str, Tensor], masked: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """What is summed; and the two statistics that have a histogram, log-ratio and |p - q|."""
+    """Return the columns to sum, and the two statistics that have a histogram: log-ratio and |p - q|."""
     policy, sampler = fields["policy"], fields["sampler"]
     d = policy - sampler
     p, q = policy.exp(), sampler.exp()
     excess = torch.expm1(d.clamp(max=MAX_LOG_RATIO))  # r - 1, exact where the policies agree
     mismatch = excess - d
-    # all of it is finite, so that a product with a mask is safe here
+    # all values are finite, so multiplying by a mask is safe here
     columns = {
         "mismatch": mismatch,
         "mismatch masked": mismatch * masked,
@@ -382,26 +389,26 @@ def _token_columns(fields: dict[str, Tensor], masked: Tensor) -> tuple[dict[str,
         "pq": p * q,
         "entropy": fields["entropy"] if "entropy" in fields else torch.addcmul(policy, excess, policy).neg_(),
     }
-    if "drift" in fields:
-        columns["reference"] = fields["drift"].nan_to_num(0.0, 0.0, 0.0)
-        columns["referenced"] = fields["drift"].isfinite().to(d.dtype)
+    if "ref_log_ratio" in fields:
+        columns["reference"] = fields["ref_log_ratio"].nan_to_num(0.0, 0.0, 0.0)
+        columns["referenced"] = fields["ref_log_ratio"].isfinite().to(d.dtype)
     return columns, d, (p - q).abs()
 
 
-def _sample_windows(view: ActiveTokens, totals: StepTotals) -> tuple[int, int]:
-    """The sample: length and distance of the stretches, or (0, 0) when it is all of the view.
+def _sample_windows(active: ActiveTokens, totals: StepTotals) -> tuple[int, int]:
+    """Return length and stride of the sample's windows, or (0, 0) if the sample is all active tokens.
 
-    It is the view's part of `metrics_sample_size`, as a few evenly spaced stretches of neighbouring tokens.
+    The sample has the batch's share of `metrics_sample_size` tokens, in a few evenly spaced windows of adjacent tokens.
     """
-    wanted = view.composition.metrics_sample_size
-    length = -(-wanted * len(view) // max(totals.num_trainable * SAMPLE_WINDOWS, 1))
-    if wanted == 0 or totals.num_trainable <= wanted or length * SAMPLE_WINDOWS >= len(view):
+    sample_size = active.composition.metrics_sample_size
+    length = -(-sample_size * len(active) // max(totals.num_trainable * SAMPLE_WINDOWS, 1))
+    if sample_size == 0 or totals.num_trainable <= sample_size or length * SAMPLE_WINDOWS >= len(active):
         return 0, 0
-    return length, (len(view) - length) // (SAMPLE_WINDOWS - 1)
+    return length, (len(active) - length) // (SAMPLE_WINDOWS - 1)
 
 
 def _effective_sample_size(excess: float, squared: float) -> float:
-    """(sum r)^2 / (n * sum r^2), from the means of r - 1 and (r - 1)^2."""
+    """Return (sum r)^2 / (n * sum r^2), from the means of r - 1 and (r - 1)^2."""
     return (1 + excess) ** 2 / (1 + 2 * excess + squared)
 
 
@@ -410,5 +417,5 @@ def _perplexity(logprob: float) -> float:
 
 
 def _correlation(p: float, q: float, pp: float, qq: float, pq: float) -> float:
-    spread = max(pp - p * p, 0.0) * max(qq - q * q, 0.0)
-    return (pq - p * q) / math.sqrt(spread) if spread > 0 else math.nan
+    variances = max(pp - p * p, 0.0) * max(qq - q * q, 0.0)
+    return (pq - p * q) / math.sqrt(variances) if variances > 0 else math.nan

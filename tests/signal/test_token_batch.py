@@ -87,9 +87,9 @@ def test_trainable_may_be_zeros_and_ones() -> None:
 
 
 def test_trainable_that_is_not_zero_or_one_is_refused() -> None:
-    with pytest.raises(keel.BatchError, match=r"batch\.trainable holds 2; it must be bool, or 0 and 1"):
+    with pytest.raises(keel.BatchError, match=r"batch\.trainable contains 2; it must be bool, or 0 and 1"):
         make(trainable=torch.tensor([0, 2, 1]))
-    with pytest.raises(keel.BatchError, match=r"batch\.trainable holds -1;"):
+    with pytest.raises(keel.BatchError, match=r"batch\.trainable contains -1;"):
         make(trainable=torch.tensor([0, 1, -1]))
     with pytest.raises(keel.BatchError, match=r"batch\.trainable has dtype torch.float32; it must be bool"):
         make(trainable=torch.tensor([0.0, 1.0, 0.5]))

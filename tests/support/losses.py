@@ -82,7 +82,7 @@ def right_sequence_mean(batch: TokenBatch) -> Tensor:
     return torch.stack(sums).mean()
 
 
-@keel.declare(leaves="policy term")
+@keel.declare(dropped_from="policy term")
 def right_drift_on_all(batch: TokenBatch) -> Tensor:
     usable = batch.trainable & batch.sampler_logprobs.isfinite()
     d = batch.logprobs[usable] - batch.sampler_logprobs[usable]

@@ -122,8 +122,8 @@ def test_a_preset_with_a_wrong_declaration_fails() -> None:
     assert "f" in audit("grpo", divisor="tokens").failed
     assert "f" in audit("icepop", divisor="kept tokens").failed
     assert "e" in audit("icepop", anchor="none").failed
-    assert "c" in audit("dppo_kl", leaves="every term").failed
-    assert "c" in audit("ipo_kl", leaves="policy term").failed
+    assert "c" in audit("dppo_kl", dropped_from="every term").failed
+    assert "c" in audit("ipo_kl", dropped_from="policy term").failed
 
 
 def test_compositions_and_presets_with_parameters_pass() -> None:
@@ -142,7 +142,7 @@ def test_declarations_follow_from_the_gates_and_penalties_of_a_preset() -> None:
     }
     assert declarations["icepop"] == Declaration(decisions=("token",), drops=True)
     assert declarations["ipo_kl"] == Declaration(decisions=("token",), drops=True)
-    assert declarations["dppo_kl"] == Declaration(decisions=("token",), leaves="policy term", drops=True)
+    assert declarations["dppo_kl"] == Declaration(decisions=("token",), dropped_from="policy term", drops=True)
     assert declarations["opsm"] == Declaration(decisions=("sequence",), drops=True)
 
 
@@ -151,7 +151,7 @@ def test_the_description_of_a_preset_agrees_with_its_declaration(name: str) -> N
     description = describe_preset(PRESETS[name])
     declaration = declaration_of(keel.objective(name).composition)
     assert declaration.anchor == {"interpolated": "sampler"}.get(description.anchor, description.anchor)
-    assert (declaration.leaves == "every term") == (description.dropped_from == "every term")
+    assert (declaration.dropped_from == "every term") == (description.dropped_from == "every term")
     assert declaration.drops == (description.dropped != ("nobody",))
     divisors = {"tokens": "N,", "sequences": "sequences x own", "constant": "sequences x length"}
     assert description.divisor.startswith(divisors[declaration.divisor])
