@@ -238,9 +238,9 @@ def test_a_declaration_can_be_given_on_the_command_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(SUPPORT_FOLDER))
-    assert main(["audit", "losses:token_mean_turned_sample_mean"]) == 1
+    assert main(["audit", "losses:sequence_mean_undeclared"]) == 1
     assert "declare that if it is intended" in " ".join(capsys.readouterr().out.split())
-    assert main(["audit", "losses:token_mean_turned_sample_mean", "--divisor", "sequences"]) == 0
+    assert main(["audit", "losses:sequence_mean_undeclared", "--divisor", "sequences"]) == 0
 
 
 def test_a_function_in_the_working_directory_can_be_audited(tmp_path: Path) -> None:
