@@ -12,7 +12,7 @@ from keel.common.settings import Settings, setting_error
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class LengthSettings(Settings):
@@ -85,7 +85,7 @@ class SimulateSettings(Settings):
     """Seconds a rollout spends outside the engine: tools and scoring."""
     rollout_failures: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of rollouts that fail, at a random point."""
-    zero_variance_share: Share = 0.0
+    zero_variance_share: Fraction = 0.0
     """Fraction of groups whose rewards are all equal. They are trained only with advantages.zero_variance_groups =
     "train"."""
     engine_crash_hours: Positive | None = None
@@ -97,7 +97,7 @@ class SimulateSettings(Settings):
     """Ranks of the trainer. Defaults to trainer.ranks of the recipe."""
     trainer_tokens_per_second: Positive = 4000.0
     """Tokens per second that one rank trains. The prompt of a group counts once."""
-    rank_efficiency: Share = 0.9
+    rank_efficiency: Fraction = 0.9
     """Fraction of one rank's speed that each further rank adds."""
     step_seconds: Seconds = 0.5
     """Seconds of a step that do not depend on its size: optimizer and records."""

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from keel.common.settings import Settings, setting_error
 
 Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class LoraSettings(Settings):
@@ -61,7 +61,7 @@ class OptimizerSettings(Settings):
 
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """Peak learning rate."""
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Constant added to the square root of the second moment."""
@@ -73,7 +73,7 @@ class OptimizerSettings(Settings):
     """Decay of the learning rate after the warm-up, until total_steps."""
     total_steps: Count | None = None
     """Step at which the decay ends. The learning rate stays at min_lr_ratio * lr afterwards."""
-    min_lr_ratio: Share | None = None
+    min_lr_ratio: Fraction | None = None
     """Fraction of lr at which the decay ends. Defaults to 0."""
 
     @model_validator(mode="after")

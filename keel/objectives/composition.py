@@ -238,17 +238,17 @@ class AdvantageTransforms(Settings):
     adv_tau: float = 1.0
     """Factor on the advantage."""
     teacher_tau: NonNegative = 0.0
-    """Add teacher_tau * (h - l), without gradient, to the advantage. Needs teacher log-probs."""
+    """Add teacher_tau * (h - l), without gradient, to the advantage; needs teacher log-probs."""
     kl_penalty_coef: NonNegative = 0.0
     """Add kl_penalty_coef * (mean(k) - k) to the advantage, where k is the log-ratio against the reference, centred
     over the step."""
     kl_penalty_source: Literal["policy", "sampled"] = "policy"
     """policy: k = l - f; sampled: k = b - f, which needs no log-probs of the policy before the step."""
     proximal: Literal["recorded", "interpolated"] = "recorded"
-    """Source of o. recorded: the batch; interpolated: b + (1 - 1/staleness) * (l - b) without gradient (arXiv
+    """Source of o: recorded, from the batch; or interpolated, b + (1 - 1/staleness) * (l - b) without gradient (arXiv
     2512.06547)."""
     roles: list[int] | None = None
-    """Role ids. Only trainable tokens with one of these roles belong to the objective. Defaults to all tokens."""
+    """Role ids: only trainable tokens with one of these roles belong to the objective. Defaults to all tokens."""
     max_invalid_logprob_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
     """A step is not trained if more than this fraction of its trainable tokens has a NaN or infinite sampler
     log-prob."""

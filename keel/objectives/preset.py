@@ -59,9 +59,9 @@ class CommonParameters(AdvantageTransforms):
     reference_kl_coef: NonNegative = 0.0
     """Factor on a KL estimate between the policy and the reference, added to the loss of kept tokens."""
     reference_kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """KL estimator: k1 = x, k2 = x^2 / 2, k3 = exp(-x) + x - 1, with x = l - f."""
+    """Estimator of the KL: k1 = x, k2 = x^2 / 2, k3 = exp(-x) + x - 1, with x = l - f."""
     reference_kl_correction: bool = False
-    """Multiply the estimator by the ratio r. Required by k1."""
+    """Multiply the estimator by the ratio r, which k1 requires."""
 
     @model_validator(mode="after")
     def _check_common_parameters(self) -> Self:

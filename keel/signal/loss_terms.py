@@ -13,6 +13,7 @@ from torch import Tensor
 from keel.objectives import Penalty, PolicyTerm
 from keel.signal.active_tokens import ActiveTokens, apply_bitmask_, keep_bitmask, ratio
 from keel.signal.cpu_ops import less_than
+from keel.signal.gates import GateResult
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,22 @@ class LossTerm:
         """Return the term times a factor without gradient."""
         grad = self.grad * factor
         return LossTerm(grad if self.value is self.grad else self.value * factor, grad, self.clipped, self.sign)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The evaluation of a batch: its part of the loss, and the inputs of the metrics."""
+
+    loss: Tensor
+    gradient: Tensor
+    decision: GateResult
+    advantage: Tensor
+    clipped: Tensor | None
+    """Tokens, or sequences, whose gradient a clip has set to zero."""
+    clipped_by_sequence: bool
+    """Whether `clipped` has one entry per sequence."""
+    term_losses: dict[str, Tensor]
+    """The loss by term."""
 
 
 def where_positive(advantage: Tensor, value: float, otherwise: float) -> Tensor:

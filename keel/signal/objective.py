@@ -20,10 +20,10 @@ from keel.objectives import Composition, ImportanceWeight, ObjectiveSettings, re
 from keel.signal.active_tokens import ActiveTokens, apply_bitmask_, keep_bitmask, ratio
 from keel.signal.cpu_ops import greater_than
 from keel.signal.gates import INVALID_LOGPROB, NOT_TRAINABLE, OTHER_ROLE, GateResult, reason_names
-from keel.signal.loss_terms import LossTerm, penalty_term, policy_term, where_positive
+from keel.signal.loss_terms import Evaluated, LossTerm, penalty_term, policy_term, where_positive
 from keel.signal.metrics import Metrics
 from keel.signal.segments import SequenceTable
-from keel.signal.step_metrics import Evaluated, compute_metrics
+from keel.signal.step_metrics import compute_metrics
 from keel.signal.step_totals import Gather, StepTotals, compute_totals, kept_tokens_by_sequence
 from keel.signal.token_batch import TokenBatch
 

@@ -137,5 +137,5 @@ def _toml_snippet(rows: list[ParameterRow], preset: ObjectivePreset) -> str:
     lines = ["[objective]", f'name = "{preset.name}"']
     for row in rows:
         value = f'"{row.value}"' if isinstance(row.value, str) else format_value(row.value)
-        lines.append(f"# {row.name} is not set" if row.value is None else f"{row.name} = {value}")
+        lines.append(f"# {row.name} is not given" if row.value is None else f"{row.name} = {value}")
     return "\n".join(lines) + "\n"

@@ -35,7 +35,7 @@ multiplies: the term of a dropped token is replaced by 0, even if its value is i
 2. A dropped token has exactly zero gradient in every term it is dropped from.
 3. A decision about a sequence is made once, from its trainable tokens, and applies to all of them.
 4. Groups, sequences and roles are identified by id, never by position or stride.
-5. A dropped or failed rollout is not counted in any baseline, mean or denominator.
+5. A dropped or failed rollout affects no baseline, no mean and no denominator that it is dropped from.
 6. Means and denominators are those of the whole step. Packing, micro-batches and the number of ranks change neither
    loss nor gradient, up to floating-point rounding.
 7. A sampler log-prob that is NaN or infinite is never treated as on-policy. Its token is dropped and counted in
@@ -151,8 +151,8 @@ METRICS_START = """\
 ## Metrics
 
 `result.metrics[name]` is a pair of sum and count, or a number derived from such pairs, and has a `.mean`; or it is a
-histogram and has a `.median` and `.quantile(share)`. `+` merges the metrics of two batches. If the batch has versions,
-metrics per token or sequence are also split by staleness, as `name/staleness=s`.
+histogram and has a `.median` and `.quantile(fraction)`. `+` merges the metrics of two batches. If the batch has
+versions, metrics per token or sequence are also split by staleness, as `name/staleness=s`.
 """
 
 METRICS = {

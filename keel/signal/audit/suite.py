@@ -1,6 +1,6 @@
 """Run every check on batches from small to large, and reduce the first batch that fails.
 
-The classes are the silent failures listed in docs/objectives.md. Two of them, h and i, are not properties of a loss.
+The classes are the silent failures listed in docs/audit.md. Two of them, h and i, are not properties of a loss.
 """
 
 from collections.abc import Callable, Iterable

@@ -243,6 +243,7 @@ def test_a_declaration_can_be_given_on_the_command_line(
     assert main(["audit", "losses:sequence_mean_undeclared", "--divisor", "sequences"]) == 0
 
 
+@pytest.mark.process
 def test_a_function_in_the_working_directory_can_be_audited(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n\ndef loss(batch):\n"
