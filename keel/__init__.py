@@ -1,6 +1,6 @@
-"""Keel: reinforcement-learning post-training whose training signal can be checked.
+"""Keel: reinforcement-learning post-training of language models with a training signal that can be checked.
 
-Names are imported when they are first used, so that `import keel` and the settings do not load torch.
+Exported names are imported on first use, so that `import keel` and the settings do not load torch.
 """
 
 import importlib
@@ -68,7 +68,7 @@ _EXPORTS = {
         "objective",
     ],
 }
-_MODULE_OF = {name: room for room, names in _EXPORTS.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "BatchError",

@@ -1,18 +1,18 @@
-"""The errors a user of Keel can meet.
+"""The exceptions that Keel raises for users.
 
-Each message names the thing, its value and what to do about it. All of them are `ValueError`s, so that a caller who
-catches nothing in particular still gets the message.
+Each message names the setting or object, its value and what to do about it. All of them are `ValueError`s, so callers
+that do not know Keel's own types can catch them.
 """
 
 from collections.abc import Sequence
 
 
 class KeelError(ValueError):
-    """Anything Keel refuses."""
+    """Base class of all errors that Keel raises."""
 
 
 class ConfigError(KeelError):
-    """A setting that is unknown, out of range, or that could not act."""
+    """A setting is unknown, out of range, or would have no effect."""
 
 
 class MissingDependencyError(KeelError):
@@ -20,29 +20,29 @@ class MissingDependencyError(KeelError):
 
 
 class BatchError(KeelError):
-    """A token batch with a wrong shape, type, device or value."""
+    """A token batch has a wrong shape, type, device or value."""
 
 
 class StorageError(KeelError):
-    """A disk that is full, or a file of the run that is damaged: no rollout is to blame, and no retry helps."""
+    """The disk is full or a file of the run is damaged. No rollout caused it, so a retry does not help."""
 
 
 class SignalRefused(KeelError):
-    """A step whose data is too damaged to train on."""
+    """Too many log-probs of a step are invalid to train on it."""
 
 
 class ModelError(KeelError):
-    """A model, adapter or checkpoint that cannot be used."""
+    """A model, adapter or checkpoint cannot be used."""
 
 
 class StepRefused(KeelError):
-    """An optimizer step that was not taken, and why. The weights are as they were before it."""
+    """An optimizer step was not taken, for the reason in the message. The weights are unchanged."""
 
     def __init__(self, message: str, samples: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.samples = list(samples)
-        """The numbers of the samples to leave out before trying again."""
+        """Indexes of the samples to drop before the step is tried again."""
 
 
 class RankError(KeelError):
-    """A rank of the trainer that was lost, hangs, or failed alone. The others cannot go on without it."""
+    """A trainer rank was lost, hangs or failed alone. The other ranks cannot continue without it."""

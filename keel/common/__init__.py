@@ -1,1 +1,1 @@
-"""Utilities shared by every room; imports nothing of Keel except errors."""
+"""Utilities shared by every package of Keel. Imports nothing from Keel except `keel.errors`."""

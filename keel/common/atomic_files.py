@@ -1,9 +1,9 @@
-"""Folders on disk that are whole or not there.
+"""Write folders and files atomically: a target is either complete or absent.
 
-A folder is filled under a temporary name beside its place, synced to the disk and renamed. Whoever is killed on the
-way leaves the place as it was, and a temporary folder that nobody takes for a result; the next writer removes it. A
-full disk leaves nothing. A folder can be sealed with a manifest of its files (`keel.common.manifest`, whose names are
-here too). Needs a POSIX file system.
+A folder is filled under a temporary name next to its target, synced to disk and renamed. A writer that is killed leaves
+the target unchanged and a temporary folder behind, which no reader mistakes for a result and the next writer removes. A
+write that fails on a full disk leaves nothing behind. `keel.common.manifest`, whose names are exported here too, writes
+and verifies the manifest of a folder. Needs a POSIX file system.
 """
 
 import contextlib
@@ -46,14 +46,14 @@ __all__ = [
 ]
 
 TEMP_PREFIX = ".keel-tmp-"
-"""How the names of unfinished and discarded folders begin."""
+"""Prefix of the names of unfinished and removed folders."""
 
 
 @contextlib.contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder to fill, which becomes `target` when the block ends well and goes away when it does not.
+    """Yield a temporary folder that becomes `target` if the block succeeds and is removed if it raises.
 
-    `target` must not exist, or be an empty folder. A write that fails is a `ModelError` with the reason.
+    `target` must not exist or must be an empty folder. A failed write raises a `ModelError` with the reason.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
             temporary.rename(target)
             _fsync(target.parent)
     except BaseException as error:
-        # also an interrupt: the process may live on, and must not leave gigabytes behind
+        # BaseException, because a process that survives an interrupt must not leave gigabytes behind
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
             raise _write_error(target, error) from error
@@ -78,7 +78,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
-    """A temporary file to write, which takes the place of `target` when the block ends well."""
+    """Yield the path of a temporary file that replaces `target` if the block succeeds."""
     temporary = _temp_path(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -93,26 +93,26 @@ def atomic_file(target: Path) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, by a rename first: killed in the middle, no half of it is left under its name."""
+    """Remove a folder. It is renamed first, so that a killed process never leaves half of it under its name."""
     temporary = _temp_path(folder)
     folder.rename(temporary)
-    shutil.rmtree(temporary, ignore_errors=True)  # what stays is a leftover, which the next writer removes
+    shutil.rmtree(temporary, ignore_errors=True)  # the next writer removes whatever remains
 
 
 def remove_stale_temp(parent: Path) -> None:
-    """Remove what killed writers left in a folder. A living writer holds a lock on its own."""
+    """Remove the temporary folders that killed writers left in `parent`. Running writers hold a lock on theirs."""
     for path in parent.glob(f"{TEMP_PREFIX}*"):
         with contextlib.suppress(OSError), _folder_lock(path, wait=False):
             shutil.rmtree(path)
 
 
 def write_json(path: Path, content: object) -> None:
-    """JSON for people and machines."""
+    """Write indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or an error that names the file."""
+    """Read a JSON object from a file. Any problem raises a `ModelError` that names the file."""
     try:
         content = safe_read.read_json(path)
     except FileNotFoundError:
@@ -120,13 +120,13 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path} is no JSON object")
+        raise ModelError(f"{path} is not a JSON object")
     return content
 
 
 def _sync_folder(folder: Path) -> None:
-    """Everything in the folder, and the folder, on the disk, for whoever may read the folder."""
-    # safetensors makes files that only their owner can read; an inference server may be another user
+    """Sync the folder and its files to disk, and make the files readable to everyone who may read the folder."""
+    # safetensors creates files that only their owner can read, but an inference server may run as another user
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):
         if path.is_file():
@@ -145,13 +145,13 @@ def _fsync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _folder_lock(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    # the kernel drops the lock of a killed process: what is unlocked has no writer, on any number of processes
+    # the kernel releases the lock of a killed process, so an unlocked folder has no writer in any process
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError:
-            # a file system without locks: write all the same, but remove nothing that may have a writer
+            # on a file system without locks, write anyway, but remove nothing that may have a writer
             if not wait:
                 raise
         yield
@@ -165,6 +165,6 @@ def _temp_path(target: Path) -> Path:
 
 def _write_error(target: Path, error: Exception) -> ModelError:
     return ModelError(
-        f"{target} could not be written: {error}; make room, or check who may write there. What was there before is as"
-        " it was"
+        f"{target} could not be written: {error}; free disk space, or check the permissions. Previous content is"
+        " unchanged"
     )

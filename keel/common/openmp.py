@@ -1,9 +1,9 @@
-"""Threads that OpenMP keeps for a thread that has computed, given back.
+"""Release the OpenMP worker threads that a thread keeps after it finishes computing.
 
-Every thread that runs parallel work gets helpers of its own, which it keeps. When there are more helpers in a process
-than it has cores, the library lets none of them wait actively any more, and each small product then wakes sleeping
-threads: an engine decoded at 1.3 of two cores beside a trainer that was not even working. So whoever has computed and
-now waits gives its helpers back. Costs the start of threads at the next product; does nothing without such a library.
+Every thread that runs parallel work gets its own worker threads and keeps them. When a process has more worker threads
+than cores, OpenMP stops spinning and puts them to sleep, and each small matrix product has to wake them: an engine used
+only 1.3 of two cores next to an idle trainer. So a thread that finished computing and now waits releases its workers.
+The next product then has to start threads again. Without an OpenMP library this is a no-op.
 """
 
 import ctypes
@@ -19,19 +19,19 @@ ResultT = TypeVar("ResultT")
 
 
 def release_openmp_threads() -> None:
-    """Give back the helpers of the thread that calls; they must not be at work."""
-    with suppress(AttributeError, OSError):  # no OpenMP, or one from before 5.0
+    """Release the OpenMP worker threads of the calling thread. They must be idle."""
+    with suppress(AttributeError, OSError):  # no OpenMP, or a version before 5.0
         ctypes.CDLL(None).omp_pause_resource_all(ctypes.c_int(_OMP_PAUSE_SOFT))
 
 
 class OpenMPReleasingExecutor(ThreadPoolExecutor):
-    """Threads that give their helpers back after each piece of work: the next may be done by another one."""
+    """A thread pool whose threads release their OpenMP workers after each call: another thread may run the next one."""
 
     def submit(self, fn: Callable[P, ResultT], /, *args: P.args, **kwargs: P.kwargs) -> Future[ResultT]:
-        def released() -> ResultT:
+        def call_and_release() -> ResultT:
             try:
                 return fn(*args, **kwargs)
             finally:
                 release_openmp_threads()
 
-        return super().submit(released)
+        return super().submit(call_and_release)

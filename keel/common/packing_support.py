@@ -1,14 +1,15 @@
-"""Whether a transformers model lets several sequences share a row of its forward pass, by its configuration alone.
+"""Decide from its configuration whether a transformers model supports several sequences in one row of a forward pass.
 
-The trainer packs and the engine decodes by the same hook for attention functions, so both ask here first; each then
-compares a probe with the model's own code, which this does not replace. Imports nothing, torch included.
+The trainer's packing and the engine's batched decoding use the same hook for attention functions, so both call this
+first. Each then also compares a probe with the model's own forward pass, which this check does not replace. Does not
+import torch.
 """
 
 from typing import Any
 
 
 def packing_obstacle(network: Any) -> str | None:
-    """Why sequences in one row would change each other's numbers; None when nothing speaks against it."""
+    """Return why sequences packed into one row would affect each other, or None if they would not."""
     config = network.config.get_text_config()
     if getattr(network, "_is_stateful", False):
         return "it carries a recurrent state from token to token"

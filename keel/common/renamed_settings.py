@@ -1,9 +1,9 @@
 """Settings that were renamed: the old name is an error that states the new one.
 
-`RENAMED_KEYS` maps the old dotted name of a setting to its new one. `RENAMED_VALUES` maps a setting, under its present
-name, to {old value: new value}. A part `*` of a name stands for any one part (the name of an environment, a position in
-a list); each `*` of a new name takes the part that the `*` at the same place in the order matched. Both tables are read
-only after a name or a value was rejected, so an entry never changes the meaning of settings that load.
+`RENAMED_KEYS` maps the old dotted name of a setting to its new one. `RENAMED_VALUES` maps a setting, under its current
+name, to {old value: new value}. A part `*` of a name matches any single part (the name of an environment, an index in a
+list); the n-th `*` of a new name takes the part that the n-th `*` of the old name matched. Both tables are read only
+after validation failed, so an entry never changes the meaning of settings that load.
 """
 
 from collections.abc import Iterator, Mapping
@@ -73,18 +73,18 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {
 
 
 def renamed_key(name: str) -> str | None:
-    """Return the present name of a setting that was renamed, else None."""
+    """Return the current name of a renamed setting, or None."""
     parts = tuple(name.split("."))
     for old, new in RENAMED_KEYS.items():
         matched = _match(tuple(old.split(".")), parts)
         if matched is not None:
-            rest = iter(matched)
-            return ".".join(next(rest) if part == "*" else part for part in new.split("."))
+            wildcards = iter(matched)
+            return ".".join(next(wildcards) if part == "*" else part for part in new.split("."))
     return None
 
 
 def renamed_value(name: str, value: Any) -> Any:
-    """Return the present form of a value that was renamed, else None."""
+    """Return the current form of a renamed value, or None."""
     if not isinstance(value, str | int | float):
         return None
     for setting, values in RENAMED_VALUES.items():
@@ -94,7 +94,7 @@ def renamed_value(name: str, value: Any) -> Any:
 
 
 def renamed_keys_in(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield (old name, value, new name) for an unknown setting, or for those inside it when it is a table."""
+    """Yield (old name, value, new name) for an unknown setting, or for the settings inside it if it is a table."""
     new = renamed_key(name)
     if new is not None:
         yield name, value, new
@@ -104,7 +104,7 @@ def renamed_keys_in(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def _match(pattern: Parts, parts: Parts) -> list[str] | None:
-    """Return what each `*` of the pattern stands for, or None when the parts do not match it."""
+    """Return the parts that the `*` of the pattern match, or None if the pattern does not match."""
     if len(pattern) != len(parts) or any(a not in ("*", b) for a, b in zip(pattern, parts, strict=True)):
         return None
     return [part for star, part in zip(pattern, parts, strict=True) if star == "*"]

@@ -1,7 +1,7 @@
-"""The base of every settings class, and the one place where a validation error becomes a sentence.
+"""The base of every settings class, and the conversion of validation errors to readable messages.
 
-Guarantees that an unknown key is an error which suggests the nearest name, and that every message carries the full
-name of the setting and the value that was given. Settings are frozen: what was checked is what runs.
+Guarantees that an unknown key is an error that suggests the closest name, and that every message contains the full name
+and the value of the setting. Settings are frozen, so they cannot change after validation.
 """
 
 import difflib
@@ -19,11 +19,11 @@ from keel.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
 _FIELD = re.compile(r"\{([\w.-]+)\}")
-"""A field in the sentence of an error, as in `{low}` or `{publish.every}`."""
+"""A field name in an error message, as in `{low}` or `{publish.every}`."""
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
-    """The end of an "unknown name" message: the closest known name, or all of them."""
+    """Return the end of an "unknown name" message: the closest known name, or all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
@@ -32,11 +32,11 @@ def suggest_name(name: str, known: Iterable[str]) -> str:
 
 
 def setting_error(message: str, values: Mapping[str, Any] | None = None, **fields: Any) -> PydanticCustomError:
-    """An error about one or more fields of the model being validated.
+    """Return an error about one or more fields of the model that is being validated.
 
-    `sentence` holds the field names in braces; when it is shown each becomes `name = value`, under the name that the
-    user wrote (a recipe calls the low bound of its first gate `ratio_low`). A validator that compares settings of
-    tables inside its own gives them in `values` by dotted name: `{publish.every}`.
+    `message` contains field names in braces. When the error is shown, each becomes `name = value`, with the name that
+    the user wrote (a preset calls the low bound of its first gate `ratio_low`). A validator that compares settings of
+    nested tables passes them in `values` by dotted name: `{publish.every}`.
     """
     return PydanticCustomError("keel", "{sentence}", {"sentence": message, "values": {**(values or {}), **fields}})
 
@@ -45,7 +45,7 @@ def setting_error(message: str, values: Mapping[str, Any] | None = None, **field
 class OneOf:
     """Annotate a string setting whose allowed values are looked up each time a value is validated.
 
-    It is a `Literal` for values that come from a table: messages and JSON schema are the same.
+    Works like a `Literal` whose values come from a table: error messages and JSON schema are the same.
     """
 
     choices: Callable[[], tuple[str, ...]]
@@ -87,9 +87,9 @@ def dotted_name(path: KeyPath) -> str:
 def to_config_error(
     error: ValidationError, prefix: KeyPath = (), user_name_of: Callable[[KeyPath], str | None] = lambda _path: None
 ) -> ConfigError:
-    """All problems of one validation as a single error, one line each.
+    """Convert all problems of one validation to a single error, with one line per problem.
 
-    `name_of` may give a place in the settings the name under which the user knows it.
+    `user_name_of` may map the path of a setting to the name under which the user wrote it.
     """
 
     def label(path: KeyPath) -> str:
@@ -102,14 +102,14 @@ def to_config_error(
         if item["type"] == "unknown":
             key = context["key"]
             name = label((*path, key))
-            given = item["input"].get(key) if isinstance(item["input"], Mapping) else None
-            lines += _renamed_lines(name, given) or [f"{name} is not a setting; {suggest_name(key, context['known'])}"]
+            value = item["input"].get(key) if isinstance(item["input"], Mapping) else None
+            lines += _renamed_lines(name, value) or [f"{name} is not a setting; {suggest_name(key, context['known'])}"]
         elif item["type"] == "keel":
             shown = {
                 field: f"{label((*path, *field.split('.')))} = {_toml_value(value)}"
                 for field, value in context["values"].items()
             }
-            lines.append(_filled(context["sentence"], shown))
+            lines.append(_fill_fields(context["sentence"], shown))
         elif isinstance(context.get("error"), ConfigError):
             lines.append(str(context["error"]))
         elif item["type"] == "missing":
@@ -123,15 +123,15 @@ def to_config_error(
     return ConfigError("\n".join(dict.fromkeys(lines)))
 
 
-def _filled(sentence: str, shown: Mapping[str, str]) -> str:
-    """Replace each `{field}` that `shown` has; other braces are text of the user."""
+def _fill_fields(sentence: str, shown: Mapping[str, str]) -> str:
+    """Replace each `{field}` that is in `shown`. Other braces are part of the user's text."""
     return _FIELD.sub(lambda match: shown.get(match[1], match[0]), sentence)
 
 
-def _renamed_lines(name: str, given: Any) -> list[str]:
-    """One line for each renamed setting that an unknown name stands for, with the new value where it changed too."""
+def _renamed_lines(name: str, unknown: Any) -> list[str]:
+    """Return one line per renamed setting in an unknown key, with the new value if the value was renamed too."""
     lines = []
-    for old, value, new in renamed_keys_in(name, given):
+    for old, value, new in renamed_keys_in(name, unknown):
         changed = renamed_value(new, value)
         if changed is None:
             lines.append(f"{old} was renamed to {new}")
@@ -141,7 +141,7 @@ def _renamed_lines(name: str, given: Any) -> list[str]:
 
 
 def _is_union_tag(part: str | int) -> bool:
-    # pydantic puts the type it tried ("float", "function-before[...]") into the path of a union's error
+    # pydantic adds the type it tried ("float", "function-before[...]") to the path of an error inside a union
     return isinstance(part, str) and (part in {"float", "int", "str", "bool", "none"} or "[" in part)
 
 

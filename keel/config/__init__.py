@@ -3,14 +3,12 @@
 Nothing here imports torch, so settings can be read, validated and printed quickly on any machine.
 """
 
+from keel.config.engine import EngineSettings, PoolSettings, PublishSettings
 from keel.config.launch import LaunchSettings
 from keel.config.load import LoadedSettings, load_settings
 from keel.config.rollout import (
-    EngineSettings,
     EnvironmentSettings,
     EpisodeLimits,
-    PoolSettings,
-    PublishSettings,
     RendererSettings,
     Sampling,
     SchedulerSettings,

@@ -1,7 +1,7 @@
-"""Settings of `keel launch`: how many parts a run has on a cluster, what each needs, and how often it is started again.
+"""Settings of `keel launch`: the components of a run on a cluster, their resources and their restart limits.
 
-Guarantees that what Ray would refuse only when it places a part is refused here. Says nothing of machines: which part
-lands where is the cluster's to decide.
+Guarantees that resources which Ray would only reject at placement are rejected here. The settings do not name machines:
+Ray decides which component runs on which node.
 """
 
 from typing import Annotated, Literal, Self
@@ -23,78 +23,83 @@ RESERVED_FLAGS = (
     "--served-model-name",
     "--weights-from",
 )
-"""What a launch says to every engine server itself: an address, a key, a model."""
+"""Flags that `keel launch` passes to every engine server: address, key and model."""
 
 
 class Resources(Settings):
-    """What one process is given, of what its node has."""
+    """Resources of one process on its node."""
 
     cpus: Annotated[float, Field(ge=0)] = 1.0
-    """Cores; half a core is one that is shared."""
+    """CPU cores. A fraction means a shared core."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs; below 1 it is shared, above 1 a whole number."""
+    """GPUs. Below 1 means a shared GPU; above 1 it must be a whole number."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """Memory to set aside, in 10^9 bytes; not given: it is not counted."""
+    """Memory to reserve, in units of 10^9 bytes. By default no memory is reserved."""
 
     @model_validator(mode="after")
     def _check_gpus(self) -> Self:
         if self.gpus > 1 and self.gpus != int(self.gpus):
-            raise setting_error("{gpus} must be a whole number: only less than one GPU can be shared", gpus=self.gpus)
+            raise setting_error(
+                "{gpus} must be a whole number: only a fraction below 1 can share a GPU", gpus=self.gpus
+            )
         return self
 
 
 class ComponentSettings(Resources):
-    """A kind of part: its resources, and how often one of it is started again."""
+    """One kind of component: its resources and its restart limit."""
 
     restarts: NonNegative = 3
-    """How often it is started again after it died before the launch is given up."""
+    """Restarts of one component after a crash before the launch fails."""
 
 
 class EngineComponentSettings(ComponentSettings):
     """The engine servers."""
 
     int8: bool = False
-    """keel: linear layers in int8. Taken from `engine.int8` when that is set."""
+    """Run linear layers in int8. Keel servers only. Taken from `engine.int8` if that is set."""
     native_kernels: Literal["auto", "off"] = "auto"
-    """keel: in C where there is a compiler, or torch's own. Taken from `engine.native_kernels` when that is set."""
+    """auto: native kernels if a C compiler is available; off: torch's kernels. Keel servers only. Taken from
+    `engine.native_kernels` if that is set."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the weights that sample; auto: as the model that is trained. Taken from `engine.dtype` when that is set."""
+    """Type of the weights that sample. auto: the type of the trained model. Taken from `engine.dtype` if that is
+    set."""
     extra_args: list[str] = []
-    """More words for the server's command line, such as ["--tensor-parallel-size", "4"] for vLLM."""
+    """More arguments for the server's command line, such as ["--tensor-parallel-size", "4"] for vLLM."""
 
     @model_validator(mode="after")
     def _check_extra_args(self) -> Self:
-        for word in self.extra_args:
-            if word.partition("=")[0] in RESERVED_FLAGS:
-                shown = word.partition("=")[0]
-                raise setting_error(f"an option {shown} cannot act: the launch decides it; leave it out of the options")
+        for argument in self.extra_args:
+            flag = argument.partition("=")[0]
+            if flag in RESERVED_FLAGS:
+                # the value is not shown: it may be a key
+                raise setting_error(f"launch.engine.extra_args must not contain {flag}: keel launch sets it; remove it")
         return self
 
 
 class LaunchSettings(Settings):
-    """Where the parts of a run live on a cluster; read by `keel launch` alone."""
+    """How the components of a run are placed on a cluster. Read only by `keel launch`."""
 
     engines: NonNegative = 1
-    """Engine servers to start; 0: none, the run samples as its table `engine` says."""
+    """Engine servers to start. 0: none; the run samples as its table `engine` says."""
     engine: EngineComponentSettings = EngineComponentSettings()
-    """Each engine server."""
+    """Resources and options of each engine server."""
     trainer: ComponentSettings = ComponentSettings()
-    """Each rank of the trainer; there are trainer.ranks. All ranks are started again together."""
+    """Resources of each trainer rank. The number of ranks is trainer.ranks; all ranks are restarted together."""
     orchestrator: Resources = Resources()
-    """What rank 0 is given on top: it runs the loop, the schedule and the environments."""
+    """Additional resources of rank 0, which runs the training loop, the scheduler and the environments."""
     strategy: Literal["pack", "spread"] = "pack"
-    """Parts on few nodes, or on many."""
+    """Ray placement strategy: pack components onto few nodes, or spread them over many."""
     nodes: Annotated[int, Field(ge=1)] = 1
-    """Nodes that are waited for before it is judged what the cluster has: those of a job join one after another."""
+    """Nodes that must have joined before the resources of the cluster are checked."""
     placement_timeout: Seconds = 60.0
-    """Seconds to wait for these nodes, and for resources that the cluster has and others use."""
+    """Seconds to wait for these nodes, and for resources that other jobs currently use."""
     startup_timeout: Seconds = 600.0
-    """Seconds that an engine server may take until it answers; then it counts as dead."""
+    """Seconds an engine server may take to become healthy before it counts as dead."""
     health_timeout: Seconds = 120.0
-    """Seconds without an answer after which an engine server that runs counts as dead."""
+    """Seconds without a response after which a running engine server counts as dead."""
     backoff: Seconds = 1.0
-    """Seconds before a part is started again; twice as long each further time, and at most a minute."""
+    """Seconds before the first restart of a component. Doubles with each further restart, up to one minute."""
     restart_reset_after: Seconds = 3600.0
-    """A part that has been up for so many seconds has all its restarts again."""
+    """Seconds a component must stay up to get its full number of restarts back."""
     shutdown_timeout: Seconds = 60.0
-    """Seconds that the trainer has to finish its step when the launch has failed."""
+    """Seconds the trainer has to finish its step after the launch has failed."""

@@ -1,7 +1,8 @@
-"""From a TOML file and command-line overrides to checked settings, remembering where each value came from.
+"""Load settings from a TOML file and command-line overrides, and record where each value came from.
 
-Defaults < TOML < command line. An override is `--a.b value` or `--a.b=value`; its value is read as TOML and, when it is
-none, as a string. Everything is checked before anything is returned.
+The command line overrides the TOML file, which overrides the defaults. An override is `--a.b value` or `--a.b=value`;
+its value is parsed as TOML, and taken as a string if it is not valid TOML. All settings are validated before any are
+returned.
 """
 
 import tomllib
@@ -18,32 +19,33 @@ from keel.config.run import RunSettings
 from keel.errors import ConfigError
 
 MAX_BYTES = 16 * 2**20
-"""Bytes of a settings file."""
+"""Maximum size of a settings file."""
 MAX_DEPTH = 32
-"""Tables and lists inside each other."""
+"""Maximum nesting of tables and lists."""
 
 
 @dataclass(frozen=True)
 class LoadedSettings:
-    """Settings, and for every setting that was given somewhere, where."""
+    """Settings, and the origin of every setting that is not a default."""
 
     settings: RunSettings
     origins: dict[str, str]
     recipe_folder: Path | None = None
-    """The absolute folder of the file, for modules next to it; None: the settings are not from a file."""
+    """Absolute folder of the TOML file, for modules next to it. None if the settings do not come from a file."""
 
     def rows(self) -> list[tuple[str, Any, str]]:
-        """Every setting with its value and its origin, the resolved parameters of the objective included."""
+        """Return (name, value, origin) of every setting, including the resolved parameters of the objective."""
         tree: dict[str, Any] = {name: _dump(getattr(self.settings, name)) for name in type(self.settings).model_fields}
         objective = self.settings.objective
         if objective.name is None:
             tree["objective"] = objective.composition.model_dump()
         else:
-            added = {key: value for key, value in objective.table.items() if key not in objective.parameters}
-            tree["objective"] = {"name": objective.name, **objective.parameters, **added}
+            extra = {key: value for key, value in objective.table.items() if key not in objective.parameters}
+            tree["objective"] = {"name": objective.name, **objective.parameters, **extra}
         return [(path, value, self.origin(path)) for path, value in _flatten(tree)]
 
     def origin(self, path: str) -> str:
+        """Return the origin of a setting: the name of the file, "command line" or "default"."""
         while path:
             if path in self.origins:
                 return self.origins[path]
@@ -52,7 +54,7 @@ class LoadedSettings:
 
 
 def load_settings(path: str | Path | None = None, overrides: Sequence[str] = ()) -> LoadedSettings:
-    """Read, merge and check. `overrides` are the command line's remaining words."""
+    """Read a recipe, apply overrides and validate. `overrides` are the remaining command-line arguments."""
     if path is None:
         return _validate({}, "default", overrides)
     file = find_recipe(path)
@@ -61,12 +63,12 @@ def load_settings(path: str | Path | None = None, overrides: Sequence[str] = ())
 
 
 def load_settings_from_text(text: str, origin: str) -> LoadedSettings:
-    """The same from TOML that is no file; `origin`: what its values are said to be from."""
+    """Load settings from TOML text. `origin` is the origin recorded for its values."""
     return _validate(_parse_toml(text, origin), origin, ())
 
 
 def read_tables(path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The tables as they were given, merged and not checked: for who has to complete them first."""
+    """Return the merged tables without validation, for callers that complete them first."""
     tree = {} if path is None else _read_toml(find_recipe(path))
     for name, value in parse_overrides(overrides):
         set_dotted(tree, name, value)
@@ -81,7 +83,7 @@ def _validate(tree: dict[str, Any], origin: str, overrides: Sequence[str]) -> Lo
         origins |= {leaf: "command line" for leaf, _ in _flatten(value, name)}
     table = tree.get("objective")
     if isinstance(table, dict) and not {"name", "gates", "weights", "policy", "penalties"} & table.keys():
-        table["name"] = RunSettings().objective.name  # parameters alone are those of the default
+        table["name"] = RunSettings().objective.name  # parameters without a name belong to the default preset
     try:
         return LoadedSettings(RunSettings.model_validate(tree), origins)
     except ValidationError as error:
@@ -95,18 +97,18 @@ def _dump(value: Any) -> Any:
 
 
 def parse_overrides(argv: Sequence[str]) -> list[tuple[str, Any]]:
-    """`--a.b value` and `--a.b=value` as (name, value) pairs, in order."""
+    """Parse `--a.b value` and `--a.b=value` into (name, value) pairs, in order."""
     pairs = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--") or len(word) == 2:
-            raise ConfigError(f"{word!r} is not an override; write --name.of.setting value")
-        name, equals, text = word[2:].partition("=")
+    remaining = list(argv)
+    while remaining:
+        argument = remaining.pop(0)
+        if not argument.startswith("--") or len(argument) == 2:
+            raise ConfigError(f"{argument!r} is not an override; write --name.of.setting value")
+        name, equals, text = argument[2:].partition("=")
         if not equals:
-            if not rest:
+            if not remaining:
                 raise ConfigError(f"--{name} needs a value")
-            text = rest.pop(0)
+            text = remaining.pop(0)
         pairs.append((name, _parse_value(text)))
     return pairs
 
@@ -128,7 +130,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if len(data) > MAX_BYTES:
-        raise ConfigError(f"{path} has more than {MAX_BYTES:,} bytes; settings are a page or two")
+        raise ConfigError(f"{path} has more than {MAX_BYTES:,} bytes, the maximum for settings")
     return _parse_toml(text, str(path))
 
 
@@ -136,46 +138,46 @@ def _parse_toml(text: str, origin: str) -> dict[str, Any]:
     try:
         tree = tomllib.loads(text)
     except RecursionError:
-        raise _too_deep(origin) from None
-    except (ValueError, OverflowError) as error:  # TOMLDecodeError, and numbers and dates that Python has none of
+        raise _depth_error(origin) from None
+    except (ValueError, OverflowError) as error:  # TOMLDecodeError, or a number or date that Python cannot represent
         raise ConfigError(f"{origin} is not valid TOML: {error}") from None
     _check_depth(tree, origin)
     return tree
 
 
 def _check_depth(tree: Any, origin: str) -> None:
-    """Refuse tables so deep that nothing could walk through them."""
-    layer, depth = [tree], 0
-    while layer:
+    """Raise an error for tables nested so deeply that recursive functions would fail on them."""
+    level, depth = [tree], 0
+    while level:
         if depth > MAX_DEPTH:
-            raise _too_deep(origin)
-        inside = (inner for one in layer for inner in (one.values() if isinstance(one, dict) else one))
-        layer, depth = [inner for inner in inside if isinstance(inner, dict | list)], depth + 1
+            raise _depth_error(origin)
+        children = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
+        level, depth = [child for child in children if isinstance(child, dict | list)], depth + 1
 
 
-def _too_deep(origin: str) -> ConfigError:
-    return ConfigError(f"{origin} is nested more than {MAX_DEPTH} deep; no setting is")
+def _depth_error(origin: str) -> ConfigError:
+    return ConfigError(f"{origin} is nested more than {MAX_DEPTH} levels deep, and no setting is")
 
 
 def set_dotted(tree: dict[str, Any], name: str, value: Any) -> None:
-    """Set a dotted name; a number steps into a list (`objective.gates.0.low`)."""
+    """Set the value at a dotted name. A number is an index into a list (`objective.gates.0.low`)."""
     *parents, last = name.split(".")
     if len(parents) > MAX_DEPTH:
-        raise _too_deep(f"--{name[:40]}...")
-    place: Any = tree
+        raise _depth_error(f"--{name[:40]}...")
+    node: Any = tree
     for depth, part in enumerate(parents):
-        place = place[_list_index(place, part, name)] if isinstance(place, list) else place.setdefault(part, {})
-        if not isinstance(place, dict | list):
-            raise ConfigError(f"--{name}: {'.'.join(parents[: depth + 1])} = {place!r} has no settings inside it")
-    if isinstance(place, list):
-        place[_list_index(place, last, name)] = value
+        node = node[_list_index(node, part, name)] if isinstance(node, list) else node.setdefault(part, {})
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"--{name}: {'.'.join(parents[: depth + 1])} = {node!r} is not a table")
+    if isinstance(node, list):
+        node[_list_index(node, last, name)] = value
     else:
-        place[last] = value
+        node[last] = value
 
 
 def _list_index(items: list[Any], part: str, name: str) -> int:
     if not part.isdecimal() or int(part) >= len(items):
-        raise ConfigError(f"--{name}: {part} is not a position in a list of {len(items)}")
+        raise ConfigError(f"--{name}: {part} is not an index into a list of {len(items)}")
     return int(part)
 
 

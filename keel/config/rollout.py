@@ -1,11 +1,11 @@
-"""Settings of rollouts: sampling and rendering, engines and pools, environments, the schedule."""
+"""Settings of rollouts: sampling, rendering, environments and the scheduler."""
 
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from keel.common.settings import Settings, setting_error
-from keel.config.secrets import secret_in_url, secret_names
+from keel.config.secrets import secret_names
 from keel.errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
@@ -14,77 +14,79 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Sampling(Settings):
-    """How tokens are drawn."""
+    """How completions are sampled."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    """Logits are divided by it; the trainer's log-probs use the same. 0: the likeliest token, for evaluation only."""
+    """Logits are divided by this value; the trainer computes log-probs at the same temperature. 0 selects the most
+    likely token and is for evaluation only."""
     max_tokens: Count = 256
-    """Tokens of one answer."""
+    """Maximum number of tokens in one completion."""
     stop: tuple[str, ...] = ()
-    """Texts after which an answer ends; the tokens that hold them are kept."""
+    """Strings that end a completion. The tokens that contain them are kept."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ids after which an answer ends, beside the model's own end of turn."""
+    """Token ids that end a completion, in addition to the model's end-of-turn token."""
     seed: int | None = None
-    """Of a request; equal requests with equal seeds give equal tokens on the same engine."""
+    """Seed of a request. Equal requests with equal seeds give equal tokens on the same engine."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Evaluation only: sample from the likeliest tokens that together have this probability."""
+    """Evaluation only: sample from the most likely tokens whose probabilities add up to this value."""
     top_k: NonNegative = 0
-    """Evaluation only: sample from so many of the likeliest tokens; 0: all."""
+    """Evaluation only: sample from this many of the most likely tokens. 0 means all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Evaluation only: leave out tokens less likely than this share of the likeliest."""
+    """Evaluation only: exclude tokens whose probability is below this fraction of the most likely token's."""
 
     @property
     def truncates_distribution(self) -> bool:
-        """Whether what is sampled from is another distribution than the model's at this temperature."""
+        """Whether tokens are sampled from a different distribution than the model's at this temperature."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.temperature == 0
 
     def check_trainable(self, table: str = "sampling") -> None:
-        """Refuse what the trainer cannot replay: its log-probs are of the whole distribution.
+        """Raise a `ConfigError` for settings that the trainer cannot reproduce.
 
-        `table`: the dotted name of these settings, for the error.
+        The trainer's log-probs are those of the full distribution. `table` is the dotted name of these settings and
+        appears in the error.
         """
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if getattr(self, name) != off:
                 raise ConfigError(
-                    f"{table}.{name} = {getattr(self, name)} cuts the distribution off, and the trainer's log-probs"
-                    " are of the whole of it; use it for evaluation only"
+                    f"{table}.{name} = {getattr(self, name)} truncates the distribution, but the trainer's log-probs"
+                    " are those of the full distribution; use it for evaluation only"
                 )
         if self.temperature == 0:
-            raise ConfigError(f"{table}.temperature = 0 samples nothing; use it for evaluation only")
+            raise ConfigError(f"{table}.temperature = 0 is greedy decoding; use it for evaluation only")
 
 
 class RendererSettings(Settings):
     """How messages become tokens."""
 
     family: str = "auto"
-    """A family of the `renderers` library, as "qwen3", for a model it does not know by name; "template": the model's
-    own chat template; "auto": the family where the library knows the model, and the template elsewhere."""
+    """Chat format. A family of the `renderers` library, such as "qwen3"; "template": the model's chat template; "auto":
+    the family if the library knows the model by name, and the chat template otherwise."""
     preserve_all_thinking: bool = False
-    """Keep the thinking of every earlier turn in the prompt; off: the family's own habit."""
+    """Keep the thinking of every earlier turn in the prompt. Off: keep what the family keeps by default."""
     preserve_thinking_between_tool_calls: bool = False
-    """Keep the thinking of earlier turns while the assistant is still answering the same user message."""
+    """Keep the thinking of earlier turns that respond to the current user message."""
 
     @model_validator(mode="after")
     def _check_thinking_options(self) -> Self:
         if self.preserve_all_thinking and self.preserve_thinking_between_tool_calls:
             raise setting_error(
-                "{preserve_thinking_between_tool_calls} cannot act: preserve_all_thinking keeps more",
+                "{preserve_thinking_between_tool_calls} has no effect: preserve_all_thinking keeps all thinking",
                 preserve_thinking_between_tool_calls=True,
             )
         return self
 
 
 class EpisodeLimits(Settings):
-    """What one episode may use."""
+    """Limits of one episode."""
 
     max_turns: Count = 16
-    """Answers of the policy."""
+    """Maximum number of completions per episode."""
     max_sequence_tokens: Count = 4096
-    """Tokens of a training sample, prompt included."""
+    """Maximum number of tokens in a training sample, prompt included."""
     on_overlength: Literal["drop", "truncate"] = "drop"
-    """A sample that is longer is left out, or cut at the limit; both are counted."""
+    """What happens to a longer sample: it is dropped, or truncated at the limit. Both are counted."""
     timeout: Seconds = 600.0
-    """Wall time."""
+    """Maximum wall-clock seconds of one episode."""
 
 
 class EnvironmentSettings(Settings):
@@ -93,17 +95,18 @@ class EnvironmentSettings(Settings):
     name: Annotated[str, Field(min_length=1)]
     """A built-in name, `reasoning_gym:TASK`, `verifiers:TASKSET`, or `module:attribute`."""
     options: dict[str, Any] = {}
-    """Given to the environment when it is made."""
+    """Options passed to the environment when it is created."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Its share of the groups, against the other environments of the run."""
+    """Share of the groups, relative to the other environments of the run."""
     sampling: Sampling | None = None
-    """How answers are drawn here; not given: as in the run's own table."""
+    """How completions are sampled in this environment. Defaults to the run's `sampling` table."""
     limits: EpisodeLimits = EpisodeLimits()
+    """Limits of one episode in this environment."""
 
     @model_validator(mode="after")
     def _check_no_secrets(self) -> Self:
         for name in secret_names(self.options):
-            shown = name.replace("{", "(").replace("}", ")")  # braces would stand for fields
+            shown = name.replace("{", "(").replace("}", ")")  # setting_error would take braces for field names
             raise setting_error(
                 f"option {shown} of an environment looks like a secret, and settings are written into the run's folder;"
                 " let the environment read it from a file or a variable that an option names"
@@ -112,36 +115,39 @@ class EnvironmentSettings(Settings):
 
 
 class SchedulerSettings(Settings):
-    """How groups are sampled and batches cut."""
+    """How groups are sampled and batches are cut."""
 
     groups_per_step: Count = 8
-    """Groups of a batch."""
+    """Groups in a batch."""
     group_size: Count = 8
-    """Rollouts of a group."""
+    """Rollouts in a group."""
     max_in_flight: Count = 128
-    """Rollouts under way at once."""
+    """Maximum number of rollouts in flight."""
     max_error_reschedule_attempts: NonNegative | None = None
-    """How often the failed or empty rollouts of a group are tried again, counted once a round; not given: for ever."""
+    """Maximum number of retry rounds for the failed or empty rollouts of a group. Unlimited by default."""
     min_group_size: Count | None = None
-    """When attempts are used up, train the survivors if at least so many remain; not given: only whole groups."""
+    """When the retries are used up, train the remaining rollouts of the group if there are at least this many. By
+    default only complete groups are trained."""
     max_off_policy_steps: NonNegative = 2
-    """Versions that the oldest token of a group may be behind when its batch is cut; 0: synchronous."""
+    """Maximum staleness, in versions, of the oldest token of a group when its batch is cut. 0 means synchronous."""
     on_stale: Literal["drop", "resample"] = "resample"
-    """What becomes of a group that is older: its task is dropped, or sampled again."""
+    """What happens to a group that is too stale: its task is dropped or sampled again."""
     window_batches: NonNegative = 1
-    """Batches are cut in order of dispatch, and a group may overtake at most those of so many batches before it."""
+    """Batches are cut in dispatch order. A finished group may overtake unfinished groups of at most this many
+    batches."""
     max_empty_steps: Count | None = 10
-    """Stop after so many batches in a row with nothing to train on."""
+    """Stop the run after this many consecutive batches without anything to train on."""
     rollout_timeout: Seconds | None = None
-    """Give up a rollout that has not come back after so many seconds, whatever runs it; not given: a minute after
-    the longest limits.timeout of the run."""
+    """Seconds after which a rollout that has not returned is abandoned. Defaults to one minute more than the longest
+    limits.timeout of the run."""
 
     @model_validator(mode="after")
     def _check_min_group_size(self) -> Self:
         if self.min_group_size is not None:
             if self.max_error_reschedule_attempts is None:
                 raise setting_error(
-                    "{min_group_size} cannot act: failed rollouts are tried again for ever",
+                    "{min_group_size} has no effect without max_error_reschedule_attempts: failed rollouts are retried"
+                    " indefinitely",
                     min_group_size=self.min_group_size,
                 )
             if self.min_group_size > self.group_size:
@@ -149,109 +155,5 @@ class SchedulerSettings(Settings):
                     "{min_group_size} must not be above {group_size}",
                     min_group_size=self.min_group_size,
                     group_size=self.group_size,
-                )
-        return self
-
-
-class EngineSettings(Settings):
-    """What samples."""
-
-    kind: Literal["local", "process", "vllm", "pool"] = "local"
-    """local: in this process; process: a server of ours in a process of its own; vllm: a vLLM server that is started;
-    pool: the servers of the table `pool`."""
-    max_batch: Count = 64
-    """local and process: answers that are decoded together."""
-    int8: bool = False
-    """local and process: linear layers in int8 while sampling, by torch: no longer quite the policy that is trained.
-    Without VNNI instructions it is slower than float32 by the kernels in C."""
-    native_kernels: Literal["auto", "off"] = "auto"
-    """local and process, in float32 on CPU: auto: those in C where there is a compiler, for which every weight of a
-    linear layer is held a second time; torch: torch's own, slower and in half the memory."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the weights that sample; auto: as the model that is trained. Another one is a mismatch, for the gates to
-    see."""
-    vllm_python: str = ".venv-vllm/bin/python"
-    """vllm: the interpreter of the environment that vLLM is in."""
-
-    @model_validator(mode="after")
-    def _check_options_have_effect(self) -> Self:
-        if self.int8 and self.kind not in ("local", "process"):
-            raise setting_error('{int8} cannot act: kind = "' + self.kind + '" samples by itself', int8=self.int8)
-        if self.native_kernels != "auto" and self.kind not in ("local", "process"):
-            why = 'cannot act: kind = "' + self.kind + '" samples by itself; servers take keel serve --native-kernels'
-            raise setting_error("{native_kernels} " + why, native_kernels=self.native_kernels)
-        if self.dtype != "auto" and self.kind == "pool":
-            raise setting_error(
-                "{dtype} cannot act: the servers of a pool were started with their own", dtype=self.dtype
-            )
-        return self
-
-
-class PublishSettings(Settings):
-    """How new weights reach the engines; see docs/engines.md."""
-
-    every: Count = 1
-    """Optimizer steps between two publications; above 1 the samples are deliberately stale."""
-    transport: Literal["auto", "adapter", "folder", "broadcast"] = "auto"
-    """adapter: the adapter alone, as a folder; folder: all weights, as a folder; broadcast: all weights, by
-    torch.distributed, to servers of ours; auto: adapter with model.lora, in one process a copy, else folder."""
-    in_flight: Literal["continue", "drain"] = "continue"
-    """What becomes of answers under way: their later tokens are of the new version; or they end first while new ones
-    wait, and each answer is of one version."""
-    path: Annotated[str, Field(min_length=1)] | None = None
-    """adapter and folder: where folders are written, on a path that every engine sees; not given: in the run's own."""
-    bind_address: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """broadcast: this machine's address for the servers. Weights travel there without a key."""
-
-    @model_validator(mode="after")
-    def _check_options_have_effect(self) -> Self:
-        if self.path is not None and self.transport == "broadcast":
-            raise setting_error('{path} cannot act: transport = "broadcast" writes nothing', path=self.path)
-        if self.bind_address != "127.0.0.1" and self.transport != "broadcast":
-            raise setting_error(
-                '{bind_address} cannot act: it belongs to transport = "broadcast"', bind_address=self.bind_address
-            )
-        return self
-
-
-class PoolSettings(Settings):
-    """Several engine servers as one."""
-
-    urls: list[str] = []
-    """static: these members."""
-    dns: str | None = None
-    """elastic: `host:port`, of which every address is a member."""
-    file: str | None = None
-    """elastic: a file with one URL a line, watched."""
-    discovery_url: str | None = None
-    """elastic: an address that answers with a JSON list of URLs."""
-    poll_interval: Seconds = 10.0
-    """Seconds between two looks at members and their health."""
-    health_timeout: Seconds = 10.0
-    """A member that takes longer to say how it is doing counts as unhealthy."""
-    load_timeout: Seconds = 600.0
-    """A member that takes longer to load weights counts as unhealthy."""
-    ready_timeout: Seconds = 300.0
-    """How long a request waits for a member that is ready before it is an error."""
-    max_attempts: Count = 3
-    """How many times a request is handed out when the members that had it fail."""
-    api_key_file: str | None = None
-    """A file that holds the key that members ask for; the key itself may stand in no settings."""
-    backend: Literal["keel", "vllm"] = "keel"
-    """What the members are: they load weights in different ways."""
-
-    @model_validator(mode="after")
-    def _check_single_source(self) -> Self:
-        given = [name for name in ("urls", "dns", "file", "discovery_url") if getattr(self, name)]
-        if len(given) != 1:
-            raise setting_error(
-                f"a pool has one source of members; of {{urls}}, dns, file and discovery_url {', '.join(given) or 'none'} is"
-                " given",
-                urls=self.urls,
-            )
-        for address in (*self.urls, self.discovery_url or ""):
-            if secret := secret_in_url(address):
-                raise setting_error(
-                    f"an address of the pool has {secret} in it, which would be written down; leave it out"
                 )
         return self

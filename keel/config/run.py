@@ -1,16 +1,14 @@
-"""The settings of a run, from the root, and what has to hold between its tables."""
+"""The root settings of a run, and the rules that hold between its tables."""
 
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from keel.common.settings import Settings, setting_error
+from keel.config.engine import EngineSettings, PoolSettings, PublishSettings
 from keel.config.launch import LaunchSettings
 from keel.config.rollout import (
-    EngineSettings,
     EnvironmentSettings,
-    PoolSettings,
-    PublishSettings,
     RendererSettings,
     Sampling,
     SchedulerSettings,
@@ -29,138 +27,140 @@ class AdvantageSettings(Settings):
     """How rewards become advantages."""
 
     name: AdvantageEstimator = "group_mean"
-    """The baseline and scale; see docs/objectives.md."""
+    """Estimator: the baseline and the scale; see docs/objectives.md."""
     decay: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """moving_baseline: the share of the old baseline that stays; not given: 0.95."""
+    """Fraction of the old baseline that moving_baseline keeps after each step. Defaults to 0.95."""
     baseline: float | None = None
-    """constant: the value subtracted from each reward; not given: 0."""
+    """Value that constant subtracts from each reward. Defaults to 0."""
     zero_variance_groups: ZeroVarianceGroups = "drop"
-    """Groups whose rewards are all equal: drop and count them, or train them, where only penalties act."""
+    """What happens to groups whose rewards are all equal. drop: they are dropped and counted; train: they are trained,
+    with an advantage of zero, so that only penalties have a gradient."""
 
     @model_validator(mode="after")
     def _check_options_have_effect(self) -> Self:
         for field, owner in (("decay", "moving_baseline"), ("baseline", "constant")):
             if getattr(self, field) is not None and self.name != owner:
                 raise setting_error(
-                    f'{{{field}}} cannot act: it belongs to name = "{owner}"', **{field: getattr(self, field)}
+                    f'{{{field}}} has no effect: it belongs to name = "{owner}"', **{field: getattr(self, field)}
                 )
         return self
 
 
 class EvaluationSettings(Settings):
-    """How the policy does on tasks it never trains on."""
+    """Evaluation of the policy on tasks it is never trained on."""
 
     when: Literal["always", "start_and_end", "never"] = "always"
-    """always: at the start, every so many steps and at the end; ends: at the start and the end; never."""
+    """When to evaluate. always: at the start, every `every` steps and at the end; start_and_end: at the start and at
+    the end; never."""
     every: Annotated[int, Field(ge=1)] = 10
-    """always: steps between two evaluations."""
+    """Steps between two evaluations. Used by always."""
     num_tasks: Annotated[int, Field(ge=1)] = 64
-    """Of each environment, the first of its eval split."""
+    """Number of tasks per environment: the first ones of its eval split."""
     samples_per_task: Annotated[int, Field(ge=1)] = 1
-    """Answers for each task; with more than one, pass@k is reported for k up to it."""
+    """Completions per task. With more than one, pass@k is reported for k up to this number."""
     sampling: Sampling | None = None
-    """How answers are drawn; not given: as in training."""
+    """How completions are sampled. Defaults to the settings used in training."""
 
 
 class MetricsSettings(Settings):
-    """Where numbers go besides the run's folder; see docs/metrics.md."""
+    """Where metrics are written in addition to the run folder; see docs/metrics.md."""
 
     tensorboard: bool = False
-    """Event files in the run's folder."""
+    """Write TensorBoard event files into the run folder."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases: in the run's folder, or also to its servers."""
+    """Log to Weights & Biases. offline: into the run folder; online: also to its servers."""
     trackio: bool = False
-    """In trackio's folder on this machine."""
+    """Log to trackio's folder on this machine."""
     project: Annotated[str, Field(min_length=1)] | None = None
-    """wandb, trackio: what the run is listed under; not given: keel."""
+    """Project name for wandb and trackio. Defaults to keel."""
     custom_sink: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
-    """module:attribute of a sink of your own."""
+    """`module:attribute` of a custom sink."""
 
     @model_validator(mode="after")
     def _check_options_have_effect(self) -> Self:
         if self.project is not None and self.wandb == "off" and not self.trackio:
             raise setting_error(
-                "{project} cannot act: it is for wandb and trackio, and both are off", project=self.project
+                "{project} has no effect: it is for wandb and trackio, and both are off", project=self.project
             )
         return self
 
 
 class RunSettings(Settings):
-    """Everything a run is configured by."""
+    """All settings of a run."""
 
     steps: Annotated[int, Field(ge=1)] = 100
-    """Batches to train on."""
+    """Number of batches to train on."""
     stall_timeout: Annotated[float, Field(gt=0)] | None = None
-    """Seconds without any progress after which the run stops and says what it waits for; not given: an hour, or three
-    times the longest limits.timeout of an environment."""
+    """Seconds without progress after which the run stops and reports what it was waiting for. Defaults to one hour, or
+    to three times the longest limits.timeout of an environment if that is longer."""
     environments: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EnvironmentSettings] = {}
-    """What is learned, by name; a table without `name` is of the environment that it is called."""
+    """Environments to train on, by name. A table without `name` uses the environment it is named after."""
     sampling: Sampling = Sampling()
-    """How answers are drawn."""
+    """How completions are sampled."""
     renderer: RendererSettings = RendererSettings()
     """How messages become tokens."""
     scheduler: SchedulerSettings = SchedulerSettings()
-    """Groups, retries, staleness, batches."""
+    """How groups are sampled and batches are cut."""
     engine: EngineSettings = EngineSettings()
-    """What samples."""
+    """The engine that samples completions."""
     pool: PoolSettings | None = None
-    """The servers, with engine.kind = "pool"."""
+    """The servers of engine.kind = "pool"."""
     publish: PublishSettings = PublishSettings()
     """How new weights reach the engine."""
     evaluation: EvaluationSettings = EvaluationSettings()
-    """How the policy does on tasks it never trains on."""
+    """Evaluation on tasks the policy is never trained on."""
     metrics: MetricsSettings = MetricsSettings()
-    """Where numbers go besides the run's folder."""
+    """Where metrics are written in addition to the run folder."""
 
     objective: ObjectiveSettings = Field(default_factory=lambda: ObjectiveSettings(name="icepop"))
-    """The training signal."""
+    """The objective: a preset with parameters, or a composition; see docs/objectives.md."""
     advantages: AdvantageSettings = AdvantageSettings()
-    """From rewards to advantages."""
+    """How rewards become advantages."""
     model: ModelSettings = ModelSettings()
-    """What is trained."""
+    """The model that is trained."""
     trainer: TrainerSettings = TrainerSettings()
-    """From a step's samples to new weights."""
+    """How a step's samples become new weights."""
     checkpoints: CheckpointSettings = CheckpointSettings()
-    """What stays on disk."""
+    """Which checkpoints are written and kept."""
     references: dict[str, ReferenceSettings] = {}
-    """Frozen policies by name, for objectives that compare with a reference."""
+    """Frozen reference models by name, for objectives with a KL to a reference."""
     teacher: ModelSettings | None = None
-    """Scores what the policy sampled, for objectives with a teacher."""
+    """The model that scores the sampled tokens, for objectives with a teacher."""
     launch: LaunchSettings | None = None
-    """Where `keel launch` places the parts on a cluster; `keel train` runs on this machine and leaves it aside."""
+    """How `keel launch` places the components of the run on a cluster. `keel train` ignores it."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Of everything that is random."""
+    """Seed of all random numbers of the run."""
 
     @model_validator(mode="before")
     @classmethod
     def _set_default_environment_names(cls, values: Any) -> Any:
-        """An environment is called by its table unless it says otherwise."""
+        """Give an environment without a `name` the name of its table."""
         tables = values.get("environments") if isinstance(values, dict) else None
         if isinstance(tables, list):
             raise setting_error(
-                "environments is a list; write a table [environments.NAME] for each, not [[environments]]"
+                "environments is a list; write one table [environments.NAME] per environment, not [[environments]]"
             )
         if not isinstance(tables, dict):
             return values
-        named = {
+        named_tables = {
             key: {"name": key, **table} if isinstance(table, dict) and "name" not in table else table
             for key, table in tables.items()
         }
-        return {**values, "environments": named}
+        return {**values, "environments": named_tables}
 
     @model_validator(mode="after")
     def _check_tables_agree(self) -> Self:
         kind, reads = self.engine.kind, self.objective.composition.reads
         if kind == "pool" and self.pool is None:
-            raise setting_error("{engine.kind} needs a table [pool] with its servers", {"engine.kind": kind})
+            raise setting_error("{engine.kind} needs a table [pool] that lists the servers", {"engine.kind": kind})
         if kind != "pool" and self.pool is not None:
             raise setting_error(
                 'the table [pool] has no effect with {engine.kind}; set engine.kind = "pool"', {"engine.kind": kind}
             )
         if self.publish.every - 1 > self.scheduler.max_off_policy_steps:
             raise setting_error(
-                "{publish.every} makes samples older than {scheduler.max_off_policy_steps} versions, which no"
-                " batch may hold",
+                "{publish.every} makes samples older than {scheduler.max_off_policy_steps} versions, so no batch could"
+                " be cut; lower the first or raise the second",
                 {
                     "publish.every": self.publish.every,
                     "scheduler.max_off_policy_steps": self.scheduler.max_off_policy_steps,
@@ -168,11 +168,12 @@ class RunSettings(Settings):
             )
         for name, environment in self.environments.items():
             if environment.limits.max_sequence_tokens > self.trainer.max_tokens_per_micro_batch:
-                tokens = f"environments.{name}.limits.max_sequence_tokens"
+                setting = f"environments.{name}.limits.max_sequence_tokens"
                 raise setting_error(
-                    f"{{{tokens}}} must not be above {{trainer.max_tokens_per_micro_batch}}: a longer sample fits no micro-batch",
+                    f"{{{setting}}} must not be above {{trainer.max_tokens_per_micro_batch}}: a longer sample fits into"
+                    " no micro-batch",
                     {
-                        tokens: environment.limits.max_sequence_tokens,
+                        setting: environment.limits.max_sequence_tokens,
                         "trainer.max_tokens_per_micro_batch": self.trainer.max_tokens_per_micro_batch,
                     },
                 )
@@ -188,22 +189,23 @@ class RunSettings(Settings):
         return self
 
     def _check_transport(self) -> None:
-        """Refuse a way that the weights of this run cannot take."""
-        way, path, lora, kind = self.publish.transport, self.publish.path, self.model.lora is not None, self.engine.kind
+        """Raise an error if the weights of this run cannot be published with the configured transport."""
+        transport, path, kind = self.publish.transport, self.publish.path, self.engine.kind
+        lora = self.model.lora is not None
         vllm = kind == "vllm" or (self.pool is not None and self.pool.backend == "vllm")
-        why = ""
-        if way == "adapter" and not lora:
-            why = "has no effect: without model.lora there is no adapter"
-        elif way in ("folder", "broadcast") and lora:
-            why = 'has no effect: with model.lora only an adapter trains; leave it "auto"'
-        elif way == "broadcast" and kind == "local":
-            why = 'has no effect with engine.kind = "local", which takes a copy in this process'
-        elif way == "broadcast" and vllm:
-            why = 'has no effect with vLLM, which loads folders and adapters; leave it "auto"'
-        if why:
-            raise setting_error(f"{{publish.transport}} {why}", {"publish.transport": way})
-        if path is not None and kind == "local" and way == "auto" and not lora:
+        problem = ""
+        if transport == "adapter" and not lora:
+            problem = "has no effect: without model.lora there is no adapter"
+        elif transport in ("folder", "broadcast") and lora:
+            problem = 'has no effect: with model.lora only an adapter trains; leave it "auto"'
+        elif transport == "broadcast" and kind == "local":
+            problem = 'has no effect with engine.kind = "local", which copies weights in memory'
+        elif transport == "broadcast" and vllm:
+            problem = 'has no effect with vLLM, which loads folders and adapters; leave it "auto"'
+        if problem:
+            raise setting_error(f"{{publish.transport}} {problem}", {"publish.transport": transport})
+        if path is not None and kind == "local" and transport == "auto" and not lora:
             raise setting_error(
-                '{publish.path} has no effect: the engine takes a copy in this process; set publish.transport = "folder"',
+                '{publish.path} has no effect: weights are copied in memory; set publish.transport = "folder"',
                 {"publish.path": path},
             )

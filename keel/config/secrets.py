@@ -1,7 +1,7 @@
-"""Which settings would be secrets: they are refused, because settings are written into a run's folder and printed.
+"""Find settings that look like secrets. They are errors, because settings are printed and written into the run folder.
 
-Guarantees that what is refused is named and never shown. It looks at names and at addresses, since a secret has no look
-of its own; a secret under a harmless name is not found.
+Guarantees that the name of such a setting is reported and its value never is. Only the names of settings and the parts
+of URLs are examined: a secret under a harmless name is not found.
 """
 
 import re
@@ -12,30 +12,31 @@ from urllib.parse import parse_qsl, urlsplit
 SECRET_NAME = re.compile(
     r"(?:^|[_.-])(?:api|access|auth|private|secret|bearer)?_?(?:key|token|password|passwd|secret|credentials?)$", re.I
 )
-"""The last word of a name, or the last two. `key_file` and `token_env` name places, and `stop_token` is refused too:
-better asked for another name than written down."""
+"""Matches the last word of a name, or the last two. `key_file` and `token_env` do not match, because they name where a
+secret is stored. `stop_token` matches although it is harmless: a false alarm costs a rename, a missed secret is written
+to disk."""
 
 
 def secret_names(value: Any, prefix: str = "") -> Iterator[str]:
-    """The names in nested settings under which a text stands that looks like a secret."""
+    """Yield the dotted names of the strings in nested settings whose name looks like that of a secret."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            here = f"{prefix}.{name}" if prefix else str(name)
+            path = f"{prefix}.{name}" if prefix else str(name)
             if isinstance(inner, str) and inner and SECRET_NAME.search(str(name)):
-                yield here
-            yield from secret_names(inner, here)
+                yield path
+            yield from secret_names(inner, path)
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for number, inner in enumerate(value):
-            yield from secret_names(inner, f"{prefix}.{number}")
+        for index, inner in enumerate(value):
+            yield from secret_names(inner, f"{prefix}.{index}")
 
 
 def secret_in_url(url: str) -> str | None:
-    """What in a URL is a secret, in words; none when nothing looks like one."""
+    """Describe the part of a URL that looks like a secret, or return None."""
     try:
         parts = urlsplit(url)
         names = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True) if SECRET_NAME.search(name)]
     except ValueError:
         return None
     if "@" in parts.netloc:
-        return "a user or password"
-    return f"a query with {names[0]}" if names else None
+        return "a user name or password"
+    return f"the query parameter {names[0]}" if names else None

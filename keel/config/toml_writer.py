@@ -1,6 +1,6 @@
-"""Settings as TOML again: reading what is written gives the same settings, and each line says where its value is from.
+"""Write settings as TOML, with the origin of each value as a comment.
 
-Values that are not given are comments, because TOML has no word for them.
+Loading the written text gives the same settings. Unset values are written as comments, because TOML has no null.
 """
 
 import json
@@ -10,9 +10,9 @@ from keel.config.load import LoadedSettings
 
 
 def toml_lines(loaded: LoadedSettings) -> list[tuple[str, str]]:
-    """The settings line by line, each with its trailing comment."""
+    """Return the lines of the TOML text as (content, comment) pairs."""
     tables: dict[tuple[str, ...], list[tuple[str, Any, str]]] = {}
-    # what stands outside of all tables must come first
+    # TOML requires keys outside of tables to come first
     for path, value, origin in sorted(loaded.rows(), key=lambda row: "." in row[0]):
         *parents, key = path.split(".")
         tables.setdefault(tuple(parents), []).append((key, value, origin))
@@ -22,19 +22,19 @@ def toml_lines(loaded: LoadedSettings) -> list[tuple[str, str]]:
             lines += ([("", "")] if lines else []) + [(_table_header(table), "")]
         for key, value, origin in rows:
             shown = origin if origin.isprintable() else repr(origin)
-            line = ("", f"# {key} is not given") if value is None else (f"{key} = {to_toml(value)}", "")
-            lines.append((line[0], f"{line[1]}  # {shown}"))
+            content, note = ("", f"# {key} is not given") if value is None else (f"{key} = {to_toml(value)}", "")
+            lines.append((content, f"{note}  # {shown}"))
     return lines
 
 
 def _table_header(table: tuple[str, ...]) -> str:
-    """The header of a table, or of the next table of a list."""
+    """Return the header of a table, or of the next element of a list of tables."""
     name = ".".join(part for part in table if not part.isdecimal())
     return f"[[{name}]]" if table[-1].isdecimal() else f"[{name}]"
 
 
 def to_toml(value: Any) -> str:
-    """A value as TOML writes it."""
+    """Return a value in TOML syntax."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -42,6 +42,6 @@ def to_toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(to_toml, value))}]"
     if isinstance(value, dict):
-        inside = ", ".join(f"{key} = {to_toml(item)}" for key, item in value.items())
-        return f"{{ {inside} }}" if inside else "{}"
+        entries = ", ".join(f"{key} = {to_toml(item)}" for key, item in value.items())
+        return f"{{ {entries} }}" if entries else "{}"
     return str(value)

@@ -1,6 +1,6 @@
-"""Settings of the policy: which model, what of it trains, how it is updated, what is kept of it.
+"""Settings of the policy: the model, its adapters, the optimizer, the trainer, checkpoints and references.
 
-Each table says what it is for; nothing here is accepted that could not act.
+A setting that would have no effect is an error.
 """
 
 from typing import Annotated, Literal, Self
@@ -10,25 +10,26 @@ from pydantic import Field, model_validator
 from keel.common.settings import Settings, setting_error
 
 Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class LoraSettings(Settings):
-    """Train low-rank adapters and leave the weights as they are."""
+    """Train low-rank adapters and freeze the weights of the model."""
 
     rank: Count = 16
     """Rank of each adapter."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The adapter's output is scaled by alpha / rank."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Names of the linear layers that get one (`q_proj`, `v_proj`, ...); all-linear: each but the output head. On
-    Mixtral and Qwen MoE that includes the router and the experts, on gpt-oss attention only, as peft has it."""
+    """Names of the linear layers that get an adapter (`q_proj`, `v_proj`, ...). all-linear: every linear layer except
+    the output head, as peft defines it: on Mixtral and Qwen MoE this includes the router and the experts, on gpt-oss
+    only attention."""
 
     @model_validator(mode="after")
     def _check_targets(self) -> Self:
         if isinstance(self.targets, list) and (not self.targets or "lm_head" in self.targets):
             raise setting_error(
-                "{targets}: name at least one linear layer, and not the output head, which is fused with the loss",
+                "{targets} must name at least one linear layer, and not the output head, which is fused with the loss",
                 targets=self.targets,
             )
         return self
@@ -38,38 +39,42 @@ class ModelSettings(Settings):
     """The model that is trained."""
 
     name: Annotated[str, Field(min_length=1)] = "smollm2-135m"
-    """A built-in name (smollm2-135m, tiny, tiny-qwen3, ...), a Hugging Face folder, or a hub name."""
+    """A built-in name (smollm2-135m, tiny, tiny-qwen3, ...), a Hugging Face model folder, or a Hugging Face Hub
+    name."""
     lora: LoraSettings | None = None
-    """Adapters; not given: every weight trains."""
+    """LoRA adapters. By default all weights are trained."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """auto: bfloat16 on a GPU that has it, float32 elsewhere. Log-probs are float32 or better in any case."""
+    """Type of the weights. auto: bfloat16 on GPUs that support it, float32 elsewhere. Log-probs are always computed in
+    float32 or better."""
     device: str = "auto"
-    """auto: the accelerator that torch finds, else cpu."""
+    """Device of the model, such as "cuda:0". auto: the accelerator that torch finds, or cpu."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them: less memory, about a third slower."""
+    """Recompute activations in the backward pass instead of storing them. Uses less memory and is about a third
+    slower."""
     sft_warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Tiny models only: supervised steps on short answers before anything else, so that rewards are not all zero."""
+    """Supervised steps on short completions before the run starts, so that rewards are not all zero. Tiny models
+    only."""
 
 
 class OptimizerSettings(Settings):
-    """AdamW and its learning rate over the run."""
+    """AdamW and its learning-rate schedule."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """Peak learning rate."""
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    """Decay of the first and second moment."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay rates of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
+    """Constant added to the square root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled decay, on matrices only."""
+    """Decoupled weight decay, applied to matrices only."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the rate rises from lr / (warmup_steps + 1) to lr."""
+    """Steps over which the learning rate rises linearly from lr / (warmup_steps + 1) to lr."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls after the warm-up, until total_steps."""
+    """Decay of the learning rate after the warm-up, until total_steps."""
     total_steps: Count | None = None
-    """Where the decay ends; the rate stays at min_lr_ratio * lr afterwards."""
-    min_lr_ratio: Share | None = None
-    """The share of lr at which a decay ends; not given: 0."""
+    """Step at which the decay ends. The learning rate stays at min_lr_ratio * lr afterwards."""
+    min_lr_ratio: Fraction | None = None
+    """Fraction of lr at which the decay ends. Defaults to 0."""
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
@@ -91,50 +96,52 @@ class OptimizerSettings(Settings):
 
 
 class TrainerSettings(Settings):
-    """From a step's samples to new weights."""
+    """How a step's samples become new weights."""
 
     optimizer: OptimizerSettings = OptimizerSettings()
-    """The update."""
+    """The optimizer and its learning-rate schedule."""
     max_tokens_per_micro_batch: Count = 4096
-    """Memory budget of a micro-batch, in tokens that the model computes (shared ones count once)."""
+    """Maximum number of tokens the model computes in one micro-batch. Shared prefix tokens count once."""
     optimizer_steps: Count = 1
-    """Optimizer steps a training step is divided into, by groups (a step of fewer groups has as many as groups); with
-    more than one, the proximal policy is the one before the first."""
+    """Optimizer steps per training step. The groups of the batch are divided among them; a batch with fewer groups
+    takes one step per group. With more than one, the proximal policy is the policy before the first of them."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Gradients are scaled down to this norm."""
+    """Maximum norm of the gradient; larger gradients are scaled down."""
     share_prefixes: bool = True
-    """Compute tokens that samples share once. Falls back, and says so, where the model does not allow it."""
+    """Compute prefixes that samples share only once. Models that do not support it are trained without it, with a
+    message that says why."""
     compute_entropy: bool = True
-    """Also compute the entropy of the policy at each trainable token, for the metrics."""
+    """Compute the entropy of the policy at each trainable token, for the metrics."""
     retain_freed_memory: bool = True
-    """Linux with glibc: tell the allocator to keep freed memory, which makes steps on CPU much faster."""
+    """Let the allocator keep freed memory, which makes steps on CPU much faster. Linux with glibc only."""
     ranks: Count = 1
-    """Processes that train together, each with its shard of weights, gradients and moments (FSDP2). `keel train` starts
-    them on this machine; under torchrun it is as many as torchrun has started, and may be left out."""
+    """Processes that train together, each with a shard of weights, gradients and optimizer state (FSDP2). `keel train`
+    starts them on this machine. Under torchrun it is the number of processes torchrun started, and may be omitted."""
     rank_timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that a rank may keep the others waiting before the run is given up."""
+    """Seconds the other ranks wait for a rank before the run stops."""
     master_weights: bool = False
-    """Several ranks, bfloat16: keep weights and moments in float32, and compute in bfloat16."""
+    """Keep weights and optimizer state in float32 and compute in bfloat16. Needs several ranks and bfloat16."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Several ranks: what gradients are summed over ranks in."""
+    """Type in which gradients are summed over ranks. Needs several ranks."""
 
 
 class CheckpointSettings(Settings):
-    """What stays on disk."""
+    """Which checkpoints are written and kept."""
 
     every: Count = 10
-    """Steps between two checkpoints. Steps after the last one are trained again from their record when a run goes on,
-    which costs no sampling."""
+    """Steps between two checkpoints. On resume, steps after the last checkpoint are trained again from their recorded
+    rollouts, without sampling."""
     keep_last: Count = 2
-    """Newest checkpoints that are always kept."""
+    """Number of newest checkpoints that are kept."""
     keep_every: Count | None = None
-    """Checkpoints of every so many steps that are kept for good."""
+    """Also keep every checkpoint whose step is a multiple of this number."""
 
 
 class ReferenceSettings(Settings):
-    """A frozen policy to stay close to."""
+    """A frozen reference model for a KL penalty."""
 
     source: Annotated[str, Field(pattern=r"^(base|step:\d+|adapter:.+|model:.+)$")] = "base"
-    """`base`: the model before training; `step:N`: a checkpoint of this run; `adapter:PATH`; `model:NAME`."""
+    """`base`: the model before training; `step:N`: a checkpoint of this run; `adapter:PATH`: a LoRA adapter;
+    `model:NAME`: another model."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """With several references the drift is their weighted mean."""
+    """Weight of this reference. With several references, the KL is their weighted mean."""

@@ -1,8 +1,7 @@
-"""Every published rule that Keel knows by name, each a few lines of composition.
+"""The presets: published objectives by name, each as a few lines of composition.
 
-A recipe is data and has no code of its own, so two rules that differ in one line differ in one line here.
-docs/objectives.md and `keel objectives` are printed from these tables, and `keel audit` checks numerically that they
-tell the truth.
+A preset is data without code, so two objectives that differ in one detail differ in one line here. docs/objectives.md
+and `keel objectives` are generated from these tables, and `keel audit` verifies them numerically.
 """
 
 from keel.objectives.preset import ObjectivePreset
@@ -23,21 +22,21 @@ _PRESETS = [
     ),
     ObjectivePreset(
         name="ipo_kl",
-        title="two-sided ratio mask with a drift penalty on kept tokens",
+        title="two-sided ratio mask with a squared log-ratio penalty on kept tokens",
         source="the mask of INTELLECT-3 and the KL of Kimi K2.5",
         parameters={"ratio_low": 0.2, "ratio_high": 5.0, "kl_tau": 1e-3},
         parts={"gates": [RATIO_GATE], "penalties": [LOG_RATIO_PENALTY]},
     ),
     ObjectivePreset(
         name="dppo_tv",
-        title="probability-difference mask, whatever the advantage",
+        title="probability-difference mask, independent of the advantage",
         source="symmetric DPPO-Binary-TV, arXiv 2602.04879",
         parameters={"diff_low": 0.2, "diff_high": 0.2},
         parts={"gates": [{"statistic": "probability_difference", "low": "-$diff_low", "high": "$diff_high"}]},
     ),
     ObjectivePreset(
         name="dppo_kl",
-        title="probability-difference mask by the sign of the advantage, with a drift penalty on all tokens",
+        title="probability-difference mask by the sign of A, with a squared log-ratio penalty on all tokens",
         source="DPPO-Binary-TV, arXiv 2602.04879, with a KL term",
         parameters={"mask_low": 0.2, "mask_high": 0.2, "kl_tau": 1e-3},
         parts={
@@ -60,7 +59,7 @@ _PRESETS = [
     ),
     ObjectivePreset(
         name="ipo",
-        title="absolute probability-difference mask with a drift penalty on all tokens",
+        title="absolute probability-difference mask with a squared log-ratio penalty on all tokens",
         source="prime-rl",
         parameters={"threshold": 0.1, "kl_tau": 1e-3},
         parts={
@@ -70,7 +69,7 @@ _PRESETS = [
     ),
     ObjectivePreset(
         name="reinforce",
-        title="the plain policy gradient, no ratio",
+        title="plain policy gradient, without a ratio",
         source="Williams 1992",
         parts={"policy": {"surrogate": "log_prob", "anchor": "none"}},
     ),
@@ -80,7 +79,7 @@ _PRESETS = [
         source="DeepSeekMath, arXiv 2402.03300",
         parameters={"eps": 0.2, "eps_high": None, "anchor": "sampler", "reduction": "sequences"},
         parts={"policy": CLIP},
-        note="With reduction = tokens and eps_high = eps it is dapo. The paper's KL term is reference_kl_coef.",
+        note="With reduction = tokens it equals dapo with eps_high = eps. The paper's KL term is reference_kl_coef.",
     ),
     ObjectivePreset(
         name="dapo",
@@ -95,7 +94,7 @@ _PRESETS = [
         source="Dr. GRPO, arXiv 2503.20783",
         parameters={"eps": 0.2, "eps_high": None, "anchor": "sampler", "reduction": "constant", "length": 1024},
         parts={"policy": CLIP},
-        note="Set length to the longest completion you sample.",
+        note="Set length to the maximum completion length.",
     ),
     ObjectivePreset(
         name="ppo",
@@ -154,7 +153,7 @@ _PRESETS = [
     ),
     ObjectivePreset(
         name="veto",
-        title="a sequence leaves when one of its tokens became all but impossible",
+        title="sequence mask: drop a sequence if one of its tokens became almost impossible",
         source="verl, rollout correction",
         parameters={"rollout_min_ratio": 1e-4, "eps": 0.2, "eps_high": None, "anchor": "sampler"},
         parts={"gates": [{"statistic": "ratio", "low": "$rollout_min_ratio", "scope": "sequence"}], "policy": CLIP},
@@ -180,11 +179,11 @@ _PRESETS = [
     ),
     ObjectivePreset(
         name="m2po",
-        title="the largest squared log-ratios leave until the mean of the rest is small",
+        title="drop the largest squared log-ratios until the mean of the rest is small",
         source="M2PO, arXiv 2510.01161",
         parameters={"tau": 0.04},
         parts={"gates": [{"statistic": "second_moment", "high": "$tau"}]},
-        note="Decided over the step; tokens with the same d^2 leave together.",
+        note="Decided over the step. Tokens with the same d^2 are dropped together.",
     ),
     ObjectivePreset(
         name="sapo",
@@ -211,7 +210,7 @@ _PRESETS = [
     ),
     ObjectivePreset(
         name="luspo",
-        title="clipped sequence ratio, each sequence times its length",
+        title="clipped sequence ratio, each sequence weighted by its length",
         source="LUSPO, arXiv 2602.05261",
         parameters={"eps": 3e-4, "eps_high": 4e-4, "anchor": "sampler", "reduction": "constant", "length": 1},
         parts={"policy": SEQUENCE_CLIP},
@@ -256,7 +255,7 @@ _PRESETS = [
     ),
     ObjectivePreset(
         name="on_policy_distillation",
-        title="on-policy distillation: the teacher's log-prob minus the policy's as the signal",
+        title="on-policy distillation: teacher log-prob minus policy log-prob as the advantage",
         source="Agarwal et al., arXiv 2306.13649",
         parameters={"adv_tau": 0.0, "teacher_tau": 1.0},
     ),
@@ -268,4 +267,4 @@ _PRESETS = [
     ),
 ]
 
-PRESETS: dict[str, ObjectivePreset] = {recipe.name: recipe for recipe in _PRESETS}
+PRESETS: dict[str, ObjectivePreset] = {preset.name: preset for preset in _PRESETS}

@@ -1,13 +1,13 @@
-"""A composition in words and symbols: its anchor, who is dropped, what divides, and its loss as a formula.
+"""Describe a composition as text: its anchor, the dropped tokens, the divisor, and the loss as a formula.
 
-Everything is read off the composition, so it cannot say what the code no longer does; a test evaluates every formula
-and sentence printed here and compares with `keel.signal`. Where a parameter of a recipe stands, its name is shown,
-elsewhere the number. It describes and never decides: no arithmetic on tokens happens here.
+Every text is derived from the composition, and a test evaluates every formula and sentence and compares it with
+`keel.signal`, so a description cannot differ from what the code computes. A parameter of a preset is shown by name,
+any other value as a number. No arithmetic on tokens happens here.
 """
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keel.common.settings import KeyPath
@@ -18,26 +18,27 @@ from keel.objectives.resolve import resolve_objective
 from keel.objectives.statistics import gate_statistic
 
 ParameterLookup = Callable[[KeyPath], str | None]
-"""The parameter that stands at a place of a composition ("-diff_low" for a negative one), if one does."""
+"""Maps a path in a composition to the parameter there ("-diff_low" for a negated one), or to None."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a composition declares, as text."""
+    """The properties of a composition as text."""
 
     anchor: str
     dropped: tuple[str, ...]
-    """One sentence for each gate."""
+    """Which tokens are dropped: one sentence per gate."""
     optional: tuple[str, ...]
-    """A recipe's gates that are off until their parameter is given."""
+    """The same for a preset's gates that are off until their parameter is set."""
     divisor: str
     dropped_from: str
+    """The terms that a dropped token does not contribute to."""
     formula: str
     legend: tuple[Symbol, ...]
 
 
 def describe(composition: Composition, names: ParameterLookup = lambda _path: None) -> Description:
-    """A composition in words."""
+    """Describe a composition."""
     loss = formula(composition, names)
     sentences = dropped(composition, names)
     return Description(
@@ -52,48 +53,54 @@ def describe(composition: Composition, names: ParameterLookup = lambda _path: No
 
 
 def describe_preset(preset: ObjectivePreset, overrides: Mapping[str, Any] | None = None) -> Description:
-    """A recipe with its parameters by name. `given` decides what is switched on, as in an `[objective]` table."""
+    """Describe a preset, with its parameters by name.
+
+    `overrides` are the parameters as in an `[objective]` table; they determine which gates and penalties are on.
+    """
     _, values, composition = resolve_objective({"name": preset.name, **(overrides or {})})
-    names = parameter_lookup(preset.template(values))
-    words = describe(composition, names)
-    sleeping = [gate for gate in preset.parts.get("gates", []) if gate not in preset.template(values)["gates"]]
+    template = preset.template(values)
+    names = parameter_lookup(template)
+    description = describe(composition, names)
     optional = []
-    for gate in sleeping:
-        waking = [str(gate[bound]).lstrip("-$") for bound in ("low", "high") if bound in gate]
-        awake = Gate.model_validate(gate | {bound: 0.0 for bound in ("low", "high") if bound in gate})
-        sentence = _sentence(awake, parameter_lookup({"gates": [gate]}), ("gates", 0))
-        optional.append(f"{sentence} (off until {' or '.join(waking)} is given)")
-    text = " ; ".join((words.formula, *words.dropped, *optional))
-    return Description(**(vars(words) | {"optional": tuple(optional), "legend": legend(composition, text, names)}))
+    for gate in preset.parts.get("gates", []):
+        if gate in template["gates"]:
+            continue
+        bounds = [bound for bound in ("low", "high") if bound in gate]
+        parameters = [str(gate[bound]).lstrip("-$") for bound in bounds]
+        enabled = Gate.model_validate(gate | dict.fromkeys(bounds, 0.0))
+        sentence = _gate_sentence(enabled, parameter_lookup({"gates": [gate]}), ("gates", 0))
+        optional.append(f"{sentence} (off unless {' or '.join(parameters)} is set)")
+    text = " ; ".join((description.formula, *description.dropped, *optional))
+    return replace(description, optional=tuple(optional), legend=legend(composition, text, names))
 
 
 def parameter_lookup(template: Any) -> ParameterLookup:
-    """Names from a template in which "$name" stands for a parameter."""
+    """Return a lookup for a template in which "$name" stands for a parameter."""
 
     def name_at(path: KeyPath) -> str | None:
-        place = template
+        value = template
         for part in path:
             try:
-                place = place[part]
+                value = value[part]
             except (KeyError, IndexError, TypeError):
                 return None
-        return place.replace("$", "") if isinstance(place, str) and "$" in place else None
+        return value.replace("$", "") if isinstance(value, str) and "$" in value else None
 
     return name_at
 
 
 def format_number(value: float) -> str:
-    """A number as short as it can be written: 0.0001, 1e-5, 3."""
+    """Return the shortest text of a number: 0.0001, 1e-5, 3."""
     return re.sub(r"e([+-])0*(\d)", lambda match: f"e{match[1].replace('+', '')}{match[2]}", f"{value:g}")
 
 
 def anchor(composition: Composition) -> str:
-    """The policy that the ratio is measured against: sampler, proximal or none.
+    """Return the policy that the ratio is measured against: sampler, proximal, interpolated or none.
 
-    A surrogate without a ratio takes the anchor of its importance weights.
+    A surrogate without a ratio has the anchor of its importance weights.
     """
     if composition.proximal == "interpolated":
-        return "interpolated"  # a proximal policy made from the sampler and the policy
+        return "interpolated"  # a proximal policy between the sampler and the policy
     if composition.policy.anchor != "none":
         return composition.policy.anchor
     against = dict.fromkeys(weight.between.split("/")[1] for weight in composition.weights)
@@ -101,13 +108,13 @@ def anchor(composition: Composition) -> str:
 
 
 def dropped(composition: Composition, names: ParameterLookup = lambda _path: None) -> tuple[str, ...]:
-    """Who is dropped, one sentence for each gate."""
+    """Return which tokens are dropped: one sentence per gate, or "none"."""
     gates = enumerate(composition.gates)
-    return tuple(_sentence(gate, names, ("gates", place)) for place, gate in gates) or ("nobody",)
+    return tuple(_gate_sentence(gate, names, ("gates", index)) for index, gate in gates) or ("none",)
 
 
-def _sentence(gate: Gate, names: ParameterLookup, place: KeyPath) -> str:
-    low, high = (_parameter_or_number(names, (*place, bound), getattr(gate, bound)) for bound in ("low", "high"))
+def _gate_sentence(gate: Gate, names: ParameterLookup, path: KeyPath) -> str:
+    low, high = (_parameter_or_number(names, (*path, bound), getattr(gate, bound)) for bound in ("low", "high"))
     statistic, pair = gate.spec, RATIO_NOTATIONS[gate.between]._asdict()
     value = statistic.formula.format(**pair)
     if gate.scope == "step":
@@ -117,18 +124,18 @@ def _sentence(gate: Gate, names: ParameterLookup, place: KeyPath) -> str:
         outside = [f"{each}{statistic.magnitude_formula.format(**pair)} > {high}"]
     else:
         outside = [f"{each}{value} {sign} {bound}" for sign, bound in (("<", low), (">", high)) if bound is not None]
-    who = "token" if gate.scope == "token" else "whole sequence"
+    subject = "token" if gate.scope == "token" else "whole sequence"
     if gate.when == "always":
-        return f"{who} when {' or '.join(outside)}"
+        return f"{subject} when {' or '.join(outside)}"
     advantage = "A" if gate.scope == "token" else "mean(A)"
     sign = ">" if gate.when == "positive_advantage" else "<"
-    rest = outside[0] if len(outside) == 1 else f"({' or '.join(outside)})"
+    condition = outside[0] if len(outside) == 1 else f"({' or '.join(outside)})"
     comma = "," if gate.scope == "token" else ""
-    return f"{who}{comma} when {advantage} {sign} 0 and {rest}"
+    return f"{subject}{comma} when {advantage} {sign} 0 and {condition}"
 
 
 def divisor(composition: Composition, names: ParameterLookup = lambda _path: None) -> str:
-    """What divides the sum over the step's tokens."""
+    """Return the divisor of the sum over the step's tokens."""
     reduction = composition.reduction
     kept = reduction.denominator == "kept"
     roles = "" if composition.roles is None else f" of role {' or '.join(map(str, composition.roles))}"
@@ -141,29 +148,29 @@ def divisor(composition: Composition, names: ParameterLookup = lambda _path: Non
 
 
 def dropped_from(composition: Composition, names: ParameterLookup = lambda _path: None) -> str:
-    """Which terms a dropped token leaves."""
+    """Return the terms that a dropped token does not contribute to."""
     penalties = enumerate(composition.penalties)
-    paid = [_penalty_formula(penalty, names, place) for place, penalty in penalties if penalty.scope == "all"]
-    if not paid or not composition.gates:
+    remaining = [_penalty_formula(penalty, names, index) for index, penalty in penalties if penalty.scope == "all"]
+    if not remaining or not composition.gates:
         return "every term"
-    return f"the policy term, it still pays {_join_terms(paid)}"
+    return f"the policy term, but not from {_join_terms(remaining)}"
 
 
 def formula(composition: Composition, names: ParameterLookup = lambda _path: None) -> str:
-    """The loss of a step in symbols."""
+    """Return the loss of a step in symbols."""
     kept = [_weighted_policy_term(composition, names)]
     always: list[str] = []
-    for place, penalty in enumerate(composition.penalties):
+    for index, penalty in enumerate(composition.penalties):
         terms = always if penalty.scope == "all" and composition.gates else kept
-        terms.append(_penalty_formula(penalty, names, place))
+        terms.append(_penalty_formula(penalty, names, index))
     terms = kept
     if composition.gates:
         terms = [_multiply("keep", kept[0] if len(kept) == 1 else f"({_join_terms(kept)})"), *always]
-    divide = _denominator_formula(composition, names)
+    denominator = _denominator_formula(composition, names)
     if len(terms) > 1:
-        return f"sum ({_join_terms(terms)}) / {divide}"
+        return f"sum ({_join_terms(terms)}) / {denominator}"
     sign, term = ("-", terms[0][1:]) if terms[0].startswith("-") else ("", terms[0])
-    return f"{sign}sum {term} / {divide}"
+    return f"{sign}sum {term} / {denominator}"
 
 
 def _weighted_policy_term(composition: Composition, names: ParameterLookup) -> str:
@@ -182,8 +189,8 @@ def _weighted_policy_term(composition: Composition, names: ParameterLookup) -> s
         term = f"-{A} * (4 / tau_A) * sigmoid(tau_A * ({ratio} - 1))"
     else:
         term = _clipped_surrogate(composition, names, ratio, A)
-    for place, weight in reversed(list(enumerate(composition.weights))):
-        term = _multiply(f"sg({_weight_formula(weight, names, place)})", term)
+    for index, weight in reversed(list(enumerate(composition.weights))):
+        term = _multiply(f"sg({_weight_formula(weight, names, index)})", term)
     return term
 
 
@@ -201,8 +208,8 @@ def _clipped_surrogate(composition: Composition, names: ParameterLookup, ratio: 
 def _weight_formula(weight: ImportanceWeight, names: ParameterLookup, index: int) -> str:
     base = gate_statistic("ratio", weight.level).formula.format(**RATIO_NOTATIONS[weight.between]._asdict())
     if weight.kernel == "gamma":
-        mark = _weight_suffix(index)
-        base = f"{base}^k_A{mark} * exp(rate_A{mark} * (1 - {base}))"
+        suffix = _weight_suffix(index)
+        base = f"{base}^k_A{suffix} * exp(rate_A{suffix} * (1 - {base}))"
     low, high = (
         _parameter_or_number(names, ("weights", index, bound), getattr(weight, bound)) for bound in ("low", "high")
     )
@@ -214,39 +221,39 @@ def _weight_formula(weight: ImportanceWeight, names: ParameterLookup, index: int
 
 
 def _weight_suffix(index: int) -> str:
-    """Tells the constants of a second gamma weight from those of the first."""
+    """Return a suffix that distinguishes the constants of further gamma weights from those of the first."""
     return str(index + 1) if index else ""
 
 
 def _penalty_formula(penalty: Penalty, names: ParameterLookup, index: int) -> str:
     coef = _parameter_or_number(names, ("penalties", index, "coef"), penalty.coef)
     x = RATIO_NOTATIONS[penalty.between].log_ratio
-    measure = {"log_ratio_squared": f"{x}^2", "k1": x, "k2": f"{x}^2 / 2", "k3": f"(exp(-{x}) + {x} - 1)"}[
+    estimate = {"log_ratio_squared": f"{x}^2", "k1": x, "k2": f"{x}^2 / 2", "k3": f"(exp(-{x}) + {x} - 1)"}[
         penalty.estimator
     ]
-    return f"{coef} * r * {measure}" if penalty.ratio_correction else f"{coef} * {measure}"
+    return f"{coef} * r * {estimate}" if penalty.ratio_correction else f"{coef} * {estimate}"
 
 
 def _denominator_formula(composition: Composition, names: ParameterLookup) -> str:
     reduction = composition.reduction
-    end = "_k" if reduction.denominator == "kept" else ""
+    suffix = "_k" if reduction.denominator == "kept" else ""
     if reduction.over == "tokens":
-        return f"N{end}"
-    own = (
-        f"n{end}"
+        return f"N{suffix}"
+    length = (
+        f"n{suffix}"
         if reduction.over == "sequences"
         else _parameter_or_number(names, ("reduction", "length"), reduction.length)
     )
-    return f"(S{end} * {own})"
+    return f"(S{suffix} * {length})"
 
 
 def _advantage_symbol(composition: Composition, names: ParameterLookup) -> str:
-    """A' where something may change the advantage, and A where nothing can."""
+    """Return A' if the transforms may change the advantage, and A if they cannot."""
     return "A" if _advantage_formula(composition, names) == "A" else "A'"
 
 
 def _advantage_formula(composition: Composition, names: ParameterLookup) -> str:
-    """What A' is."""
+    """Return the definition of A'."""
     text = "A"
     coef = _parameter_or_number(names, ("kl_penalty_coef",), composition.kl_penalty_coef or None)
     if coef is not None:
@@ -259,54 +266,60 @@ def _advantage_formula(composition: Composition, names: ParameterLookup) -> str:
 
 
 def legend(composition: Composition, text: str, names: ParameterLookup = lambda _path: None) -> tuple[Symbol, ...]:
-    """The symbols that a text uses, and those that their definitions use."""
+    """Return the symbols that a text uses, and those that their definitions use."""
     return symbols_used_in(
         text, {symbol.name: symbol for symbol in (*COMMON_SYMBOLS, *_composition_symbols(composition, names))}
     )
 
 
 def _composition_symbols(composition: Composition, names: ParameterLookup) -> list[Symbol]:
-    """The symbols whose meaning depends on the composition."""
+    """Return the symbols whose definition depends on the composition."""
     policy, A = composition.policy, _advantage_symbol(composition, names)
-    own = []
+    symbols = []
     if A == "A'":
-        own.append(
-            Symbol("A'", _advantage_formula(composition, names), "the advantage that trains, and whose sign gates see")
+        symbols.append(
+            Symbol("A'", _advantage_formula(composition, names), "the transformed advantage, whose sign the gates use")
         )
     source = "b" if composition.kl_penalty_source == "sampled" else "l"
-    own.append(Symbol("k", f"sg({source} - f)", "drift from the reference"))
+    symbols.append(Symbol("k", f"sg({source} - f)", "log-ratio against the reference"))
     if composition.proximal == "interpolated":
-        between = "b + (1 - 1 / staleness) * sg(l - b)"
-        own.append(Symbol("o", between, "log-prob under the proximal policy, interpolated; staleness counts from 1"))
+        interpolated = "b + (1 - 1 / staleness) * sg(l - b)"
+        symbols.append(
+            Symbol("o", interpolated, "log-prob under the interpolated proximal policy; staleness is at least 1")
+        )
     mean_A = "M" if policy.level == "sequence" else A
     if policy.level == "sequence":
         log_ratio = RATIO_NOTATIONS[f"policy/{policy.anchor}"].log_ratio
         if policy.token_clip is not None:
             bound = _parameter_or_number(names, ("policy", "token_clip"), policy.token_clip)
-            own.append(
-                Symbol("e", f"min({log_ratio}, {bound}) where {A} > 0, else max({log_ratio}, -{bound})", "clipped")
-            )
+            clipped = f"min({log_ratio}, {bound}) where {A} > 0, else max({log_ratio}, -{bound})"
+            symbols.append(Symbol("e", clipped, "clipped log-ratio of the token"))
             log_ratio = "e"
-        own.append(Symbol("g", f"exp(mean_kept({log_ratio}))", "ratio of the sequence, a geometric mean"))
-        own.append(Symbol("M", f"mean_kept({A})", "advantage of the sequence"))
+        symbols.append(Symbol("g", f"exp(mean_kept({log_ratio}))", "ratio of the sequence, a geometric mean"))
+        symbols.append(Symbol("M", f"mean_kept({A})", "advantage of the sequence"))
     if policy.surrogate == "soft":
         taus = (
             _parameter_or_number(names, ("policy", f"tau_{sign}"), getattr(policy, f"tau_{sign}")) for sign in SIGNS
         )
-        own.append(Symbol("tau_A", _where_positive(mean_A, *taus), "temperature"))
+        symbols.append(Symbol("tau_A", _where_positive(mean_A, *taus), "temperature"))
     if policy.dual_clip is not None:
         bound = _parameter_or_number(names, ("policy", "dual_clip"), policy.dual_clip)
-        own.append(Symbol("ceiling", f"-{bound} * {mean_A} where {mean_A} < 0, else inf", "the dual clip"))
-    for place, weight in enumerate(composition.weights):
+        symbols.append(Symbol("ceiling", f"-{bound} * {mean_A} where {mean_A} < 0, else inf", "the dual clip"))
+    for index, weight in enumerate(composition.weights):
         if weight.kernel == "gamma":
-            of = A if weight.level == "token" else f"mean({A})"
-            for what, meaning in (("k", "power of the weight"), ("rate", "decay of the weight")):
-                fields = [f"{what}_{sign}" for sign in SIGNS]
-                values = (
-                    _parameter_or_number(names, ("weights", place, field), getattr(weight, field)) for field in fields
-                )
-                own.append(Symbol(f"{what}_A{_weight_suffix(place)}", _where_positive(of, *values), meaning))
-    return own
+            symbols += _gamma_symbols(weight, names, index, A)
+    return symbols
+
+
+def _gamma_symbols(weight: ImportanceWeight, names: ParameterLookup, index: int, A: str) -> list[Symbol]:
+    """Return the constants of a gamma-shaped weight."""
+    advantage = A if weight.level == "token" else f"mean({A})"
+    symbols = []
+    for constant, meaning in (("k", "power of the weight"), ("rate", "decay of the weight")):
+        fields = [f"{constant}_{sign}" for sign in SIGNS]
+        values = (_parameter_or_number(names, ("weights", index, field), getattr(weight, field)) for field in fields)
+        symbols.append(Symbol(f"{constant}_A{_weight_suffix(index)}", _where_positive(advantage, *values), meaning))
+    return symbols
 
 
 def _where_positive(advantage: str, value: str | None, otherwise: str | None) -> str:
@@ -314,7 +327,7 @@ def _where_positive(advantage: str, value: str | None, otherwise: str | None) ->
 
 
 def _parameter_or_number(names: ParameterLookup, path: KeyPath, value: float | None) -> str | None:
-    """The parameter at a place, or the number there, or None where there is neither."""
+    """Return the parameter at a path, else the number there, else None."""
     name = names(path)
     transform = len(path) == 1
     if name is not None and (value is not None or transform):

@@ -1,7 +1,7 @@
-"""The letters of the formulas: how two policies are written, and what each symbol means.
+"""The notation of formulas: the symbols of each pair of policies, and the meaning of every symbol.
 
-One letter has one meaning in every formula, sentence and page. Symbols that a composition defines for itself (a
-temperature by the sign of the advantage, the ratio of a sequence) are made in `keel.objectives.describe`.
+A symbol has the same meaning in every formula, sentence and page. Symbols that depend on the composition (a temperature
+by the sign of the advantage, the ratio of a sequence) are defined in `keel.objectives.describe`.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Symbol(NamedTuple):
-    """A line of a legend. `definition` is in other symbols and empty where there is nothing to compute."""
+    """One entry of a legend. `definition` is written in other symbols and is empty for inputs and functions."""
 
     name: str
     definition: str
@@ -18,7 +18,7 @@ class Symbol(NamedTuple):
 
 
 class RatioNotation(NamedTuple):
-    """How the two policies of a log-ratio are written."""
+    """The symbols of a log-ratio between two policies, `over` and `under`."""
 
     ratio: str
     log_ratio: str
@@ -37,7 +37,7 @@ RATIO_NOTATIONS = {
 SIGNS = ("positive", "negative")
 
 COMMON_SYMBOLS = (
-    Symbol("keep", "", "1 where every gate accepts the token, else 0; decided without gradient"),
+    Symbol("keep", "", "1 where every gate keeps the token, else 0; decided without gradient"),
     Symbol("A", "", "advantage, never carries a gradient"),
     Symbol("r", "exp(d)", "ratio against the sampler"),
     Symbol("r_o", "exp(d_o)", "ratio against the proximal policy"),
@@ -66,23 +66,24 @@ COMMON_SYMBOLS = (
     Symbol("prod", "", "product over the trainable tokens of the token's sequence"),
     Symbol("gmean", "", "geometric mean over the trainable tokens of the token's sequence"),
     Symbol("KLb", "", "KLb(s, e) = s*log(s/e) + (1 - s)*log((1 - s)/(1 - e)), KL of (drawn token, any other)"),
-    Symbol("sg", "", "stop-gradient: its argument counts as a constant"),
+    Symbol("sg", "", "stop-gradient: its argument is treated as a constant"),
 )
-"""In the order in which a legend shows them."""
+"""In the order of legends."""
 
 FUNCTIONS = {"mean", "mean_kept", "mean_step", "prod", "gmean", "KLb", "sg"}
-"""Symbols that are meant only where an argument follows; in a sentence "mean" is a word."""
+"""Symbols that count only when followed by an argument, because "mean" also occurs as an English word."""
 
 
 def symbols_used_in(text: str, known: Mapping[str, Symbol]) -> tuple[Symbol, ...]:
-    """The symbols that a text uses and those that their definitions use; first what is particular to this text."""
+    """Return the symbols used in a text and, transitively, in their definitions. Symbols not in `COMMON_SYMBOLS`
+    first."""
     used: set[str] = set()
-    new = {text}
-    while new:
-        words = {match for part in new for match in re.findall(r"([A-Za-z]\w*'?)(\()?", part)}
-        found = {word for word, bracket in words if word in known and (bracket or word not in FUNCTIONS)}
-        new = {known[name].definition for name in found - used}
-        used |= found
-    order = {symbol.name: place for place, symbol in enumerate(COMMON_SYMBOLS)}
-    chosen = [symbol for name, symbol in known.items() if name in used]
-    return tuple(sorted(chosen, key=lambda symbol: order.get(symbol.name, -1)))
+    unread = {text}
+    while unread:
+        tokens = {match for part in unread for match in re.findall(r"([A-Za-z]\w*'?)(\()?", part)}
+        symbols = {token for token, bracket in tokens if token in known and (bracket or token not in FUNCTIONS)}
+        unread = {known[name].definition for name in symbols - used}
+        used |= symbols
+    order = {symbol.name: index for index, symbol in enumerate(COMMON_SYMBOLS)}
+    selected = [symbol for name, symbol in known.items() if name in used]
+    return tuple(sorted(selected, key=lambda symbol: order.get(symbol.name, -1)))

@@ -1,7 +1,8 @@
-"""What a recipe is: parameters with defaults, and parts in which they stand by name.
+"""Objective presets: named parameters with defaults, and a template of parts that refers to them.
 
-In the parts "$name" is a parameter and "-$name" its negative. Resolving fills them in and checks the result, and an
-error names the parameter that the user wrote, not the place in the parts where it ended up.
+In the template "$name" stands for a parameter and "-$name" for its negative. `ObjectivePreset.resolve` fills them in
+and validates the result. An error names the parameter that the user wrote, not the field of the part that it was filled
+into.
 """
 
 from collections.abc import Mapping
@@ -18,56 +19,59 @@ from keel.objectives.statistics import Level
 PRESET_PARAMETERS: dict[str, tuple[Any, str]] = {
     "ratio_low": (NonNegative | None, "smallest ratio kept (cispo: smallest weight)"),
     "ratio_high": (Positive | None, "largest ratio kept (cispo: largest weight)"),
-    "rollout_min_ratio": (NonNegative | None, "refuse the whole sequence when any of its ratios is below this"),
+    "rollout_min_ratio": (NonNegative | None, "drop the whole sequence if any of its ratios is below this"),
     "kl_tau": (NonNegative, "factor on d^2, the squared log-ratio against the sampler"),
-    "diff_low": (NonNegative, "largest fall of the token's probability that is kept"),
-    "diff_high": (NonNegative, "largest rise of the token's probability that is kept"),
-    "mask_low": (NonNegative, "largest fall of the probability that is kept where A < 0"),
-    "mask_high": (NonNegative, "largest rise of the probability that is kept where A > 0"),
+    "diff_low": (NonNegative, "largest decrease of the token's probability that is kept"),
+    "diff_high": (NonNegative, "largest increase of the token's probability that is kept"),
+    "mask_low": (NonNegative, "largest decrease of the probability that is kept where A < 0"),
+    "mask_high": (NonNegative, "largest increase of the probability that is kept where A > 0"),
     "threshold": (NonNegative, "largest distance that is kept"),
     "opsm_delta": (float, "largest sequence KL, mean(b - l), at which a sequence of negative advantage is kept"),
     "eps": (NonNegative, "the ratio is clipped below 1 - eps"),
-    "eps_high": (NonNegative | None, "the ratio is clipped above 1 + eps_high; not given: eps"),
+    "eps_high": (NonNegative | None, "the ratio is clipped above 1 + eps_high; defaults to eps"),
     "dual_clip": (Annotated[float, Field(gt=1)] | None, "where A < 0 the loss is at most dual_clip * |A|"),
     "anchor": (Literal["sampler", "proximal"], "the policy that the ratio is measured against"),
-    "level": (Level, "ratio of the token, product or geometric mean over the sequence"),
+    "level": (Level, "ratio of the token, or product or geometric mean over its sequence"),
     "cap": (Positive, "largest importance weight"),
     "phi": (NonNegative, "largest binary KL, in either direction, that is kept"),
     "tau": (NonNegative, "the mean of d^2 over the kept tokens is at most this"),
     "tau_positive": (Positive, "temperature where A > 0"),
     "tau_negative": (Positive, "temperature where A <= 0"),
-    "token_clip": (Positive, "largest log-ratio of a token, on the side its advantage pushes to"),
+    "token_clip": (Positive, "largest log-ratio of a token, in the direction its advantage pushes it"),
     "k_positive": (Positive, "power of the sequence weight where A > 0"),
     "rate_positive": (NonNegative, "decay of the sequence weight where A > 0"),
     "k_negative": (Positive, "power of the sequence weight where A <= 0"),
     "rate_negative": (NonNegative, "decay of the sequence weight where A <= 0"),
 }
-"""Type and meaning of each parameter: one name, one idea, in every recipe that has it."""
+"""Type and meaning of each parameter. A name means the same in every preset that has it."""
 
 
 class CommonParameters(AdvantageTransforms):
-    """The parameters that every recipe takes."""
+    """The parameters of every preset."""
 
     reduction: Literal["tokens", "sequences", "constant"] = "tokens"
-    """Mean over the step's tokens; mean of the sequences' token means; or sum / (sequences * length)."""
+    """tokens: mean over the step's tokens; sequences: mean of the sequences' token means; constant: sum / (sequences *
+    length)."""
     denominator: Literal["trainable", "kept"] = "trainable"
-    """Whether the tokens that a gate refused still count in what divides."""
+    """Tokens that count in the divisor: all trainable tokens, or only those that no gate dropped."""
     length: Positive | None = None
     """The constant length of reduction "constant"."""
     reference_kl_coef: NonNegative = 0.0
     """Factor on a KL estimate between the policy and the reference, added to the loss of kept tokens."""
     reference_kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1 = x, k2 = x^2 / 2, k3 = exp(-x) + x - 1, with x = l - f."""
+    """Estimator of the KL: k1 = x, k2 = x^2 / 2, k3 = exp(-x) + x - 1, with x = l - f."""
     reference_kl_correction: bool = False
-    """Multiply the estimator by the ratio r; k1 needs it."""
+    """Multiply the estimator by the ratio r, which k1 requires."""
 
     @model_validator(mode="after")
     def _check_common_parameters(self) -> Self:
         for name, off in (("reference_kl_estimator", "k3"), ("reference_kl_correction", False)):
             if getattr(self, name) != off and self.reference_kl_coef == 0:
-                raise setting_error(f"{{{name}}} cannot act while reference_kl_coef = 0", **{name: getattr(self, name)})
+                raise setting_error(
+                    f"{{{name}}} has no effect with reference_kl_coef = 0", **{name: getattr(self, name)}
+                )
         if "length" in self.model_fields_set and self.length is not None and self.reduction != "constant":
-            raise setting_error('{length} cannot act: it belongs to reduction = "constant"', length=self.length)
+            raise setting_error('{length} has no effect: it belongs to reduction = "constant"', length=self.length)
         return self
 
 
@@ -83,7 +87,7 @@ COMMON_NAMES = tuple(CommonParameters.model_fields)
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectivePreset:
-    """One named rule. `parts` holds any of gates, weights, policy, penalties."""
+    """A named objective. `parts` is a template with any of gates, weights, policy and penalties."""
 
     name: str
     title: str
@@ -94,7 +98,7 @@ class ObjectivePreset:
 
     @cached_property
     def parameters_class(self) -> type[Settings]:
-        """The recipe's parameters as a settings class, its own first, then those of every recipe."""
+        """A settings class of the preset's own parameters, followed by the common ones."""
         fields: dict[str, Any] = {}
         for name, default in self.parameters.items():
             if name in PRESET_PARAMETERS:
@@ -105,29 +109,33 @@ class ObjectivePreset:
 
     @property
     def own_parameters(self) -> list[str]:
+        """The names of the parameters that are not common to all presets."""
         return [name for name in self.parameters if name in PRESET_PARAMETERS]
 
     def resolve(
         self, overrides: Mapping[str, Any], prefix: KeyPath = (), extra_parts: Mapping[str, list[Any]] | None = None
     ) -> tuple[dict[str, Any], Composition]:
-        """All parameters with their values, and the composition they make with the parts that are `added`."""
+        """Return the values of all parameters, and the resulting composition, extended by `extra_parts`."""
         try:
             values = self.parameters_class.model_validate(dict(overrides)).model_dump()
         except ValidationError as error:
             raise to_config_error(error, prefix) from None
         if values["reduction"] != "constant":
-            values["length"] = None  # a default that the chosen reduction does not read
+            values["length"] = None  # a default that the chosen reduction does not use
         template = self.template(values)
         parts = _substitute(template, values)
-        for key, more in (extra_parts or {}).items():
-            parts[key] = [*parts.get(key, []), *more]
+        for key, extra in (extra_parts or {}).items():
+            parts[key] = [*parts.get(key, []), *extra]
         try:
             return values, Composition.model_validate(parts)
         except ValidationError as error:
             raise to_config_error(error, prefix, lambda path: _user_name_at(template, path)) from None
 
     def template(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The parts, with what the common parameters add, parameters still by name."""
+        """Return the template including what the common parameters add. Parameters are still names.
+
+        Gates without a bound and penalties with a coefficient of 0 are left out.
+        """
         template: dict[str, Any] = {**self.parts}
         template["gates"] = [
             gate
@@ -158,11 +166,11 @@ def _substitute(template: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _user_name_at(template: Any, path: KeyPath) -> str | None:
-    """The name under which the user knows a place in the parts: a parameter's, or one in the parts that were added."""
+    """Return the name under which the user wrote the value at `path`: a parameter, or a path in the extra parts."""
     if len(path) > 1 and isinstance(path[1], int):
-        own = len(template.get(path[0], []))
-        if path[1] >= own:
-            return dotted_name((path[0], path[1] - own, *path[2:]))
+        own_count = len(template.get(path[0], []))
+        if path[1] >= own_count:
+            return dotted_name((path[0], path[1] - own_count, *path[2:]))
     for part in path:
         try:
             template = template[part]

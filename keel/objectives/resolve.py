@@ -1,7 +1,7 @@
-"""The `[objective]` table: a recipe by name, possibly extended, or a composition spelled out.
+"""Resolve an `[objective]` table: a preset by name, optionally extended, or a composition.
 
-With `name`, the other keys are the recipe's parameters, and `gates`, `weights` and `penalties` are added to its own.
-Without `name`, the table is a composition.
+With `name`, the other keys are the preset's parameters, and `gates`, `weights` and `penalties` are added to those of
+the preset. Without `name`, the table is a composition.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ EXTENSIONS = ("gates", "weights", "penalties")
 
 
 def resolve_objective(table: Mapping[str, Any]) -> tuple[str | None, dict[str, Any], Composition]:
-    """The recipe's name and parameters (none for a composition), and the composition itself."""
+    """Return the preset's name and parameters (None and {} for a composition), and the composition."""
     if table.get("name") is None:
         for key in table:
-            owners = [recipe.name for recipe in PRESETS.values() if key in recipe.parameters_class.model_fields]
+            owners = [preset.name for preset in PRESETS.values() if key in preset.parameters_class.model_fields]
             if key not in ("name", *Composition.model_fields) and owners:
                 raise ConfigError(
-                    f"objective.{key} is a parameter of a recipe: give objective.name too ({', '.join(owners)})"
+                    f"objective.{key} is a parameter of a preset: set objective.name too ({', '.join(owners)})"
                 )
         try:
             return None, {}, Composition.model_validate({key: value for key, value in table.items() if key != "name"})
@@ -32,23 +32,23 @@ def resolve_objective(table: Mapping[str, Any]) -> tuple[str | None, dict[str, A
             raise to_config_error(error, ("objective",)) from None
     name = table["name"]
     if name not in PRESETS:
-        raise ConfigError(f'objective.name = "{name}" is not a recipe; {suggest_name(str(name), PRESETS)}')
-    given = {key: value for key, value in table.items() if key != "name" and key not in EXTENSIONS}
-    added = {key: table[key] for key in EXTENSIONS if table.get(key)}
-    for key, value in added.items():
+        raise ConfigError(f'objective.name = "{name}" is not a preset; {suggest_name(str(name), PRESETS)}')
+    overrides = {key: value for key, value in table.items() if key != "name" and key not in EXTENSIONS}
+    extra_parts = {key: table[key] for key in EXTENSIONS if table.get(key)}
+    for key, value in extra_parts.items():
         if not isinstance(value, list):
             raise ConfigError(f"objective.{key} = {value!r} must be a list of tables")
-    parameters, composition = PRESETS[name].resolve(given, ("objective",), added)
+    parameters, composition = PRESETS[name].resolve(overrides, ("objective",), extra_parts)
     return name, parameters, composition
 
 
 class ObjectiveSettings(BaseModel):
-    """An `[objective]` table that has been checked, with what it resolves to."""
+    """A validated `[objective]` table with its resolved parameters and composition."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     name: str | None = None
-    """A recipe; `keel objectives` lists them."""
+    """Name of a preset; `keel objectives` lists them. Without it, the table is a composition."""
     _parameters: dict[str, Any] = PrivateAttr(default_factory=dict)
     _composition: Composition = PrivateAttr(default_factory=Composition)
 
@@ -59,13 +59,15 @@ class ObjectiveSettings(BaseModel):
 
     @property
     def table(self) -> dict[str, Any]:
-        """The table as it was written."""
+        """The table as the user wrote it."""
         return {"name": self.name, **(self.model_extra or {})}
 
     @property
     def parameters(self) -> dict[str, Any]:
+        """The values of all parameters of the preset, defaults included."""
         return dict(self._parameters)
 
     @property
     def composition(self) -> Composition:
+        """The composition that the table resolves to."""
         return self._composition

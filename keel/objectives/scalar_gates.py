@@ -2,7 +2,7 @@
 
 The values come from the scalar functions of `keel.objectives.statistics`, which share no arithmetic with the tensors of
 `keel.signal.gates`: plots and the audit compare training against an independent statement of the same rule. Covers a
-sequence of one token. A gate over the step has no decision about a single token and is left out.
+sequence of one token. A gate over the step does not decide about a single token and is not covered.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ Side = Literal["low", "high"]
 
 
 def dropped_side(gate: Gate, p: float, q: float, advantage: float) -> Side | None:
-    """Whether a gate drops the only token of a sequence, and on which side; None when it is kept.
+    """Return the side on which a gate drops the only token of a sequence, or None if the token is kept.
 
-    `p` and `q` are the probabilities of the drawn token under the two policies of `gate.of`: policy and sampler for
-    "policy/sampler". Both are in (0, 1]. `advantage` is the one the gate looks at, after the transforms. A value equal
-    to a bound is kept. In a sequence of one token every mean, product and geometric mean is the token's own value, so
-    gates at sequence scope are covered too. A gate over the step is always None.
+    `p` and `q` are the probabilities of the drawn token under the two policies of `gate.between`: policy and sampler
+    for "policy/sampler". Both are in (0, 1]. `advantage` is the advantage after the transforms. A value equal to a
+    bound is kept. In a sequence of one token every mean, product and geometric mean is the token's own value, so gates
+    at sequence scope are covered too. A gate over the step always returns None.
     """
     for name, value in (("p", p), ("q", q)):
         if not 0 < value <= 1:
@@ -41,7 +41,7 @@ def dropped_side(gate: Gate, p: float, q: float, advantage: float) -> Side | Non
 
 
 def first_dropped_side(gates: Sequence[Gate], p: float, q: float, advantage: float) -> Side | None:
-    """The side on which the first gate that refuses the token does so; None when all keep it."""
+    """Return the side of the first gate that drops the token, or None if all gates keep it."""
     for gate in gates:
         side = dropped_side(gate, p, q, advantage)
         if side is not None:

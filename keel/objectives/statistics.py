@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Level = Literal["token", "sequence", "geometric"]
-"""A ratio of the token itself, the product over its sequence, or the geometric mean over its sequence."""
+"""The ratio of the token, the product over its sequence, or the geometric mean over its sequence."""
 
 Scope = Literal["token", "sequence", "step"]
 """Which tokens are dropped together."""
@@ -28,19 +28,19 @@ Scope = Literal["token", "sequence", "step"]
 Direction = Literal["rising", "falling", "distance"]
 """How a statistic moves as the policy's probability of the token grows.
 
-rising: a value below the low bound means that the policy is too low, one above the high bound that it is too high.
-falling: the other way round.
-distance: the value does not tell the two apart. It has only a high bound, and the sign of the log-ratio gives the side.
+rising: a value below the low bound means that the policy's probability is too low, above the high bound too high.
+falling: the opposite.
+distance: the value does not have a direction. It has only a high bound, and the sign of the log-ratio gives the side.
 """
 
 TokenFunction = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
-"""From log-ratio (over - under), log-prob of the policy over and of the policy under, one value per token.
+"""Maps the log-ratio (over - under) and the log-probs of the policies over and under to one value per token.
 
-It must not modify its arguments, and may return one of them.
+It must not modify its arguments, but may return one of them.
 """
 
 SequenceFunction = Callable[["Tensor", "Tensor"], "Tensor"]
-"""From the sum of the token values over each sequence and its number of tokens (at least 1), one value per sequence."""
+"""Maps the sum of the token values of each sequence and its number of tokens (at least 1) to one value per sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,10 @@ class LensHistogram:
     """How the lens computes and draws a statistic of policy and sampler."""
 
     name: str
-    """Unique among the histograms; the page refers to it."""
+    """Identifier in the lens page, unique among the histograms."""
     title: str
     sql: str
-    """DuckDB expression for the value that `GateStatistic.tensor` gives.
+    """DuckDB expression for the value that `GateStatistic.tensor` computes.
 
     For a token it reads `l` and `b`, the log-probs of policy and sampler. For a sequence it reads `d`, the sum of
     l - b, and `n`, the number of tokens, or the lists `logprobs` and `sampler_logprobs`, whose entries are null at
@@ -60,7 +60,7 @@ class LensHistogram:
     scale: float
     """Width of the linear part of the axis when no band is drawn."""
     always_shown: bool = False
-    """Whether the lens shows it even when the objective has no band on it."""
+    """Whether the lens shows it even if no gate of the objective bounds it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,20 +70,20 @@ class GateStatistic:
     name: str
     level: Level = "token"
     scopes: tuple[Scope, ...]
-    """Where a gate on it may decide; the first is the default. At scope "step" the largest values are dropped until the
-    mean of the rest is at most the high bound."""
+    """Scopes that a gate on it may have; the first is the default. At scope "step" the largest values are dropped until
+    the mean of the rest is at most the high bound."""
     direction: Direction
     tensor: TokenFunction
     """Value of each token."""
     sequence: SequenceFunction | None = None
-    """For a statistic of whole sequences: its value, from the sum of `tensor` over the tokens of the sequence."""
+    """For a statistic of sequences: the value of a sequence, from the sum of `tensor` over its tokens."""
     in_log_space: bool = False
-    """Whether `tensor` and `histogram.sql` give the logarithm of the statistic, which keeps large ratios finite. Bounds
-    and `scalar` are always in the statistic's own unit."""
+    """Whether `tensor` and `histogram.sql` compute the logarithm of the statistic, which keeps large ratios finite.
+    Bounds and `scalar` are never logarithms."""
     scalar: Callable[[float, float], float]
     """Value for a sequence of one token with probabilities p and q in (0, 1] under the policies over and under."""
     formula: str
-    """Text of the formula, a format string over the fields of `keel.objectives.notation.Pair`."""
+    """Text of the formula, a format string over the fields of `keel.objectives.notation.RatioNotation`."""
     magnitude_formula: str | None = None
     """Text of its absolute value, used when the bounds are the negatives of each other."""
     histogram: LensHistogram
@@ -104,7 +104,7 @@ class GateStatistic:
         return self.name if self.level == "token" else f"{self.level} {self.name}"
 
     def comparable_bounds(self, low: float | None, high: float | None) -> tuple[float | None, float | None]:
-        """Convert the bounds of a gate to the space of `tensor`. A low bound of 0 on a ratio is no bound."""
+        """Convert the bounds of a gate to the space of `tensor`. A low bound of 0 on a ratio becomes None."""
         if not self.in_log_space:
             return low, high
         return math.log(low) if low else None, math.log(high) if high else None
@@ -116,7 +116,7 @@ def statistic_names() -> tuple[str, ...]:
 
 
 def gate_statistic(name: str, level: str = "token") -> GateStatistic:
-    """Look up a statistic; a name or level that is not in the table is an error."""
+    """Return the table entry of a statistic. A name or level that is not in the table raises a `ConfigError`."""
     statistic = STATISTICS.get((name, level))
     if statistic is None:
         known = ", ".join(entry.label for entry in STATISTICS.values())
@@ -177,7 +177,7 @@ def _negative_mean(total: "Tensor", tokens: "Tensor") -> "Tensor":
 
 
 def bernoulli_kl(start: float, end: float) -> float:
-    """KL(start || end) between (drawn token, any other token): s*log(s/e) + (1-s)*log((1-s)/(1-e)), 0*log(0) = 0."""
+    """Return KL(start || end) of (drawn token, any other token): s*log(s/e) + (1-s)*log((1-s)/(1-e)), 0*log(0) = 0."""
     divergence = start * math.log(start / end)
     if start < 1:
         divergence += math.inf if end == 1 else (1 - start) * math.log((1 - start) / (1 - end))
@@ -258,7 +258,7 @@ _ENTRIES = (
         formula="max(KLb({over}, {under}), KLb({under}, {over}))",
         histogram=LensHistogram(
             name="symmetric_binary_kl",
-            title="binary KL, larger way",
+            title="binary KL, larger direction",
             sql=f"greatest({_SAMPLER_TO_POLICY}, {_POLICY_TO_SAMPLER})",
             scale=0.01,
         ),

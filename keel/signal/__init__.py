@@ -1,4 +1,4 @@
-"""The training signal: who may train, how much, and what became of every token."""
+"""The training signal: objectives, advantages and metrics as tensor arithmetic."""
 
 from keel.signal.advantages import MovingBaseline, advantages
 from keel.signal.metrics import Histogram, Metric, Metrics

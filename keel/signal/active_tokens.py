@@ -1,7 +1,7 @@
-"""The tokens of a batch that an objective may look at: trainable, of its roles, with a usable sampler log-prob.
+"""Select the active tokens of a batch: trainable, with one of the objective's roles, and with a valid sampler log-prob.
 
-They are selected, never masked by multiplication, so that junk elsewhere (NaN, infinities, prompts) cannot reach the
-arithmetic in the forward or the backward. Everything here is without gradient and in float32 or better.
+They are selected, never masked by multiplication, so that other entries (NaN, infinities, prompts) cannot affect the
+arithmetic in the forward or the backward pass. Everything here is without gradient and in float32 or float64.
 """
 
 from functools import cached_property
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from keel.signal.gates import GateResult
 
 MAX_LOG_RATIO = 40.0
-"""Ratios saturate at e^40, whose square still fits float32, so that a kept ratio is always finite and 0 * r is 0."""
+"""Ratios saturate at e^40, whose square still fits float32. A kept ratio is therefore finite, and 0 * r is 0."""
 
 LOGPROB_FIELDS = {
     "policy": "logprobs",
@@ -33,30 +33,33 @@ LOGPROB_FIELDS = {
 
 
 def keep_bitmask(dropped: Bool[Tensor, "n"], dtype: torch.dtype) -> Int[Tensor, "n"]:
-    """No bit where the mask is true and every bit elsewhere; as wide as `dtype`, for `apply_bits_`."""
-    # less one as bytes, then widened with the sign: a pass over a quarter of the memory
+    """Return integers as wide as `dtype` with no bits where `dropped` is true and all bits elsewhere.
+
+    For `apply_bitmask_`.
+    """
+    # subtracting in bytes and then sign-extending reads a quarter of the memory
     return dropped.view(torch.int8).sub(1).to(torch.int64 if dtype == torch.float64 else torch.int32)
 
 
 def apply_bitmask_(values: Float[Tensor, "n"], bitmask: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
-    """Zero, in place, where there are no bits, whatever stood there: a NaN is cleared, which a product would not do.
+    """Set values to zero, in place, where the bitmask has no bits. Also clears NaN, which a product would not.
 
-    The same as masked_fill_, which takes a branch for each token and is eight times slower.
+    Equivalent to masked_fill_, which takes a branch for each token and is eight times slower.
     """
     values.view(bitmask.dtype).bitwise_and_(bitmask)
     return values
 
 
 def ratio(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio, saturating far outside anything a real pair of policies can show."""
-    # to look for the largest costs a fraction of a copy
+    """Return exp of a log-ratio, saturating at e^40, far above the ratio of any real pair of policies."""
+    # computing the maximum is much cheaper than the copy that clamp makes
     if len(log_ratio) and float(log_ratio.max()) <= MAX_LOG_RATIO:
         return log_ratio.exp()
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp_()
 
 
 class ActiveTokens:
-    """What one batch contributes to a step."""
+    """The active tokens of one batch, with their log-probs and log-ratios."""
 
     def __init__(self, batch: TokenBatch, composition: Composition) -> None:
         self.batch = batch
@@ -65,21 +68,25 @@ class ActiveTokens:
         for name, value in batch.tensors().items():
             if name in FLOAT_FIELDS and value.dtype == torch.float64:
                 self.dtype = torch.float64
-        members = batch.trainable
+        trainable = batch.trainable
         if composition.roles is not None:
             if batch.role is None:
                 raise BatchError(f"objective.roles = {composition.roles} needs batch.role")
             roles = torch.tensor(composition.roles, device=batch.role.device)
-            members = members & torch.isin(batch.role, roles)
-        self.num_trainable = count_true(members)
-        everyone = self.num_trainable == len(batch)
-        self.trainable_index: Int[Tensor, "trainable"] | None = None if everyone else members.nonzero().squeeze(1)
+            trainable = trainable & torch.isin(batch.role, roles)
+        self.num_trainable = count_true(trainable)
+        all_trainable = self.num_trainable == len(batch)
+        self.trainable_index: Int[Tensor, "trainable"] | None = (
+            None if all_trainable else trainable.nonzero().squeeze(1)
+        )
+        """Positions of the trainable tokens with one of the objective's roles; None if these are all tokens."""
         self.index: Int[Tensor, "n"] | None = self.trainable_index
+        """Positions of the active tokens; None if these are all tokens."""
         self.newest_version = (
             int(self.take(batch.version).max()) if batch.version is not None and self.num_trainable else None
         )
         self.cached_decision: tuple[Float[Tensor, "n"], GateResult] | None = None
-        """Advantage and decision, once the step's totals are known."""
+        """Advantage and gate result, set once the totals of the step are known."""
         self._logprobs: dict[str, Float[Tensor, "n"]] = {}
         self._log_ratios: dict[str, Float[Tensor, "n"]] = {}
         if composition.reads("sampler"):
@@ -95,23 +102,23 @@ class ActiveTokens:
 
     @property
     def num_invalid_logprobs(self) -> int:
-        """Trainable tokens without a usable sampler log-prob."""
+        """The number of trainable tokens whose sampler log-prob is NaN or infinite."""
         return self.num_trainable - (len(self.batch) if self.index is None else len(self.index))
 
     def _drop_invalid_logprobs(self) -> None:
-        """Leave out the tokens without a usable sampler log-prob; the others must have one of the policy."""
+        """Exclude the tokens with an invalid sampler log-prob. The policy log-probs of the others must be finite."""
         if self.batch.sampler_logprobs is None:
             raise BatchError("batch.sampler_logprobs is missing, and this objective reads it")
         sampler = self._select(self.batch.sampler_logprobs)
         self._logprobs["sampler"] = sampler
-        # a finite difference has finite sides, and will be needed: one look in place of two
+        # a finite difference has finite operands and is needed later, so one pass checks both
         if bool(self.log_ratio("policy/sampler").sum().isfinite()):
             return
         self._log_ratios.clear()
         if not _all_finite(sampler):
-            usable = sampler.isfinite().nonzero().squeeze(1)
-            self.index = usable if self.index is None else self.index[usable]
-            self._logprobs = {"sampler": sampler.index_select(0, usable)}
+            valid = sampler.isfinite().nonzero().squeeze(1)
+            self.index = valid if self.index is None else self.index[valid]
+            self._logprobs = {"sampler": sampler.index_select(0, valid)}
         self._check_finite("logprobs", self.logprob("policy"))
 
     def _select(self, field: Tensor) -> Tensor:
@@ -120,17 +127,17 @@ class ActiveTokens:
     def _check_finite(self, name: str, values: Float[Tensor, "n"]) -> None:
         if _all_finite(values):
             return
-        bad = int((~values.isfinite()).nonzero()[0])
-        place = bad if self.index is None else int(self.index[bad])
-        raise BatchError(f"batch.{name}[{place}] = {values[bad].item()}: a trainable token needs a finite value")
+        first = int((~values.isfinite()).nonzero()[0])
+        position = first if self.index is None else int(self.index[first])
+        raise BatchError(f"batch.{name}[{position}] = {values[first].item()}: a trainable token needs a finite value")
 
     @property
     def loaded_sources(self) -> set[str]:
-        """Whose log-probs have been read."""
+        """The sources whose log-probs have been read."""
         return set(self._logprobs)
 
     def logprob(self, source: str) -> Float[Tensor, "n"]:
-        """Log-probs of the policy, sampler, proximal, reference or teacher."""
+        """Return the log-probs of a source: policy, sampler, proximal, reference or teacher."""
         if source not in self._logprobs:
             field = LOGPROB_FIELDS[source]
             value = getattr(self.batch, field)
@@ -142,39 +149,39 @@ class ActiveTokens:
         return self._logprobs[source]
 
     def interpolate_proximal(self, trainer_version: int | None) -> None:
-        """o as a point between b and l, the nearer to l the staler the token (2512.06547)."""
+        """Set o to a point between b and l that is closer to l for staler tokens (arXiv 2512.06547)."""
         if self.batch.version is None:
             raise BatchError('objective.proximal = "interpolated" needs batch.version')
         if trainer_version is None:
-            trainer_version = 0  # a step without a trainable token has no newest version, and nothing to make stale
-        share = 1 - 1 / self.staleness(trainer_version).clamp(min=1).to(self.dtype)
-        self._logprobs["proximal"] = torch.lerp(self.logprob("sampler"), self.logprob("policy"), share)
+            trainer_version = 0  # a step without trainable tokens has no newest version, and no token uses this one
+        fraction = 1 - 1 / self.staleness(trainer_version).clamp(min=1).to(self.dtype)
+        self._logprobs["proximal"] = torch.lerp(self.logprob("sampler"), self.logprob("policy"), fraction)
 
     def log_ratio(self, pair: str) -> Float[Tensor, "n"]:
-        """The log-ratio of two policies, as in the settings: "policy/sampler" is d = l - b. Not to be modified."""
+        """Return the log-ratio of two policies: "policy/sampler" is d = l - b. Callers must not modify it."""
         if pair not in self._log_ratios:
             over, under = pair.split("/")
             self._log_ratios[pair] = self.logprob(over) - self.logprob(under)
         return self._log_ratios[pair]
 
     def staleness(self, trainer_version: int) -> Int[Tensor, "n"]:
-        """Trainer version minus the version that sampled the token."""
+        """Return the trainer version minus the version that sampled each token."""
         return trainer_version - self.take(cast(Tensor, self.batch.version))
 
     def take(self, field: Tensor, positions: Int[Tensor, "m"] | None = None) -> Tensor:
-        """A field of the batch at the view's tokens, or at some of them."""
+        """Return a field of the batch at the active tokens, or at `positions` among them."""
         if self.index is not None:
             positions = self.index if positions is None else self.index.index_select(0, positions)
         return field if positions is None else field.index_select(0, positions)
 
     @cached_property
     def segments(self) -> Segments:
-        """The usable tokens by sequence."""
+        """The active tokens grouped by sequence."""
         return Segments(self.take(self.batch.sequence))
 
     @cached_property
     def trainable_segments(self) -> Segments:
-        """All trainable tokens by sequence, unusable ones included."""
+        """All trainable tokens grouped by sequence, including those with an invalid sampler log-prob."""
         if self.num_invalid_logprobs == 0:
             return self.segments
         sequence = self.batch.sequence
@@ -182,5 +189,5 @@ class ActiveTokens:
 
 
 def _all_finite(values: Tensor) -> bool:
-    # a finite sum has finite terms; only the rare rest is worth a second look
+    # a finite sum has finite terms; only an infinite sum needs the second pass
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())

@@ -1,8 +1,8 @@
-"""Who may train: each gate compares a statistic with its band and names what it refused.
+"""Apply gates: each gate compares a statistic with its band and drops the tokens outside.
 
-Statistics are taken in log space or as probabilities, before any ratio is formed. A decision about a sequence is taken
-once, from its usable trainable tokens, in a table with one row per sequence, and then spread; a decision about the step
-is one threshold. Bounds are inclusive: a token on the bound is kept.
+Statistics are computed from log-probs or probabilities, before any ratio is formed. A decision about a sequence is made
+once, from its active tokens, in a table with one row per sequence, and then expanded to its tokens. A decision about
+the step is a single threshold. A value equal to a bound is kept.
 """
 
 import math
@@ -19,30 +19,30 @@ from keel.signal.cpu_ops import count_true, greater_than, less_than
 from keel.signal.segments import SequenceTable
 
 TRAINED, NOT_TRAINABLE, OTHER_ROLE, INVALID_LOGPROB, FIRST_GATE = range(5)
-"""The first reason codes. Gate i has two: FIRST_GATE + 2*i where the policy went too low, then too high."""
+"""The first reason codes. Gate i has two: FIRST_GATE + 2*i if the policy's probability is too low, then too high."""
 
 LowHigh = tuple[Tensor | None, Tensor | None]
-"""Refused because the policy is too far below the other one, or too far above it."""
+"""Masks of what is dropped because the policy's probability is too low, and because it is too high."""
 
 
 def reason_names(gates: Sequence[Gate]) -> tuple[str, ...]:
-    """What each reason code means."""
+    """Return the name of each reason code."""
     names = ["trained", "not trainable", "other role", "invalid sampler log-prob"]
-    for position, gate in enumerate(gates):
+    for index, gate in enumerate(gates):
         label = gate.spec.label
         scope = "" if gate.scope == "token" else f", {gate.scope}"
-        names += [f"gate {position} ({label}{scope}) low", f"gate {position} ({label}{scope}) high"]
+        names += [f"gate {index} ({label}{scope}) low", f"gate {index} ({label}{scope}) high"]
     return tuple(names)
 
 
-def token_values(gate: Gate, view: ActiveTokens) -> Float[Tensor, "n"]:
-    """Return the gate's statistic for each token, or what a statistic of sequences sums. Not to be modified."""
-    over, under = (view.logprob(who) for who in gate.between.split("/"))
-    return gate.spec.tensor(view.log_ratio(gate.between), over, under)
+def token_values(gate: Gate, active: ActiveTokens) -> Float[Tensor, "n"]:
+    """Return the gate's statistic of each token, or the summands of a statistic of sequences. Must not be modified."""
+    over, under = (active.logprob(source) for source in gate.between.split("/"))
+    return gate.spec.tensor(active.log_ratio(gate.between), over, under)
 
 
-def token_violations(gate: Gate, view: ActiveTokens, threshold: float | None = None) -> LowHigh:
-    """Return which tokens are outside the band of a gate on a token statistic, whatever their advantage.
+def token_violations(gate: Gate, active: ActiveTokens, threshold: float | None = None) -> LowHigh:
+    """Return which tokens are outside the band of a gate on a token statistic, independent of their advantage.
 
     `threshold` replaces the high bound of a gate over the step.
     """
@@ -50,7 +50,7 @@ def token_violations(gate: Gate, view: ActiveTokens, threshold: float | None = N
     if gate.scope == "step":
         assert threshold is not None
         high = threshold
-    return _sides(gate.spec, token_values(gate, view), view.log_ratio(gate.between), low, high)
+    return _sides(gate.spec, token_values(gate, active), active.log_ratio(gate.between), low, high)
 
 
 def sequence_columns(gate: Gate) -> set[str]:
@@ -61,11 +61,11 @@ def sequence_columns(gate: Gate) -> set[str]:
     return columns
 
 
-def sum_sequences(gate: Gate, view: ActiveTokens) -> dict[str, Tensor]:
-    """Sum the gate's token values over each sequence; nothing where they are log-ratios, which others sum too."""
+def sum_sequences(gate: Gate, active: ActiveTokens) -> dict[str, Tensor]:
+    """Sum the gate's token values over each sequence. Empty for log-ratios, whose sums are shared with other parts."""
     if gate.spec.tensor is log_ratio_of_token:
         return {}
-    return {_sum_column(gate): view.segments.sum(token_values(gate, view))}
+    return {_sum_column(gate): active.segments.sum(token_values(gate, active))}
 
 
 def _sum_column(gate: Gate) -> str:
@@ -73,11 +73,11 @@ def _sum_column(gate: Gate) -> str:
     return f"sum {gate.between}" if statistic.tensor is log_ratio_of_token else f"sum {statistic.label} {gate.between}"
 
 
-def sequence_violations(gate: Gate, position: int, table: SequenceTable) -> LowHigh:
+def sequence_violations(gate: Gate, gate_index: int, table: SequenceTable) -> LowHigh:
     """Return which sequences a gate at sequence scope drops."""
     statistic = gate.spec
     if statistic.sequence is None:
-        low, high = table[f"low {position}"] > 0, table[f"high {position}"] > 0
+        low, high = table[f"low {gate_index}"] > 0, table[f"high {gate_index}"] > 0
         return _restrict_to_advantage_sign(gate, table["sum advantage"], low, high)
     values = statistic.sequence(table[_sum_column(gate)], table["valid"].clamp(min=1))
     log_ratio = table[f"sum {gate.between}"] if statistic.direction == "distance" else values
@@ -111,36 +111,36 @@ def _restrict_to_advantage_sign(gate: Gate, advantage: Tensor, low: Tensor | Non
 
 
 class GateResult:
-    """What the gates decided about the tokens of a view."""
+    """The decision of all gates about the active tokens of a batch."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.reasons: UInt8[Tensor, "n"] = torch.zeros(size, dtype=torch.uint8, device=device)
         self.counts: dict[int, int] = {}
-        """How many tokens each gate refused, by reason code; a token is counted for the first gate that refused it."""
+        """Number of dropped tokens by reason code. A token counts for the first gate that dropped it."""
         self.dropped: Bool[Tensor, "n"] | None = None
-        """The refused tokens, or None when there are none."""
+        """The dropped tokens, or None if there are none."""
         self.dropped_sequences: Bool[Tensor, "rows"] | None = None
-        """The sequences that gates at sequence scope refused."""
+        """The sequences that gates at sequence scope dropped."""
         self._keep_bitmask: Tensor | None = None
 
     @property
     def num_dropped(self) -> int:
-        """How many tokens some gate refused."""
+        """The number of tokens that any gate dropped."""
         return sum(self.counts.values())
 
     def drop(self, violating: Bool[Tensor, "n"], code: int) -> None:
-        """Refuse these tokens, except those that an earlier gate refused. Takes `side` over."""
+        """Drop these tokens, except those already dropped. `violating` is modified and must not be used afterwards."""
         if self.dropped is not None:
             violating.logical_and_(~self.dropped)
-        number = count_true(violating)
-        if number:
-            self.counts[code] = number
+        count = count_true(violating)
+        if count:
+            self.counts[code] = count
             self.reasons.add_(violating.view(torch.uint8), alpha=code)
             self.dropped = violating if self.dropped is None else self.dropped.logical_or_(violating)
             self._keep_bitmask = None
 
     def zero_dropped_(self, values: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
-        """Zero, in place, at the refused tokens, whatever stood there."""
+        """Set the values of dropped tokens to zero, in place, even if they are NaN."""
         if self.dropped is None:
             return values
         if self._keep_bitmask is None:
@@ -150,35 +150,36 @@ class GateResult:
 
 def apply_gates(
     gates: Sequence[Gate],
-    view: ActiveTokens,
+    active: ActiveTokens,
     advantage: Float[Tensor, "n"],
     table: SequenceTable | None,
     thresholds: dict[int, float],
 ) -> GateResult:
-    """Ask the gates in order. `table` has the rows of the view's sequences, `thresholds` the step gates' bounds."""
-    decision = GateResult(len(view), advantage.device)
-    for position, gate in enumerate(gates):
+    """Apply the gates in order.
+
+    `table` has one row per sequence of the active tokens, and `thresholds` the bounds of the gates over the step.
+    """
+    decision = GateResult(len(active), advantage.device)
+    for index, gate in enumerate(gates):
         if gate.scope == "sequence":
             assert table is not None
-            sides = sequence_violations(gate, position, table)
+            sides = sequence_violations(gate, index, table)
             for side in sides:
                 if side is not None:
                     decision.dropped_sequences = (
                         side if decision.dropped_sequences is None else decision.dropped_sequences | side
                     )
-            sides = _expand_rows(view, sides[0]), _expand_rows(view, sides[1])
+            sides = _expand_rows(active, sides[0]), _expand_rows(active, sides[1])
         else:
-            sides = _restrict_to_advantage_sign(
-                gate, advantage, *token_violations(gate, view, thresholds.get(position))
-            )
-        for code, side in enumerate(sides, start=FIRST_GATE + 2 * position):
+            sides = _restrict_to_advantage_sign(gate, advantage, *token_violations(gate, active, thresholds.get(index)))
+        for code, side in enumerate(sides, start=FIRST_GATE + 2 * index):
             if side is not None:
                 decision.drop(side, code)
     return decision
 
 
-def _expand_rows(view: ActiveTokens, rows: Tensor | None) -> Tensor | None:
-    return None if rows is None or not bool(rows.any()) else view.segments.expand(rows)
+def _expand_rows(active: ActiveTokens, rows: Tensor | None) -> Tensor | None:
+    return None if rows is None or not bool(rows.any()) else active.segments.expand(rows)
 
 
 def step_threshold(values: Float[Tensor, "n"], highest_mean: float) -> float:
@@ -188,9 +189,9 @@ def step_threshold(values: Float[Tensor, "n"], highest_mean: float) -> float:
     """
     ordered = values.sort().values.double()
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
-    staying = int(torch.searchsorted(means, highest_mean, right=True))
-    if staying == len(ordered):
+    num_kept = int(torch.searchsorted(means, highest_mean, right=True))
+    if num_kept == len(ordered):
         return math.inf
-    first_out = float(ordered[staying])
-    staying = int(torch.searchsorted(ordered, first_out))
-    return -1.0 if staying == 0 else float(ordered[staying - 1])
+    smallest_dropped = float(ordered[num_kept])
+    num_kept = int(torch.searchsorted(ordered, smallest_dropped))
+    return -1.0 if num_kept == 0 else float(ordered[num_kept - 1])

@@ -1,8 +1,8 @@
-"""The terms of a loss: each gives, per token, its value and its slope, d value / d l.
+"""The terms of a loss: each computes, per token, its value and its gradient d value / d l.
 
-The slope is written beside the value in closed form. That makes the gradient of any composition exact, free of an
-autograd graph, and available to a fused output head in the same pass; the tests hold every pair against autograd and
-finite differences in float64.
+The gradient is written next to the value in closed form. It is exact for any composition, needs no autograd graph, and
+is available to a fused output head in the same pass. Tests compare every pair with autograd and with finite differences
+in float64.
 """
 
 from dataclasses import dataclass
@@ -13,36 +13,53 @@ from torch import Tensor
 from keel.objectives import Penalty, PolicyTerm
 from keel.signal.active_tokens import ActiveTokens, apply_bitmask_, keep_bitmask, ratio
 from keel.signal.cpu_ops import less_than
+from keel.signal.gates import GateResult
 
 
 @dataclass(frozen=True)
 class LossTerm:
-    """Value and slope, which may share storage; `clipped` marks where a clip has stopped the gradient."""
+    """Value and gradient, which may share storage. `clipped` marks where a clip has set the gradient to zero."""
 
     value: Tensor
     grad: Tensor
     clipped: Tensor | None = None
     sign: float = 1.0
-    """Both are still to be multiplied by it: for whoever scales them anyway, which saves two passes."""
+    """Factor that callers must apply to value and gradient. They scale both anyway, so this saves two passes."""
 
     def scaled(self, factor: Tensor) -> "LossTerm":
-        """Both times a factor without gradient."""
-        slope = self.grad * factor
-        return LossTerm(slope if self.value is self.grad else self.value * factor, slope, self.clipped, self.sign)
+        """Return the term times a factor without gradient."""
+        grad = self.grad * factor
+        return LossTerm(grad if self.value is self.grad else self.value * factor, grad, self.clipped, self.sign)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The evaluation of a batch: its part of the loss, and the inputs of the metrics."""
+
+    loss: Tensor
+    gradient: Tensor
+    decision: GateResult
+    advantage: Tensor
+    clipped: Tensor | None
+    """Tokens, or sequences, whose gradient a clip has set to zero."""
+    clipped_by_sequence: bool
+    """Whether `clipped` has one entry per sequence."""
+    term_losses: dict[str, Tensor]
+    """The loss by term."""
 
 
 def where_positive(advantage: Tensor, value: float, otherwise: float) -> Tensor:
-    """One constant where A > 0 and another elsewhere, in the dtype of A."""
+    """Return one constant where A > 0 and another elsewhere, in the dtype of A."""
     return torch.where(advantage > 0, advantage.new_tensor(value), advantage.new_tensor(otherwise))
 
 
 def policy_term(policy: PolicyTerm, log_ratio: Tensor | None, logprob: Tensor, advantage: Tensor) -> LossTerm:
-    """The term that carries the advantage. `log_ratio` is against its anchor."""
+    """Compute the term that carries the advantage. `log_ratio` is measured against the anchor."""
     if policy.surrogate == "cross_entropy":
         return LossTerm(-logprob, torch.full_like(logprob, -1.0))
     if policy.surrogate == "log_prob":
-        slope = -advantage
-        return LossTerm(slope * logprob, slope)
+        grad = -advantage
+        return LossTerm(grad * logprob, grad)
     assert log_ratio is not None
     r = ratio(log_ratio)
     if policy.surrogate == "soft":
@@ -54,7 +71,7 @@ def policy_term(policy: PolicyTerm, log_ratio: Tensor | None, logprob: Tensor, a
 
 
 def _clipped_surrogate(policy: PolicyTerm, r: Tensor, advantage: Tensor) -> LossTerm:
-    """-min(r*A, clip(r)*A), in place of r. Inside the band both are the same number, and nothing is clipped."""
+    """Compute -min(r*A, clip(r)*A), overwriting r. Inside the band both are equal, and nothing is clipped."""
     eps = policy.eps or 0.0
     bound = r.clamp(1 - eps, 1 + (eps if policy.eps_high is None else policy.eps_high)).mul_(advantage)
     linear = r.mul_(advantage)
@@ -68,26 +85,26 @@ def _clipped_surrogate(policy: PolicyTerm, r: Tensor, advantage: Tensor) -> Loss
 
 
 def _sigmoid_surrogate(policy: PolicyTerm, r: Tensor, advantage: Tensor) -> LossTerm:
-    """-A * (4 / tau) * sigmoid(tau * (r - 1)), with a slope of -A on policy."""
+    """Compute -A * (4 / tau) * sigmoid(tau * (r - 1)), whose gradient is -A on policy."""
     assert policy.tau_positive is not None and policy.tau_negative is not None
     tau = where_positive(advantage, policy.tau_positive, policy.tau_negative)
     gate = torch.sigmoid(tau * (r - 1))
     return LossTerm(-advantage * gate * (4 / tau), -advantage * 4 * gate * (1 - gate) * r)
 
 
-def penalty_term(penalty: Penalty, view: ActiveTokens) -> LossTerm:
-    """coef times a measure of drift, over all tokens of the view."""
-    x = view.log_ratio(penalty.between)
+def penalty_term(penalty: Penalty, active: ActiveTokens) -> LossTerm:
+    """Compute coef times the estimate of a penalty, for all active tokens."""
+    x = active.log_ratio(penalty.between)
     if penalty.estimator == "log_ratio_squared":
         return LossTerm(x.square().mul_(penalty.coef), x * (2 * penalty.coef))
     if penalty.estimator == "k1":
-        value, slope = x, torch.ones_like(x)
+        value, grad = x, torch.ones_like(x)
     elif penalty.estimator == "k2":
-        value, slope = x.square() / 2, x
+        value, grad = x.square() / 2, x
     else:
         inverse = ratio(-x)
-        value, slope = inverse + x - 1, 1 - inverse
+        value, grad = inverse + x - 1, 1 - inverse
     if penalty.ratio_correction:
-        r = ratio(view.log_ratio("policy/sampler"))
-        value, slope = r * value, r * (value + slope)
-    return LossTerm(value * penalty.coef, slope * penalty.coef)
+        r = ratio(active.log_ratio("policy/sampler"))
+        value, grad = r * value, r * (value + grad)
+    return LossTerm(value * penalty.coef, grad * penalty.coef)

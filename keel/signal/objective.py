@@ -1,8 +1,8 @@
-"""A training signal: from the tokens of a step to a loss whose every kept and dropped token is known.
+"""Objectives: compute a loss from the tokens of a step, and report what happened to every token.
 
-An objective is a composition and nothing else; it holds no state between calls. The gradient with respect to the
-policy's log-probs is formed in closed form in the forward pass, so one call costs a few passes over the tokens.
-It does not compute log-probs, take optimizer steps or know what a file is.
+An objective is defined by its composition and has no state between calls. The gradient with respect to the policy's
+log-probs is computed in closed form in the forward pass, so a call costs a few passes over the tokens. This module does
+not compute log-probs, take optimizer steps or read files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,29 +20,31 @@ from keel.objectives import Composition, ImportanceWeight, ObjectiveSettings, re
 from keel.signal.active_tokens import ActiveTokens, apply_bitmask_, keep_bitmask, ratio
 from keel.signal.cpu_ops import greater_than
 from keel.signal.gates import INVALID_LOGPROB, NOT_TRAINABLE, OTHER_ROLE, GateResult, reason_names
-from keel.signal.loss_terms import LossTerm, penalty_term, policy_term, where_positive
+from keel.signal.loss_terms import Evaluated, LossTerm, penalty_term, policy_term, where_positive
 from keel.signal.metrics import Metrics
 from keel.signal.segments import SequenceTable
-from keel.signal.step_metrics import Evaluated, compute_metrics
+from keel.signal.step_metrics import compute_metrics
 from keel.signal.step_totals import Gather, StepTotals, compute_totals, kept_tokens_by_sequence
 from keel.signal.token_batch import TokenBatch
 
 
 def objective(name: str | Composition | ObjectiveSettings | Mapping[str, Any], /, **parameters: Any) -> "Objective":
-    """An objective from a recipe's name and parameters, or from a composition.
+    """Return an objective from the name and parameters of a preset, or from a composition.
 
-    `objective("icepop", ratio_high=8.0)` or `objective({"gates": [{"statistic": "ratio", "low": 0.2}]})`. Beside its
-    parameters a recipe takes `gates`, `weights` and `penalties`, which are added to its own.
+    `objective("icepop", ratio_high=8.0)` or `objective({"gates": [{"statistic": "ratio", "low": 0.2}]})`. In addition
+    to its parameters, a preset takes `gates`, `weights` and `penalties`, which are added to its own.
     """
     if isinstance(name, str):
         _, values, composition = resolve_objective({"name": name, **parameters})
         return Objective(composition, name=name, parameters=values)
     if parameters:
-        raise TypeError(f"parameters ({', '.join(parameters)}) go with a recipe's name; a composition already has them")
+        raise TypeError(
+            f"parameters ({', '.join(parameters)}) need the name of a preset; a composition already contains them"
+        )
     if isinstance(name, Composition):
         return Objective(name)
-    recipe, values, composition = resolve_objective(name.table if isinstance(name, ObjectiveSettings) else name)
-    return Objective(composition, name=recipe, parameters=values)
+    preset, values, composition = resolve_objective(name.table if isinstance(name, ObjectiveSettings) else name)
+    return Objective(composition, name=preset, parameters=values)
 
 
 class Objective:
@@ -55,43 +57,47 @@ class Objective:
         self.name = name
         self.parameters = dict(parameters or {})
         self.reasons = reason_names(composition.gates)
-        """The meaning of each number in `Result.reasons`."""
+        """The name of each reason code in `ObjectiveResult.reasons`."""
 
     def __repr__(self) -> str:
         return f"Objective({self.name or self.composition!r})"
 
     @property
     def token_local(self) -> bool:
-        """Whether each token's gradient, up to one step-wide factor, follows from that token alone."""
+        """Whether each token's gradient depends on that token alone, up to one factor common to the step."""
         return self.composition.token_local
 
     def totals(self, batches: Sequence[TokenBatch], gather: Gather | None = None) -> StepTotals:
-        """The step-wide centre, thresholds and denominators of these micro-batches.
+        """Compute the KL mean, thresholds and denominators of a step from its micro-batches.
 
-        On several ranks, `gather` takes this rank's part of a sum and returns the parts of all ranks (for example by
-        `torch.distributed.all_gather_object`); it is called the same number of times on each.
+        With several ranks, `gather` takes this rank's part of a sum and returns the parts of all ranks (for example
+        with `torch.distributed.all_gather_object`). It is called the same number of times on each rank.
         """
         with torch.no_grad():
-            views = [ActiveTokens(batch, self.composition) for batch in batches]
-            return compute_totals(self.composition, views, gather)
+            active_batches = [ActiveTokens(batch, self.composition) for batch in batches]
+            return compute_totals(self.composition, active_batches, gather)
 
     def __call__(self, batch: TokenBatch, totals: StepTotals | None = None) -> "ObjectiveResult":
-        """The loss of a batch: as a whole step, or as the part that it is of the step with these totals."""
+        """Compute the loss of a batch. With `totals`, the batch is one micro-batch of the step with these totals."""
         with torch.no_grad():
-            view = ActiveTokens(batch, self.composition)
+            active = ActiveTokens(batch, self.composition)
             if totals is None:
-                totals = compute_totals(self.composition, [view])
+                totals = compute_totals(self.composition, [active])
             elif totals.composition != self.composition:
-                raise BatchError(f"the totals are of another objective than {self!r}: make them with its own totals()")
+                raise BatchError(
+                    f"the totals were computed by another objective than {self!r}: compute them with its totals()"
+                )
             elif self.composition.proximal == "interpolated":
-                view.interpolate_proximal(totals.trainer_version)
-            outcome = _evaluate(view, totals)
-        loss: Tensor = _PrecomputedGradientLoss.apply(batch.logprobs, outcome.loss, outcome.gradient, view.index)  # type: ignore[no-untyped-call]
-        return ObjectiveResult(loss, self, view, totals, outcome)
+                active.interpolate_proximal(totals.trainer_version)
+            evaluated = _evaluate(active, totals)
+        loss: Tensor = _PrecomputedGradientLoss.apply(  # type: ignore[no-untyped-call]
+            batch.logprobs, evaluated.loss, evaluated.gradient, active.index
+        )
+        return ObjectiveResult(loss, self, active, totals, evaluated)
 
 
 class _PrecomputedGradientLoss(torch.autograd.Function):
-    """A loss whose gradient with respect to the log-probs is already known."""
+    """A loss whose gradient with respect to the log-probs is already computed."""
 
     @staticmethod
     def forward(ctx: Any, logprobs: Tensor, loss: Tensor, gradient: Tensor, index: Tensor | None) -> Tensor:
@@ -107,7 +113,7 @@ class _PrecomputedGradientLoss(torch.autograd.Function):
 
 
 def _scatter_to_batch(values: Tensor, index: Tensor | None, size: int, fill_value: int = 0) -> Tensor:
-    """Values of selected tokens back at their positions, and `rest` elsewhere."""
+    """Return a tensor with the values at their positions in the batch, and `fill_value` elsewhere."""
     if index is None:
         return values
     return torch.full((size,), fill_value, dtype=values.dtype, device=values.device).index_copy_(0, index, values)
@@ -115,87 +121,87 @@ def _scatter_to_batch(values: Tensor, index: Tensor | None, size: int, fill_valu
 
 @dataclass(frozen=True, eq=False)
 class ObjectiveResult:
-    """What an objective made of a batch."""
+    """The loss of a batch, and what happened to each of its tokens."""
 
     loss: Float[Tensor, ""]
-    """This batch's part of the step's loss; differentiable through `batch.logprobs`."""
+    """This batch's part of the step's loss, differentiable with respect to `batch.logprobs`."""
     objective: Objective
-    _view: ActiveTokens
+    _active: ActiveTokens
     totals: StepTotals
     _evaluated: Evaluated
 
     @cached_property
     def reasons(self) -> UInt8[Tensor, "T"]:
-        """Why each token trains or not; `objective.reasons` names the numbers."""
-        view, size = self._view, len(self._view.batch)
-        reasons = _scatter_to_batch(self._evaluated.decision.reasons, view.index, size, INVALID_LOGPROB)
-        if view.index is not None:
-            others = torch.ones(size, dtype=torch.bool, device=reasons.device)
-            if view.trainable_index is None:
+        """Why each token is trained or not, as codes whose names are in `objective.reasons`."""
+        active, size = self._active, len(self._active.batch)
+        reasons = _scatter_to_batch(self._evaluated.decision.reasons, active.index, size, INVALID_LOGPROB)
+        if active.index is not None:
+            if active.trainable_index is None:
                 return reasons
-            others[view.trainable_index] = False
-            reasons.masked_fill_(others, OTHER_ROLE)
-            reasons.masked_fill_(~view.batch.trainable, NOT_TRAINABLE)
+            other_role = torch.ones(size, dtype=torch.bool, device=reasons.device)
+            other_role[active.trainable_index] = False
+            reasons.masked_fill_(other_role, OTHER_ROLE)
+            reasons.masked_fill_(~active.batch.trainable, NOT_TRAINABLE)
         return reasons
 
     @cached_property
     def keep(self) -> Bool[Tensor, "T"]:
-        """Which tokens train."""
+        """Whether each token is trained."""
         return self.reasons == 0
 
     @cached_property
     def gradient(self) -> Float[Tensor, "T"]:
         """d loss / d logprobs, without a backward pass."""
-        return _scatter_to_batch(self._evaluated.gradient, self._view.index, len(self._view.batch))
+        return _scatter_to_batch(self._evaluated.gradient, self._active.index, len(self._active.batch))
 
     @property
     def terms(self) -> dict[str, Tensor]:
-        """The loss by term, without gradient: "policy", and each penalty by what it is on."""
+        """The loss by term, without gradient: "policy", and each penalty under its estimator and policies."""
         return dict(self._evaluated.term_losses)
 
     @property
     def kept_tokens(self) -> int:
-        """How many tokens of this batch train. When it is 0 over a step, the optimizer must not step."""
-        return len(self._view) - self._evaluated.decision.num_dropped
+        """The number of trained tokens in this batch. If it is 0 over a step, the optimizer must not step."""
+        return len(self._active) - self._evaluated.decision.num_dropped
 
     @cached_property
     def metrics(self) -> Metrics:
-        """The accounts of this batch, each a (sum, count) pair; computed when asked for."""
+        """The metrics of this batch, computed on first access."""
         with torch.no_grad():
-            return compute_metrics(self._view, self.totals, self._evaluated)
+            return compute_metrics(self._active, self.totals, self._evaluated)
 
 
-def _evaluate(view: ActiveTokens, totals: StepTotals) -> Evaluated:
-    """Advantage, gates, policy term, penalties, reduction: one batch of a step."""
+def _evaluate(active: ActiveTokens, totals: StepTotals) -> Evaluated:
+    """Evaluate one batch of a step: advantage, gates, policy term, penalties and reduction."""
     composition = totals.composition
-    if view.cached_decision is None:
-        advantage = totals.advantage(view)
-        view.cached_decision = advantage, totals.apply_gates(view, advantage)
-    advantage, decision = view.cached_decision
-    rows = totals.rows_of_view(view)
-    scale = _token_scale(totals, rows, view.dtype)
+    if active.cached_decision is None:
+        advantage = totals.advantage(active)
+        active.cached_decision = advantage, totals.apply_gates(active, advantage)
+    advantage, decision = active.cached_decision
+    rows = totals.rows_for(active)
+    scale = _token_scale(totals, rows, active.dtype)
     by_sequence = composition.policy.level == "sequence"
     if by_sequence:
-        term, loss = _sequence_policy_term(view, totals, advantage, decision, rows, scale)
+        term, loss = _sequence_policy_term(active, totals, advantage, decision, rows, scale)
     if isinstance(scale, Tensor) and (composition.penalties or not by_sequence):
-        scale = view.segments.expand(scale)
+        scale = active.segments.expand(scale)
     if not by_sequence:
-        term, loss = _token_policy_term(view, totals, advantage, decision, rows, scale)
-    gradient, sizes = term.grad, {"policy": loss}
+        term, loss = _token_policy_term(active, totals, advantage, decision, rows, scale)
+    gradient, term_losses = term.grad, {"policy": loss}
     for penalty in composition.penalties:
-        drift = penalty_term(penalty, view)
+        penalties = penalty_term(penalty, active)
         if penalty.scope == "kept":
-            drift = LossTerm(decision.zero_dropped_(drift.value), decision.zero_dropped_(drift.grad))
-        size, name = _scaled_sum(drift.value, scale), f"{penalty.estimator} {penalty.between}"
-        sizes[name] = sizes[name] + size if name in sizes else size
-        loss = loss + size
-        gradient.add_(drift.grad.mul_(scale))
+            penalties = LossTerm(decision.zero_dropped_(penalties.value), decision.zero_dropped_(penalties.grad))
+        penalty_loss, name = _scaled_sum(penalties.value, scale), f"{penalty.estimator} {penalty.between}"
+        term_losses[name] = term_losses[name] + penalty_loss if name in term_losses else penalty_loss
+        loss = loss + penalty_loss
+        gradient.add_(penalties.grad.mul_(scale))
     clipped_sequences = by_sequence and composition.policy.token_clip is None
-    return Evaluated(loss, gradient, decision, advantage, term.clipped, clipped_sequences, sizes)
+    return Evaluated(loss, gradient, decision, advantage, term.clipped, clipped_sequences, term_losses)
 
 
 def _token_scale(totals: StepTotals, rows: SequenceTable | None, dtype: torch.dtype) -> Tensor | float:
-    """What multiplies each token's terms: one number, or one per sequence when each divides by its own length."""
+    """Return the factor on each token's terms: one number, or one per sequence with reduction over sequences."""
     reduction = totals.composition.reduction
     if reduction.over != "sequences":
         return 1.0 / totals.denominator()
@@ -209,21 +215,21 @@ def _scaled_sum(values: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def _token_policy_term(
-    view: ActiveTokens,
+    active: ActiveTokens,
     totals: StepTotals,
     advantage: Tensor,
     decision: GateResult,
     rows: SequenceTable | None,
     scale: Tensor | float,
 ) -> tuple[LossTerm, Tensor]:
-    """The policy term of each token, its slope scaled, and its part of the loss."""
+    """Compute the policy term of each token, with a scaled gradient, and its part of the loss."""
     policy = totals.composition.policy
     log_ratio = None
     if policy.anchor != "none":
-        log_ratio = view.log_ratio(f"policy/{policy.anchor}")
-    term = policy_term(policy, log_ratio, view.logprob("policy"), advantage)
+        log_ratio = active.log_ratio(f"policy/{policy.anchor}")
+    term = policy_term(policy, log_ratio, active.logprob("policy"), advantage)
     for weight in totals.composition.weights:
-        term = term.scaled(_token_weight(weight, view, advantage, rows))
+        term = term.scaled(_token_weight(weight, active, advantage, rows))
     decision.zero_dropped_(term.grad)
     if term.value is not term.grad:
         decision.zero_dropped_(term.value)
@@ -233,45 +239,46 @@ def _token_policy_term(
 
 
 def _sequence_policy_term(
-    view: ActiveTokens,
+    active: ActiveTokens,
     totals: StepTotals,
     advantage: Tensor,
     decision: GateResult,
     rows: SequenceTable | None,
     scale: Tensor | float,
 ) -> tuple[LossTerm, Tensor]:
-    """The policy term of each sequence: the same for all of its kept tokens, so only the slope is ever spread."""
+    """Compute the policy term of each sequence. Its kept tokens share it, so only the gradient is expanded to
+    tokens."""
     assert rows is not None
     policy = totals.composition.policy
     kept = rows["kept"].clamp(min=1)
     log_ratio = rows["kept log-ratio"] / kept
-    term = policy_term(policy, log_ratio, view.logprob("policy"), rows["kept advantage"] / kept)
+    term = policy_term(policy, log_ratio, active.logprob("policy"), rows["kept advantage"] / kept)
     for weight in totals.composition.weights:
         term = term.scaled(_sequence_weight(weight, rows))
     scale = scale * term.sign
-    loss = (term.value * scale * kept_tokens_by_sequence(view, decision)).sum()
-    slope = decision.zero_dropped_(view.segments.expand(term.grad * scale))
+    loss = (term.value * scale * kept_tokens_by_sequence(active, decision)).sum()
+    grad = decision.zero_dropped_(active.segments.expand(term.grad * scale))
     clipped = term.clipped
     if policy.token_clip is not None:
-        pushed = where_positive(advantage, 1.0, -1.0).mul_(view.log_ratio(f"policy/{policy.anchor}"))
-        stopped = greater_than(pushed, policy.token_clip)
-        apply_bitmask_(slope, keep_bitmask(stopped, slope.dtype))
-        clipped = stopped if clipped is None else stopped | view.segments.expand(clipped)
-    return LossTerm(term.value, slope, clipped), loss
+        signed = where_positive(advantage, 1.0, -1.0).mul_(active.log_ratio(f"policy/{policy.anchor}"))
+        clipped_tokens = greater_than(signed, policy.token_clip)
+        apply_bitmask_(grad, keep_bitmask(clipped_tokens, grad.dtype))
+        clipped = clipped_tokens if clipped is None else clipped_tokens | active.segments.expand(clipped)
+    return LossTerm(term.value, grad, clipped), loss
 
 
 def _token_weight(
-    weight: ImportanceWeight, view: ActiveTokens, advantage: Tensor, rows: SequenceTable | None
+    weight: ImportanceWeight, active: ActiveTokens, advantage: Tensor, rows: SequenceTable | None
 ) -> Tensor:
-    """A weight for each token. It carries no gradient."""
+    """Return the importance weight of each token, without gradient."""
     if weight.level == "token":
-        return _weight_from_log_ratio(weight, view.log_ratio(weight.between), advantage)
+        return _weight_from_log_ratio(weight, active.log_ratio(weight.between), advantage)
     assert rows is not None
-    return view.segments.expand(_sequence_weight(weight, rows))
+    return active.segments.expand(_sequence_weight(weight, rows))
 
 
 def _sequence_weight(weight: ImportanceWeight, rows: SequenceTable) -> Tensor:
-    """A weight for each sequence."""
+    """Return the importance weight of each sequence."""
     log_ratio = rows[f"sum {weight.between}"]
     if weight.level == "geometric":
         log_ratio = log_ratio / rows["valid"].clamp(min=1)
@@ -279,7 +286,7 @@ def _sequence_weight(weight: ImportanceWeight, rows: SequenceTable) -> Tensor:
 
 
 def _weight_from_log_ratio(weight: ImportanceWeight, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-    """From a log-ratio to the weight that it gives."""
+    """Compute importance weights from log-ratios: exp, then the kernel, then the clamp."""
     factor = ratio(log_ratio)
     if weight.kernel == "gamma":
         assert weight.k_positive and weight.k_negative

@@ -1,8 +1,9 @@
-"""What must be known of the whole step before any of its tokens can be scored.
+"""Compute the totals of a whole step that are needed before the loss of any of its batches.
 
-Centres, thresholds, per-sequence sums and denominators are taken here, over all micro-batches and ranks, so that
-packing never changes a loss or a gradient. Three passes: counts and centre; what the gates need; what survived them.
-A rank passes `gather`, which exchanges a pass's part with the other ranks and returns all of them.
+The KL mean, thresholds, per-sequence sums and denominators are computed over all micro-batches and ranks, so that
+packing never changes a loss or a gradient. There are three passes: counts and the KL mean; the inputs of the gates; the
+tokens that the gates kept. A rank passes `gather`, which exchanges its part of a pass with the other ranks and returns
+all parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,92 +31,97 @@ from keel.signal.segments import SequenceTable
 Gather = Callable[[Any], list[Any]]
 """Takes this rank's part and returns the parts of all ranks."""
 
+LOG_RATIO_PAIRS = ("policy/sampler", "policy/proximal", "proximal/sampler")
+
 
 @dataclass
 class StepTotals:
-    """The step as a whole."""
+    """The totals of a step."""
 
     composition: Composition
     num_trainable: int = 0
-    """N: trainable tokens of the objective's roles, dropped and unusable ones included."""
+    """N: trainable tokens with one of the objective's roles, including dropped tokens and invalid log-probs."""
     num_invalid_logprobs: int = 0
     trainer_version: int | None = None
     kl_mean: float = 0.0
     """Mean of k over the step."""
     sequence_table: SequenceTable | None = None
-    """Sums by sequence, when any part needs them."""
+    """Sums by sequence, if any part of the objective needs them."""
     thresholds: dict[int, float] = field(default_factory=dict)
     num_kept: int | None = None
-    """Tokens that survived every gate, when that divides."""
+    """Tokens that every gate kept, if they are the denominator."""
 
-    def advantage(self, view: ActiveTokens) -> Float[Tensor, "n"]:
-        """The advantage that every part uses: adv_tau * (A + kl_penalty) + teacher_tau * (h - l)."""
+    def advantage(self, active: ActiveTokens) -> Float[Tensor, "n"]:
+        """Return the transformed advantage: adv_tau * (A + kl_penalty) + teacher_tau * (h - l)."""
         composition = self.composition
-        advantage = view.advantages
+        advantage = active.advantages
         if composition.kl_penalty_coef:
-            advantage = advantage + (self.kl_mean - reference_log_ratio(view)) * composition.kl_penalty_coef
+            advantage = advantage + (self.kl_mean - reference_log_ratio(active)) * composition.kl_penalty_coef
         if composition.adv_tau != 1:
             advantage = advantage * composition.adv_tau
         if composition.teacher_tau:
-            advantage = advantage + (view.logprob("teacher") - view.logprob("policy")) * composition.teacher_tau
+            advantage = advantage + (active.logprob("teacher") - active.logprob("policy")) * composition.teacher_tau
         return advantage
 
-    def rows_of_view(self, view: ActiveTokens) -> SequenceTable | None:
-        """The table's rows of the view's sequences."""
-        return None if self.sequence_table is None else self.sequence_table.select_rows(view.segments.ids)
+    def rows_for(self, active: ActiveTokens) -> SequenceTable | None:
+        """Return the rows of the sequence table for the sequences of these tokens."""
+        return None if self.sequence_table is None else self.sequence_table.select_rows(active.segments.ids)
 
-    def apply_gates(self, view: ActiveTokens, advantage: Float[Tensor, "n"]) -> GateResult:
-        table = self.rows_of_view(view) if any(gate.scope == "sequence" for gate in self.composition.gates) else None
-        return apply_gates(self.composition.gates, view, advantage, table, self.thresholds)
+    def apply_gates(self, active: ActiveTokens, advantage: Float[Tensor, "n"]) -> GateResult:
+        """Apply the gates of the objective."""
+        table = self.rows_for(active) if any(gate.scope == "sequence" for gate in self.composition.gates) else None
+        return apply_gates(self.composition.gates, active, advantage, table, self.thresholds)
 
     def denominator(self) -> float:
-        """What divides every token, apart from its sequence's length under reduction over sequences."""
+        """Return the divisor common to all tokens, without the sequence length of reduction over sequences."""
         reduction = self.composition.reduction
         if reduction.over == "tokens":
             divisor = float(self.num_trainable if self.num_kept is None else self.num_kept)
         else:
             assert self.sequence_table is not None
             counts = self.sequence_table.columns.get("trainable" if reduction.denominator == "trainable" else "kept")
-            sequences = 0.0 if counts is None else float((counts > 0).sum())  # no column: a step without any batch
+            sequences = 0.0 if counts is None else float((counts > 0).sum())  # None: a step without batches
             divisor = sequences * (reduction.length or 1.0)
         return max(divisor, 1.0)
 
 
-def reference_log_ratio(view: ActiveTokens) -> Float[Tensor, "n"]:
-    """k, the token's log-prob above the reference: of the policy, or of the sampler."""
-    source = "sampler" if view.composition.kl_penalty_source == "sampled" else "policy"
-    return view.logprob(source) - view.logprob("reference")
+def reference_log_ratio(active: ActiveTokens) -> Float[Tensor, "n"]:
+    """Return k, the log-ratio of the policy, or of the sampler, against the reference."""
+    source = "sampler" if active.composition.kl_penalty_source == "sampled" else "policy"
+    return active.logprob(source) - active.logprob("reference")
 
 
-def compute_totals(composition: Composition, views: Sequence[ActiveTokens], gather: Gather | None = None) -> StepTotals:
-    """The totals of a step whose batches on this rank are `views`."""
+def compute_totals(
+    composition: Composition, batches: Sequence[ActiveTokens], gather: Gather | None = None
+) -> StepTotals:
+    """Compute the totals of a step from its batches on this rank."""
     gather = gather or (lambda part: [part])
     totals = StepTotals(composition)
-    _count_tokens(totals, views, gather)
+    _count_tokens(totals, batches, gather)
     if composition.proximal == "interpolated":
-        for view in views:
-            view.interpolate_proximal(totals.trainer_version)
+        for active in batches:
+            active.interpolate_proximal(totals.trainer_version)
     columns = _required_columns(composition)
     if columns:
-        tables = [_sequence_sums(totals, view, columns) for view in views]
+        tables = [_sequence_sums(totals, active, columns) for active in batches]
         totals.sequence_table = SequenceTable.merge(gather(SequenceTable.merge(tables)))
-    for position, gate in enumerate(composition.gates):
+    for index, gate in enumerate(composition.gates):
         if gate.scope == "step":
             assert gate.high is not None
-            values = torch.cat([token_values(gate, view) for view in views]) if views else torch.zeros(0)
-            totals.thresholds[position] = step_threshold(torch.cat(gather(values)), gate.high)
-    _count_kept(totals, views, gather)
+            values = torch.cat([token_values(gate, active) for active in batches]) if batches else torch.zeros(0)
+            totals.thresholds[index] = step_threshold(torch.cat(gather(values)), gate.high)
+    _count_kept(totals, batches, gather)
     return totals
 
 
-def _count_tokens(totals: StepTotals, views: Sequence[ActiveTokens], gather: Gather) -> None:
+def _count_tokens(totals: StepTotals, batches: Sequence[ActiveTokens], gather: Gather) -> None:
     kl_sum = 0.0
     if totals.composition.kl_penalty_coef:
-        kl_sum = sum(float(reference_log_ratio(view).sum(dtype=torch.float64)) for view in views)
-    newest = [view.newest_version for view in views if view.newest_version is not None]
-    declared = {view.batch.trainer_version for view in views if view.batch.trainer_version is not None}
+        kl_sum = sum(float(reference_log_ratio(active).sum(dtype=torch.float64)) for active in batches)
+    newest = [active.newest_version for active in batches if active.newest_version is not None]
+    declared = {active.batch.trainer_version for active in batches if active.batch.trainer_version is not None}
     parts = gather(
-        (sum(v.num_trainable for v in views), sum(v.num_invalid_logprobs for v in views), kl_sum, newest, declared)
+        (sum(v.num_trainable for v in batches), sum(v.num_invalid_logprobs for v in batches), kl_sum, newest, declared)
     )
     totals.num_trainable = sum(part[0] for part in parts)
     totals.num_invalid_logprobs = sum(part[1] for part in parts)
@@ -124,25 +130,25 @@ def _count_tokens(totals: StepTotals, views: Sequence[ActiveTokens], gather: Gat
     if len(declared) > 1:
         raise BatchError(f"batch.trainer_version differs within the step: {sorted(declared)}")
     totals.trainer_version = max(declared or {version for part in parts for version in part[3]}, default=None)
-    share = totals.num_invalid_logprobs / max(totals.num_trainable, 1)
-    if share > totals.composition.max_invalid_logprob_fraction:
+    limit = totals.composition.max_invalid_logprob_fraction
+    if totals.num_invalid_logprobs / max(totals.num_trainable, 1) > limit:
         raise SignalRefused(
-            f"batch.sampler_logprobs is NaN or infinite on {totals.num_invalid_logprobs} of {totals.num_trainable} trainable tokens;"
-            f" that is more than objective.max_invalid_logprob_fraction = {totals.composition.max_invalid_logprob_fraction}"
+            f"batch.sampler_logprobs is NaN or infinite on {totals.num_invalid_logprobs} of {totals.num_trainable}"
+            f" trainable tokens, more than objective.max_invalid_logprob_fraction = {limit}"
         )
 
 
 def _required_columns(composition: Composition) -> set[str]:
-    """The per-sequence sums that the gates, weights and reduction need before anything is decided."""
+    """Return the names of the per-sequence sums that gates, weights and reduction need before the gates decide."""
     columns = set()
-    for position, gate in enumerate(composition.gates):
+    for index, gate in enumerate(composition.gates):
         if gate.scope != "sequence":
             continue
         columns |= {"valid", "sum advantage"}
         if gate.spec.sequence is not None:
             columns |= sequence_columns(gate)
         else:
-            columns |= {f"low {position}", f"high {position}"}
+            columns |= {f"low {index}", f"high {index}"}
     for weight in composition.weights:
         if weight.level != "token":
             columns |= {"valid", f"sum {weight.between}", "sum advantage"}
@@ -151,63 +157,63 @@ def _required_columns(composition: Composition) -> set[str]:
     return columns
 
 
-def _sequence_sums(totals: StepTotals, view: ActiveTokens, columns: set[str]) -> SequenceTable:
-    """One view's part of the table."""
-    segments = view.segments
+def _sequence_sums(totals: StepTotals, active: ActiveTokens, columns: set[str]) -> SequenceTable:
+    """Return the sequence table of one batch."""
+    segments = active.segments
     sums: dict[str, Tensor] = {}
     if "valid" in columns:
         sums["valid"] = segments.count()
     if "sum advantage" in columns:
-        sums["sum advantage"] = segments.sum(totals.advantage(view))
-    for pair in ("policy/sampler", "policy/proximal", "proximal/sampler"):
+        sums["sum advantage"] = segments.sum(totals.advantage(active))
+    for pair in LOG_RATIO_PAIRS:
         if f"sum {pair}" in columns:
-            sums[f"sum {pair}"] = segments.sum(view.log_ratio(pair))
-    for position, gate in enumerate(totals.composition.gates):
+            sums[f"sum {pair}"] = segments.sum(active.log_ratio(pair))
+    for index, gate in enumerate(totals.composition.gates):
         if gate.spec.sequence is not None:
-            sums |= sum_sequences(gate, view)
-        if f"low {position}" in columns:
-            for name, side in zip(("low", "high"), token_violations(gate, view), strict=True):
+            sums |= sum_sequences(gate, active)
+        if f"low {index}" in columns:
+            for name, side in zip(("low", "high"), token_violations(gate, active), strict=True):
                 zeros = torch.zeros(len(segments), device=segments.ids.device)
-                sums[f"{name} {position}"] = zeros if side is None else segments.sum(side)
+                sums[f"{name} {index}"] = zeros if side is None else segments.sum(side)
     table = SequenceTable(segments.ids, sums)
     if "trainable" not in columns:
         return table
-    trainable = SequenceTable(view.trainable_segments.ids, {"trainable": view.trainable_segments.count()})
-    if view.num_invalid_logprobs:
+    trainable = SequenceTable(active.trainable_segments.ids, {"trainable": active.trainable_segments.count()})
+    if active.num_invalid_logprobs:
         return SequenceTable.merge([trainable, table])
     return SequenceTable(table.ids, table.columns | trainable.columns)
 
 
-def _count_kept(totals: StepTotals, views: Sequence[ActiveTokens], gather: Gather) -> None:
-    """After the gates: survivors that divide, and the ratios of sequence-level policy terms."""
+def _count_kept(totals: StepTotals, batches: Sequence[ActiveTokens], gather: Gather) -> None:
+    """Count the kept tokens for the denominator, and sum the kept log-ratios for sequence-level policy terms."""
     composition = totals.composition
     by_sequence = composition.policy.level == "sequence" or composition.reduction.over != "tokens"
     if composition.reduction.denominator != "kept" and composition.policy.level != "sequence":
         return
     tables, kept = [], 0
-    for view in views:
-        advantage = totals.advantage(view)
-        decision = totals.apply_gates(view, advantage)
-        view.cached_decision = (advantage, decision)
-        kept += len(view) - decision.num_dropped
+    for active in batches:
+        advantage = totals.advantage(active)
+        decision = totals.apply_gates(active, advantage)
+        active.cached_decision = (advantage, decision)
+        kept += len(active) - decision.num_dropped
         if by_sequence:
-            tables.append(_kept_sequence_sums(totals, view, advantage, decision))
+            tables.append(_kept_sequence_sums(totals, active, advantage, decision))
     if composition.reduction.denominator == "kept":
         totals.num_kept = sum(gather(kept))
     if by_sequence:
-        survivors = SequenceTable.merge(gather(SequenceTable.merge(tables)))
+        kept_table = SequenceTable.merge(gather(SequenceTable.merge(tables)))
         totals.sequence_table = (
-            survivors if totals.sequence_table is None else _join_columns(totals.sequence_table, survivors)
+            kept_table if totals.sequence_table is None else _join_columns(totals.sequence_table, kept_table)
         )
 
 
 def _kept_sequence_sums(
-    totals: StepTotals, view: ActiveTokens, advantage: Tensor, decision: GateResult
+    totals: StepTotals, active: ActiveTokens, advantage: Tensor, decision: GateResult
 ) -> SequenceTable:
-    segments, policy = view.segments, totals.composition.policy
-    columns = {"kept": kept_tokens_by_sequence(view, decision)}
+    segments, policy = active.segments, totals.composition.policy
+    columns = {"kept": kept_tokens_by_sequence(active, decision)}
     if policy.level == "sequence":
-        log_ratio = view.log_ratio(f"policy/{policy.anchor}")
+        log_ratio = active.log_ratio(f"policy/{policy.anchor}")
         if policy.token_clip is not None:
             log_ratio = clip_log_ratios(log_ratio, advantage, policy.token_clip)
         if decision.counts:
@@ -216,16 +222,15 @@ def _kept_sequence_sums(
     return SequenceTable(segments.ids, columns)
 
 
-def kept_tokens_by_sequence(view: ActiveTokens, decision: GateResult) -> Int[Tensor, "rows"]:
-    """How many tokens of each of the view's sequences survived the gates."""
+def kept_tokens_by_sequence(active: ActiveTokens, decision: GateResult) -> Int[Tensor, "rows"]:
+    """Return the number of kept tokens in each sequence of the active tokens."""
     dropped = decision.dropped
-    return view.segments.count() if dropped is None else view.segments.sum(~dropped).long()
+    return active.segments.count() if dropped is None else active.segments.sum(~dropped).long()
 
 
 def clip_log_ratios(log_ratio: Tensor, advantage: Tensor, bound: float) -> Tensor:
-    """Token log-ratios, clipped on the side that the advantage pushes to."""
-    up = advantage > 0
-    return torch.where(up, log_ratio.clamp(max=bound), log_ratio.clamp(min=-bound))
+    """Clip token log-ratios in the direction in which the advantage pushes them."""
+    return torch.where(advantage > 0, log_ratio.clamp(max=bound), log_ratio.clamp(min=-bound))
 
 
 def _join_columns(first: SequenceTable, second: SequenceTable) -> SequenceTable:

@@ -1,7 +1,8 @@
-"""One step's tokens, or a part of them: flat, ragged and packed.
+"""The tokens of a step, or of one micro-batch of it, as flat packed tensors.
 
-One tensor per field, all of the same length. Ids are step-wide: the same `sequence` number in two micro-batches is the
-same sequence. A batch is checked when it is made; what lies in its untrainable slots is never read.
+There is one tensor per field, all of the same length. Ids are valid for the whole step: the same `sequence` id in two
+micro-batches is the same sequence. A batch is validated when it is created; values at untrainable tokens are never
+read.
 """
 
 from collections.abc import Sequence
@@ -31,33 +32,33 @@ class TokenBatch:
     """The tokens of a step with their log-probs, advantages and ids."""
 
     logprobs: Float[Tensor, "T"]
-    """l: under the policy being trained; carries the gradient."""
+    """l: log-probs under the policy being trained; carry the gradient."""
     sampler_logprobs: Float[Tensor, "T"] | None
-    """b: as recorded by the sampler; None only for objectives that do not read it (cross_entropy)."""
+    """b: log-probs recorded by the sampler; None only for objectives that do not read them (cross_entropy)."""
     advantages: Float[Tensor, "T"]
     """A: never carries a gradient."""
     trainable: Bool[Tensor, "T"]
-    """The policy sampled the token and it may train."""
+    """Whether the policy sampled the token and it is trained."""
     sequence: Int[Tensor, "T"]
-    """Which sequence the token belongs to."""
+    """Id of the sequence that the token belongs to."""
     group: Int[Tensor, "T"] | None = None
-    """Which group of rollouts of the same task."""
+    """Id of the group, that is, the rollouts of the same task."""
     version: Int[Tensor, "T"] | None = None
     """The policy version that sampled the token."""
     proximal_logprobs: Float[Tensor, "T"] | None = None
-    """o: under the policy at the start of the step."""
+    """o: log-probs under the policy at the start of the step."""
     reference_logprobs: Float[Tensor, "T"] | None = None
-    """f: under a frozen reference."""
+    """f: log-probs under a frozen reference."""
     teacher_logprobs: Float[Tensor, "T"] | None = None
-    """h: under a teacher."""
+    """h: log-probs under a teacher."""
     token_ids: Int[Tensor, "T"] | None = None
-    """The tokens, for the list of the most dropped ones."""
+    """Token ids, for the list of the most dropped tokens."""
     role: Int[Tensor, "T"] | None = None
-    """Who wrote the token, for objectives that choose by role."""
+    """Role id of the token's author, for objectives that select tokens by role."""
     entropy: Float[Tensor, "T"] | None = None
-    """Entropy of the policy's distribution at the token, when known; only reported."""
+    """Entropy of the policy's distribution at the token. Used only for metrics."""
     trainer_version: int | None = None
-    """The version being trained, from which staleness counts; not given: the newest version in the step."""
+    """The version being trained, from which staleness is measured. Defaults to the newest version in the step."""
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "advantages", "trainable", "sequence"):
@@ -89,36 +90,36 @@ class TokenBatch:
         return len(self.logprobs)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are there, by name."""
+        """Return the tensors that are not None, by field name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None and name != "trainer_version"}
 
     def replace(self, **changes: Any) -> "TokenBatch":
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return TokenBatch(
             **({"sampler_logprobs": None, "trainer_version": self.trainer_version} | self.tensors() | changes)
         )
 
     def take(self, index: Tensor) -> "TokenBatch":
-        """The tokens at these positions, in this order; gradients flow through."""
+        """Return the tokens at these positions, in this order. Gradients flow through."""
         return self.replace(**{name: value[index] for name, value in self.tensors().items()})
 
     @staticmethod
     def cat(batches: Sequence["TokenBatch"]) -> "TokenBatch":
-        """Batches one after another. They must have the same fields."""
+        """Concatenate batches. They must have the same fields."""
         first = batches[0]
         for batch in batches:
             if batch.tensors().keys() != first.tensors().keys():
                 different = sorted(batch.tensors().keys() ^ first.tensors().keys())
-                raise BatchError(f"batches to join must have the same fields; only some have {', '.join(different)}")
-        joined = {name: torch.cat([batch.tensors()[name] for batch in batches]) for name in first.tensors()}
-        return first.replace(**joined)
+                raise BatchError(f"batches must have the same fields; only some have {', '.join(different)}")
+        concatenated = {name: torch.cat([batch.tensors()[name] for batch in batches]) for name in first.tensors()}
+        return first.replace(**concatenated)
 
 
 def _as_mask(value: Tensor) -> Bool[Tensor, "T"]:
     if value.is_floating_point() or value.is_complex():
         raise BatchError(f"batch.trainable has dtype {value.dtype}; it must be bool")
-    wrong = value[(value != 0) & (value != 1)]
-    if len(wrong):
-        raise BatchError(f"batch.trainable holds {wrong[0].item()}; it must be bool, or 0 and 1")
+    invalid = value[(value != 0) & (value != 1)]
+    if len(invalid):
+        raise BatchError(f"batch.trainable contains {invalid[0].item()}; it must be bool, or 0 and 1")
     return value.bool()

@@ -85,7 +85,7 @@ def test_a_choice_without_what_was_sampled_is_refused_by_name_and_by_what_it_lac
         ({"token_ids": [], "versions": [], "logprobs": {"content": []}}, "neither may be empty"),
         ({"logprobs": {"content": None}}, "lacks logprobs.content"),
         ({"logprobs": {"content": [{"logprob": float("nan")}] * 3}}, "not finite"),
-        ({"sampling": {"temperature": 1.0, "top_p": 0.9}}, "sampling.top_p = 0.9 cuts the distribution off"),
+        ({"sampling": {"temperature": 1.0, "top_p": 0.9}}, "sampling.top_p = 0.9 truncates the distribution"),
         ({"sampling": {"temperature": 0.0}}, "sampling.temperature = 0"),
     ],
 )

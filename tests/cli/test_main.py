@@ -80,7 +80,7 @@ def test_an_unknown_command_exits_with_2_and_the_usage(run: Any, words: list[str
             "keel: objective.ratio_low = 9.0 must be below objective.ratio_high = 5.0\n",
         ),
         (["objectives", "icepop", "--eps", "1"], None),
-        (["objectives", "--eps", "1"], "keel: --eps is a parameter of an objective: give its name too\n"),
+        (["objectives", "--eps", "1"], "keel: --eps is a parameter of an objective; write keel objectives NAME --eps VALUE\n"),
         (["objectives", "icepop", "--markdown"], None),
         (["config", "no-such-file.toml"], "keel: no-such-file.toml does not exist\n"),
         (["config", "--objectiv.name", "opsm"], "keel: objectiv is not a setting; did you mean objective?\n"),
@@ -160,7 +160,7 @@ def test_json_lists_every_recipe_with_its_declarations(run: Any) -> None:
     dppo = next(entry for entry in listed if entry["name"] == "dppo_kl")
     assert dppo["anchor"] == "sampler"
     assert dppo["dropped"] == ["token, when A > 0 and p - q > mask_high", "token, when A < 0 and p - q < -mask_low"]
-    assert dppo["leaves"] == "the policy term, it still pays kl_tau * d^2"
+    assert dppo["dropped_from"] == "the policy term, but not from kl_tau * d^2"
     assert dppo["parameters"]["kl_tau"] == {
         "value": 1e-3,
         "default": 1e-3,
@@ -181,7 +181,7 @@ def test_one_recipe_is_explained_in_full(run: Any, name: str) -> None:
     out = run("objectives", name).out
     recipe, words = PRESETS[name], describe_preset(PRESETS[name])
     joined = cells(out)
-    assert cells(f"{name}: {recipe.title} from {recipe.source}") in joined
+    assert cells(f"{name}: {recipe.title} source: {recipe.source}") in joined
     for text in (words.formula, *words.dropped, *words.optional, words.divisor, recipe.note):
         assert cells(text) in joined
     for parameter in (*recipe.own_parameters, "adv_tau", "reference_kl_coef"):
@@ -376,7 +376,7 @@ def test_the_python_example_of_the_page_does_what_it_says() -> None:
     names: dict[str, Any] = {}
     exec(text, names)
     assert names["kept"] == [True, True, False, False]
-    assert names["why"][2:] == ["gate 1 (sequence_kl, sequence) low", "gate 0 (ratio) low"]
+    assert names["drop_reasons"][2:] == ["gate 1 (sequence_kl, sequence) low", "gate 0 (ratio) low"]
     assert names["batch"].logprobs.grad[2:].tolist() == [0.0, 0.0]
 
 
@@ -408,13 +408,13 @@ def test_every_row_of_a_table_on_the_page_has_the_cells_of_its_head() -> None:
         cells_here = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("| ") else 0
         assert not (width and cells_here) or cells_here == width, line
         width = cells_here
-    assert "| symbol | is | meaning |" in render_markdown()
+    assert "| symbol | definition | meaning |" in render_markdown()
 
 
 def test_the_page_is_the_same_every_time() -> None:
     outputs = set()
     for seed in ("1", "2"):
-        code = "from keel.cli.display.objectives_markdown import page; import sys; sys.stdout.write(page())"
+        code = "from keel.cli.display.objectives_markdown import render_markdown as page; import sys; print(page())"
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
         )

@@ -91,7 +91,7 @@ def test_a_run_that_was_stopped_goes_on_by_the_command(tmp_path: Path, capsys: p
         (["train", "recipe.toml", "--allow-changes"], "--allow-changes cannot act without --resume"),
         (["train", "--resume", "nothing"], "nothing holds no run"),
         (["train", "recipe.toml", "--scheduler.gruops", "3"], "scheduler.gruops is not a setting; did you mean groups"),
-        (["train", "recipe.toml", "--sampling.top_p", "0.5"], "sampling.top_p = 0.5 cuts the distribution off"),
+        (["train", "recipe.toml", "--sampling.top_p", "0.5"], "sampling.top_p = 0.5 truncates the distribution"),
         (["train", "recipe.toml", "--environments.larger_number.options.shots", "99"], "shots = 99"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Helper threads are given back by whoever waits, and cores are dealt between trainer and engine."""
+"""OpenMP worker threads are released after work, and cores are shared between trainer and engine."""
 
 import os
 import threading
@@ -13,17 +13,17 @@ from keel.common.openmp import OpenMPReleasingExecutor, release_openmp_threads
 from keel.training.step.core_sharing import share_cores
 
 
-def count() -> int:
-    """Threads of this process, as the system sees them."""
+def thread_count() -> int:
+    """Return the number of threads of this process, as the kernel sees them."""
     return len(os.listdir("/proc/self/task"))
 
 
-def comes_down_to(wanted: int) -> bool:
-    """Whether so few are left before long: a thread that has ended is gone a moment later."""
-    until = time.monotonic() + 10
-    while count() > wanted and time.monotonic() < until:
+def falls_to(limit: int) -> bool:
+    """Return whether the thread count falls to `limit` within 10 s: ended threads disappear with a delay."""
+    deadline = time.monotonic() + 10
+    while thread_count() > limit and time.monotonic() < deadline:
         time.sleep(0.01)
-    return count() <= wanted
+    return thread_count() <= limit
 
 
 def multiply() -> None:
@@ -32,45 +32,46 @@ def multiply() -> None:
     torch.ones(1 << 20).mul_(2.0)
 
 
-def in_a_thread(work: Callable[[], None]) -> None:
+def run_in_thread(work: Callable[[], None]) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads where Linux lists them")
-def test_helpers_are_there_after_a_product_and_gone_after_release() -> None:
-    found = []
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs /proc/self/task")
+def test_worker_threads_exist_after_a_product_and_not_after_release() -> None:
+    results = []
 
     def work() -> None:
-        before = count()
+        before = thread_count()
         multiply()
-        found.append(count() - before)
+        results.append(thread_count() - before)
         release_openmp_threads()
-        found.append(comes_down_to(before))
+        results.append(falls_to(before))
 
-    in_a_thread(work)
-    assert found[0] >= 1
-    assert found[1]
+    run_in_thread(work)
+    started, released = results
+    assert started >= 1
+    assert released
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads where Linux lists them")
-def test_workers_keep_no_helpers_between_two_pieces_of_work() -> None:
-    before = count()
-    with OpenMPReleasingExecutor(1) as workers:
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs /proc/self/task")
+def test_the_executor_keeps_no_worker_threads_between_calls() -> None:
+    before = thread_count()
+    with OpenMPReleasingExecutor(1) as executor:
         for _ in range(3):
-            workers.submit(multiply).result()
-        assert comes_down_to(before + 1)
+            executor.submit(multiply).result()
+        assert falls_to(before + 1)
 
 
-def test_workers_hand_on_answers_and_errors() -> None:
-    with OpenMPReleasingExecutor(1) as workers:
-        assert workers.submit(divmod, 7, 2).result() == (3, 1)
+def test_the_executor_returns_results_and_raises_errors() -> None:
+    with OpenMPReleasingExecutor(1) as executor:
+        assert executor.submit(divmod, 7, 2).result() == (3, 1)
         with pytest.raises(ZeroDivisionError):
-            workers.submit(divmod, 7, 0).result()
+            executor.submit(divmod, 7, 0).result()
 
 
-def test_cores_are_asked_for_before_each_layer_forward_and_backward_and_change_nothing() -> None:
+def test_the_thread_count_is_set_before_each_layer_and_changes_no_gradient() -> None:
     model = load_model(ModelSettings(name="tiny"))
     ids = torch.arange(12)[None]
 
@@ -79,21 +80,21 @@ def test_cores_are_asked_for_before_each_layer_forward_and_backward_and_change_n
         model.network(input_ids=ids, use_cache=False).logits.square().sum().backward()
         return [weight.grad.clone() for weight in model.network.parameters() if weight.grad is not None]
 
-    threads, plain, asked = torch.get_num_threads(), gradients(), []
+    threads, plain, calls = torch.get_num_threads(), gradients(), []
 
-    def some() -> int:
-        asked.append(torch.get_num_threads())
-        return 1 + len(asked) % 2
+    def next_thread_count() -> int:
+        calls.append(torch.get_num_threads())
+        return 1 + len(calls) % 2
 
     try:
-        with share_cores(model.network, some):
+        with share_cores(model.network, next_thread_count):
             shared = gradients()
     finally:
         torch.set_num_threads(threads)
     layers = model.network.config.num_hidden_layers
-    assert len(asked) == 2 * layers
-    assert set(asked[1:]) == {1, 2}
-    for one, other in zip(plain, shared, strict=True):
-        torch.testing.assert_close(one, other)
+    assert len(calls) == 2 * layers
+    assert set(calls[1:]) == {1, 2}
+    for gradient, expected in zip(shared, plain, strict=True):
+        torch.testing.assert_close(gradient, expected)
     gradients()
-    assert len(asked) == 2 * layers
+    assert len(calls) == 2 * layers

@@ -1,4 +1,4 @@
-"""Every recipe is valid, has tasks to train and to evaluate on, and does what its first line says it shows."""
+"""Every recipe is valid, has tasks for training and evaluation, and does what its first comment says."""
 
 import itertools
 import re
@@ -18,31 +18,31 @@ from tests.support.paths import ROOT
 FILES = sorted(RECIPES_FOLDER.glob("*.toml"))
 ON_GPU = [file for file in FILES if file.stem.startswith("gpu_")]
 ON_CPU = [file for file in FILES if file not in ON_GPU]
-NAMED = ("icepop", "ipo_kl", "dppo_tv", "dppo_kl", "opsm")
-"""The objectives that the project exists for."""
+MAIN_OBJECTIVES = ("icepop", "ipo_kl", "dppo_tv", "dppo_kl", "opsm")
+"""The objectives that have a recipe each."""
 
 
 def settings(name: str) -> RunSettings:
     return load_settings(RECIPES_FOLDER / f"{name}.toml").settings
 
 
-def named(files: list[Path]) -> list[str]:
+def stems(files: list[Path]) -> list[str]:
     return [file.stem for file in files]
 
 
-@pytest.mark.parametrize("name", named(FILES))
-def test_a_recipe_is_valid_and_survives_being_written_down(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", stems(FILES))
+def test_a_recipe_is_valid_and_equal_after_it_is_written_and_loaded(name: str, tmp_path: Path) -> None:
     loaded = load_settings(RECIPES_FOLDER / f"{name}.toml")
     assert loaded.settings.environments
     written = tmp_path / "config.toml"
     written.write_text("\n".join(line + comment for line, comment in toml_lines(loaded)) + "\n")
-    again = load_settings(written).settings
-    assert again.model_copy(update={"objective": None}) == loaded.settings.model_copy(update={"objective": None})
-    assert again.objective.composition == loaded.settings.objective.composition
+    reloaded = load_settings(written).settings
+    assert reloaded.model_copy(update={"objective": None}) == loaded.settings.model_copy(update={"objective": None})
+    assert reloaded.objective.composition == loaded.settings.objective.composition
 
 
-@pytest.mark.parametrize("name", named(FILES))
-def test_every_environment_of_a_recipe_loads_and_has_tasks_of_both_splits(name: str) -> None:
+@pytest.mark.parametrize("name", stems(FILES))
+def test_every_environment_of_a_recipe_has_disjoint_train_and_eval_tasks(name: str) -> None:
     run = settings(name)
     for table in run.environments.values():
         environment = load_environment(table)
@@ -53,51 +53,53 @@ def test_every_environment_of_a_recipe_loads_and_has_tasks_of_both_splits(name: 
         assert not trained & evaluated
 
 
-@pytest.mark.parametrize("name", named(FILES))
+@pytest.mark.parametrize("name", stems(FILES))
 def test_the_objective_of_a_recipe_resolves(name: str) -> None:
     table = settings(name).objective.table
     assert keel.objective(table).composition == settings(name).objective.composition
 
 
-@pytest.mark.parametrize("name", named(FILES))
-def test_what_a_recipe_samples_can_be_trained_on_and_evaluated(name: str) -> None:
+@pytest.mark.parametrize("name", stems(FILES))
+def test_the_sampling_of_a_recipe_is_valid_for_training_and_evaluation(name: str) -> None:
     run = settings(name)
     for table in run.environments.values():
         (table.sampling or run.sampling).check_trainable()
-    drawn = run.evaluation.sampling or run.sampling
-    assert drawn.temperature > 0 or run.evaluation.samples_per_task == 1
+    sampling = run.evaluation.sampling or run.sampling
+    assert sampling.temperature > 0 or run.evaluation.samples_per_task == 1
 
 
-@pytest.mark.parametrize("name", named(FILES))
-def test_a_recipe_can_ever_have_fresh_samples(name: str) -> None:
-    """Weights that are published every n steps are up to n - 1 versions behind: a lower bound would refuse all."""
+@pytest.mark.parametrize("name", stems(FILES))
+def test_a_recipe_publishes_often_enough_for_its_staleness_limit(name: str) -> None:
+    """Weights published every n steps are up to n - 1 versions behind: a lower limit would drop every sample."""
     run = settings(name)
     assert run.publish.every - 1 <= run.scheduler.max_off_policy_steps
 
 
-@pytest.mark.parametrize("name", named(ON_CPU))
-def test_recipes_for_a_cpu_need_no_hub_and_no_gpu(name: str) -> None:
+@pytest.mark.parametrize("name", stems(ON_CPU))
+def test_cpu_recipes_need_neither_the_hub_nor_a_gpu(name: str) -> None:
     run = settings(name)
     assert {model.name for model in (run.model, run.teacher) if model is not None} <= {"smollm2-135m", "tiny"}
     assert run.engine.kind in ("local", "process")
     assert run.model.device in ("auto", "cpu")
 
 
-@pytest.mark.parametrize("name", named(FILES))
-def test_a_recipe_opens_with_what_it_is_for_and_how_to_run_it(name: str) -> None:
+@pytest.mark.parametrize("name", stems(FILES))
+def test_a_recipe_starts_with_its_purpose_and_its_command(name: str) -> None:
     text = (RECIPES_FOLDER / f"{name}.toml").read_text()
     opening = list(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()))
     assert f"# keel train {name}" in opening
     assert len(opening) > 1
 
 
-def test_every_named_objective_has_a_recipe_of_its_own_that_differs_in_nothing_else() -> None:
-    assert {file.stem for file in FILES if file.stem.startswith("objective_")} == {f"objective_{one}" for one in NAMED}
-    first = settings(f"objective_{NAMED[0]}")
-    for name in NAMED:
+def test_the_objective_recipes_differ_only_in_their_objective() -> None:
+    assert {file.stem for file in FILES if file.stem.startswith("objective_")} == {
+        f"objective_{name}" for name in MAIN_OBJECTIVES
+    }
+    first = settings(f"objective_{MAIN_OBJECTIVES[0]}")
+    for name in MAIN_OBJECTIVES:
         run = settings(f"objective_{name}")
         assert run.objective.name == name
-        # what is spelled out is the default: a reader sees the rule, a change of it is seen here
+        # the recipe spells out the defaults, and this fails when a default changes
         assert run.objective.composition == PRESETS[name].resolve({})[1]
         for table in set(RunSettings.model_fields) - {"objective"}:
             assert getattr(run, table) == getattr(first, table), f"{name} differs in {table}"
@@ -105,14 +107,14 @@ def test_every_named_objective_has_a_recipe_of_its_own_that_differs_in_nothing_e
     assert (first.model, first.environments) == (main.model, main.environments)
 
 
-def test_the_lora_recipe_compares_with_a_step_of_its_own() -> None:
+def test_the_lora_recipe_uses_its_first_checkpoint_as_reference() -> None:
     run = settings("lora_kl")
     assert run.model.lora is not None
     assert run.objective.composition.kl_penalty_coef > 0
-    assert [one.source for one in run.references.values()] == ["step:0"]
+    assert [reference.source for reference in run.references.values()] == ["step:0"]
 
 
-def test_distillation_trains_by_its_teacher_also_where_rewards_say_nothing() -> None:
+def test_distillation_trains_zero_variance_groups_with_the_teacher() -> None:
     run = settings("distillation")
     composition = run.objective.composition
     assert (composition.adv_tau, composition.teacher_tau) == (0.0, 1.0)
@@ -121,7 +123,7 @@ def test_distillation_trains_by_its_teacher_also_where_rewards_say_nothing() -> 
     assert run.advantages.zero_variance_groups == "train"
 
 
-def test_the_tool_recipe_keeps_its_thinking_and_has_room_for_its_turns() -> None:
+def test_the_tool_recipe_keeps_thinking_and_fits_its_turns_into_a_sequence() -> None:
     run = settings("calculator")
     table = run.environments["calculator"]
     assert run.renderer.preserve_all_thinking
@@ -129,7 +131,7 @@ def test_the_tool_recipe_keeps_its_thinking_and_has_room_for_its_turns() -> None
     assert table.limits.max_turns * run.sampling.max_tokens < table.limits.max_sequence_tokens
 
 
-def test_the_mismatched_recipes_are_mismatched_in_one_way_each() -> None:
+def test_each_mismatch_recipe_has_exactly_one_mismatch() -> None:
     stale, rounded = settings("stale"), settings("bf16_mismatch")
     assert stale.publish.every > 1
     assert stale.engine.dtype == "auto"
@@ -140,17 +142,17 @@ def test_the_mismatched_recipes_are_mismatched_in_one_way_each() -> None:
         assert [gate.statistic for gate in run.objective.composition.gates] == ["ratio"]
 
 
-def test_the_gpu_recipes_sample_elsewhere() -> None:
+def test_the_gpu_recipes_sample_with_vllm_or_a_pool() -> None:
     assert {settings(file.stem).engine.kind for file in ON_GPU} == {"vllm", "pool"}
 
 
-def test_the_page_of_recipes_names_each_of_them_and_no_other() -> None:
+def test_the_recipes_page_lists_exactly_the_recipes() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text()
     listed = re.findall(r"^\| `(\w+)\.toml` \|", page, re.MULTILINE)
-    assert sorted(listed) == named(FILES)
+    assert sorted(listed) == stems(FILES)
 
 
-def test_the_example_of_the_page_is_a_recipe() -> None:
+def test_the_example_on_the_recipes_page_is_valid() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text()
     (example,) = re.findall(r"^```toml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     RunSettings.model_validate(tomllib.loads(example))

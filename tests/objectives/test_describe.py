@@ -1,4 +1,4 @@
-"""What is printed about a rule is true: formulas and sentences are evaluated and held against the objective."""
+"""Descriptions are correct: printed formulas and sentences are evaluated and compared with the objective."""
 
 import math
 import re
@@ -63,31 +63,31 @@ COMPOSITIONS: list[dict[str, Any]] = [
 ]
 
 
-def a_step(seed: int = 0) -> keel.TokenBatch:
-    """Six sequences of 1 to 6 tokens in mixed order, a few tokens untrainable, log-ratios around 0.5."""
-    random = torch.Generator().manual_seed(seed)
+def random_step(seed: int = 0) -> keel.TokenBatch:
+    """Return six interleaved sequences of 1 to 6 tokens, some untrainable, with log-ratios of up to about 0.5."""
+    generator = torch.Generator().manual_seed(seed)
     sequence = torch.tensor([s for s in range(6) for _ in range(s + 1)])
-    sequence = sequence[torch.randperm(len(sequence), generator=random)]
+    sequence = sequence[torch.randperm(len(sequence), generator=generator)]
 
     def noise(scale: float) -> Tensor:
-        return scale * torch.randn(len(sequence), generator=random, dtype=torch.float64)
+        return scale * torch.randn(len(sequence), generator=generator, dtype=torch.float64)
 
     sampler = -0.2 - noise(1.0).abs()
     return keel.TokenBatch(
         logprobs=(sampler + noise(0.4)).clamp(max=-0.01).requires_grad_(),
         sampler_logprobs=sampler,
         advantages=noise(1.0),
-        trainable=torch.rand(len(sequence), generator=random) < 0.9,
+        trainable=torch.rand(len(sequence), generator=generator) < 0.9,
         sequence=sequence,
-        version=torch.randint(0, 4, (len(sequence),), generator=random),
+        version=torch.randint(0, 4, (len(sequence),), generator=generator),
         proximal_logprobs=(sampler + noise(0.3)).clamp(max=-0.01),
         reference_logprobs=sampler + noise(0.3),
         teacher_logprobs=sampler + noise(0.3),
     )
 
 
-def python(text: str) -> str:
-    """A printed expression as Python."""
+def to_python(text: str) -> str:
+    """Convert a printed expression to Python."""
     choice = re.fullmatch(r"(.+) where (.+), else (.+)", text)
     if choice:
         text = f"where({choice[2]}, {choice[1]}, {choice[3]})"
@@ -95,12 +95,14 @@ def python(text: str) -> str:
 
 
 class Evaluation:
-    """Reads a formula as it is printed, with only the meanings of the legend."""
+    """Evaluates a printed formula, using only the definitions of its legend."""
 
-    def __init__(self, batch: keel.TokenBatch, words: Description, parameters: dict[str, Any], keep: Tensor) -> None:
-        at = batch.trainable
-        self.sequence, self.kept = batch.sequence[at], keep[at]
-        self.l = batch.logprobs.detach()[at].requires_grad_()
+    def __init__(
+        self, batch: keel.TokenBatch, description: Description, parameters: dict[str, Any], keep: Tensor
+    ) -> None:
+        mask = batch.trainable
+        self.sequence, self.kept = batch.sequence[mask], keep[mask]
+        self.l = batch.logprobs.detach()[mask].requires_grad_()
         ones = torch.ones_like(self.l)
         version = batch.version
         assert version is not None
@@ -109,12 +111,12 @@ class Evaluation:
             known = {"eps_high": known["eps"]} | known
         self.known: dict[str, Any] = known | {
             "l": self.l,
-            "b": _given(batch.sampler_logprobs)[at],
-            "o": _given(batch.proximal_logprobs)[at],
-            "f": _given(batch.reference_logprobs)[at],
-            "h": _given(batch.teacher_logprobs)[at],
-            "A": batch.advantages[at],
-            "staleness": (version.max() - version)[at].clamp(min=1),
+            "b": _not_none(batch.sampler_logprobs)[mask],
+            "o": _not_none(batch.proximal_logprobs)[mask],
+            "f": _not_none(batch.reference_logprobs)[mask],
+            "h": _not_none(batch.teacher_logprobs)[mask],
+            "A": batch.advantages[mask],
+            "staleness": (version.max() - version)[mask].clamp(min=1),
             "keep": self.kept.double(),
             "N": len(self.l),
             "N_k": int(self.kept.sum()),
@@ -136,37 +138,37 @@ class Evaluation:
             "prod": lambda x: self.total(x.log()).exp(),
             "gmean": lambda x: (self.total(x.log()) / self.total(ones)).exp(),
         }
-        waiting = {symbol.name: symbol.definition for symbol in words.legend if symbol.definition}
-        while waiting:
-            name = next(name for name, text in waiting.items() if not _words_in(text) & (waiting.keys() - {name}))
-            self.known[python(name)] = eval(python(waiting.pop(name)), {}, self.known)
+        undefined = {symbol.name: symbol.definition for symbol in description.legend if symbol.definition}
+        while undefined:
+            name = next(name for name, text in undefined.items() if not _symbols(text) & (undefined.keys() - {name}))
+            self.known[to_python(name)] = eval(to_python(undefined.pop(name)), {}, self.known)
 
     def total(self, values: Tensor) -> Tensor:
-        same = (self.sequence[:, None] == self.sequence[None, :]).to(values.dtype)
-        return same @ values
+        same_sequence = (self.sequence[:, None] == self.sequence[None, :]).to(values.dtype)
+        return same_sequence @ values
 
     def loss(self, formula: str) -> Tensor:
         match = re.fullmatch(r"(-?)sum (.+) / (N|N_k|\(S(?:_k)? \* [\w.]+\))", formula)
         assert match is not None, formula
-        value = eval(f"({python(match[2])}) / {python(match[3])}", {}, self.known)
+        value = eval(f"({to_python(match[2])}) / {to_python(match[3])}", {}, self.known)
         assert isinstance(value, Tensor)
         return -value.sum() if match[1] else value.sum()
 
 
-def _given(field: Tensor | None) -> Tensor:
+def _not_none(field: Tensor | None) -> Tensor:
     assert field is not None
     return field
 
 
-def _words_in(text: str) -> set[str]:
+def _symbols(text: str) -> set[str]:
     return set(re.findall(r"[A-Za-z]\w*'?", text))
 
 
-def assert_formula_is_the_loss(words: Description, objective: keel.Objective) -> None:
-    batch = a_step()
+def assert_formula_equals_loss(description: Description, objective: keel.Objective) -> None:
+    batch = random_step()
     result = objective(batch)
-    evaluation = Evaluation(batch, words, objective.parameters, result.keep)
-    loss = evaluation.loss(words.formula)
+    evaluation = Evaluation(batch, description, objective.parameters, result.keep)
+    loss = evaluation.loss(description.formula)
     torch.testing.assert_close(loss.detach(), result.loss.detach())
     (gradient,) = torch.autograd.grad(loss, evaluation.l)
     torch.testing.assert_close(gradient, result.gradient[batch.trainable])
@@ -174,21 +176,21 @@ def assert_formula_is_the_loss(words: Description, objective: keel.Objective) ->
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: ",".join(variant) or "defaults")
-def test_printed_formula_evaluates_to_the_loss_and_its_gradient(name: str, variant: dict[str, Any]) -> None:
+def test_the_printed_formula_equals_the_loss_and_its_gradient(name: str, variant: dict[str, Any]) -> None:
     if name == "cross_entropy":
         variant = {key: value for key, value in variant.items() if key in ("reduction", "length")}
     variant = dict(variant)
-    assert_formula_is_the_loss(describe_preset(PRESETS[name], variant), keel.objective(name, **variant))
+    assert_formula_equals_loss(describe_preset(PRESETS[name], variant), keel.objective(name, **variant))
 
 
 @pytest.mark.parametrize("table", COMPOSITIONS)
-def test_printed_formula_of_a_composition_evaluates_to_its_loss(table: dict[str, Any]) -> None:
+def test_the_printed_formula_of_a_composition_equals_its_loss(table: dict[str, Any]) -> None:
     composition = Composition.model_validate(table)
-    assert_formula_is_the_loss(describe(composition), keel.objective(composition))
+    assert_formula_equals_loss(describe(composition), keel.objective(composition))
 
 
-def scalar(sentence: str) -> str:
-    """The condition in a sentence about the only token of a sequence, as Python."""
+def condition_of(sentence: str) -> str:
+    """Convert the condition in a sentence, for a sequence of one token, to Python."""
     condition = re.split(r"(?:token|whole sequence),? when ", sentence)[1].replace("any ", "")
     return re.sub(r"\|(.+?)\|", r"abs(\1)", condition).replace("^", "**")
 
@@ -199,9 +201,9 @@ def grid() -> list[tuple[float, float, float]]:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if PRESETS[name].parts.get("gates") and name != "m2po"])
-def test_sentences_the_scalar_rule_and_the_tensors_drop_the_same_tokens(name: str) -> None:
-    given = {"rollout_min_ratio": 0.3} if name == "icepop" else {}
-    objective, words = keel.objective(name, **given), describe_preset(PRESETS[name], given)
+def test_sentences_scalar_gates_and_tensor_gates_drop_the_same_tokens(name: str) -> None:
+    overrides = {"rollout_min_ratio": 0.3} if name == "icepop" else {}
+    objective, description = keel.objective(name, **overrides), describe_preset(PRESETS[name], overrides)
     points = grid()
     p, q, a = (torch.tensor(column, dtype=torch.float64) for column in zip(*points, strict=True))
     over_sampler = objective.composition.gates[0].between == "proximal/sampler"
@@ -220,9 +222,9 @@ def test_sentences_the_scalar_rule_and_the_tensors_drop_the_same_tokens(name: st
         known = objective.parameters | identity | {"p": p_, "q": q_, "u": p_, "A": a_, "r": p_ / q_, "w": p_ / q_}
         known |= {"l": math.log(p_), "b": math.log(q_), "d": math.log(p_ / q_), "KLb": bernoulli_kl, "max": max}
         known |= {"sign": lambda x: math.copysign(1, x), "abs": abs}
-        said = any(eval(scalar(sentence), {}, known) for sentence in words.dropped)
+        described = any(eval(condition_of(sentence), {}, known) for sentence in description.dropped)
         side = first_dropped_side(objective.composition.gates, p_, q_, a_)
-        assert (not keep) == said == (side is not None), (p_, q_, a_)
+        assert (not keep) == described == (side is not None), (p_, q_, a_)
         if not keep:
             assert objective.reasons[code].endswith(f" {side}")
         drops.append(not keep)
@@ -249,7 +251,7 @@ GOLDEN = {
     "dppo_kl": (
         "sum (-keep * A' * r + kl_tau * d^2) / N",
         ("token, when A > 0 and p - q > mask_high", "token, when A < 0 and p - q < -mask_low"),
-        "the policy term, it still pays kl_tau * d^2",
+        "the policy term, but not from kl_tau * d^2",
     ),
     "opsm": (
         "sum keep * max(-r * A', -clip(r, 1 - eps, 1 + eps_high) * A') / N",
@@ -260,21 +262,21 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_named_objectives_read_as_they_are_defined(name: str) -> None:
-    words = describe_preset(PRESETS[name])
-    assert (words.formula, words.dropped, words.dropped_from) == GOLDEN[name]
-    assert (words.anchor, words.divisor) == ("sampler", "N, the step's trainable tokens")
-    transformed = next(symbol for symbol in words.legend if symbol.name == "A'")
+def test_the_description_of_a_preset_is_its_definition(name: str) -> None:
+    description = describe_preset(PRESETS[name])
+    assert (description.formula, description.dropped, description.dropped_from) == GOLDEN[name]
+    assert (description.anchor, description.divisor) == ("sampler", "N, the step's trainable tokens")
+    transformed = next(symbol for symbol in description.legend if symbol.name == "A'")
     expected = "adv_tau * (A + kl_penalty_coef * (mean_step(k) - k)) + teacher_tau * sg(h - l)"
     assert transformed.definition == expected
 
 
-def test_icepop_names_its_sequence_rule_as_off_until_it_is_given() -> None:
+def test_the_sequence_gate_of_icepop_is_optional() -> None:
     sentence = "whole sequence when any r < rollout_min_ratio"
-    assert describe_preset(PRESETS["icepop"]).optional == (f"{sentence} (off until rollout_min_ratio is given)",)
-    given = describe_preset(PRESETS["icepop"], {"rollout_min_ratio": 1e-5})
-    assert given.optional == ()
-    assert sentence in given.dropped
+    assert describe_preset(PRESETS["icepop"]).optional == (f"{sentence} (off unless rollout_min_ratio is set)",)
+    enabled = describe_preset(PRESETS["icepop"], {"rollout_min_ratio": 1e-5})
+    assert enabled.optional == ()
+    assert sentence in enabled.dropped
 
 
 @pytest.mark.parametrize(
@@ -284,12 +286,12 @@ def test_icepop_names_its_sequence_rule_as_off_until_it_is_given() -> None:
         *(("tis", "proximal"), ("decoupled_ppo", "proximal"), ("grpo", "sampler")),
     ],
 )
-def test_anchor_is_that_of_the_ratio_or_else_of_the_weight(name: str, anchor: str) -> None:
+def test_the_anchor_is_that_of_the_ratio_or_of_the_weights(name: str, anchor: str) -> None:
     assert describe_preset(PRESETS[name]).anchor == anchor
 
 
 @pytest.mark.parametrize(
-    ("given", "divisor"),
+    ("overrides", "divisor"),
     [
         ({}, "N, the step's trainable tokens"),
         ({"denominator": "kept"}, "kept tokens"),
@@ -299,15 +301,15 @@ def test_anchor_is_that_of_the_ratio_or_else_of_the_weight(name: str, anchor: st
         ({"roles": [1, 2]}, "N, the step's trainable tokens of role 1 or 2"),
     ],
 )
-def test_divisor_follows_reduction_and_denominator(given: dict[str, Any], divisor: str) -> None:
-    assert describe_preset(PRESETS["icepop"], given).divisor == divisor
+def test_divisor_follows_reduction_and_denominator(overrides: dict[str, Any], divisor: str) -> None:
+    assert describe_preset(PRESETS["icepop"], overrides).divisor == divisor
 
 
-def test_parameters_show_as_names_and_plain_numbers_as_numbers() -> None:
-    words = describe_preset(
+def test_parameters_are_shown_by_name_and_other_values_as_numbers() -> None:
+    description = describe_preset(
         PRESETS["icepop"], {"gates": [{"statistic": "probability_difference", "low": -0.1, "high": 0.1}]}
     )
-    assert words.dropped == ("token when r < ratio_low or r > ratio_high", "token when |p - q| > 0.1")
+    assert description.dropped == ("token when r < ratio_low or r > ratio_high", "token when |p - q| > 0.1")
     _, _, composition = resolve_objective({"gates": [{"statistic": "ratio", "high": 5.0}]})
     plain = describe(composition)
     assert plain.dropped == ("token when r > 5",)
@@ -315,22 +317,22 @@ def test_parameters_show_as_names_and_plain_numbers_as_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_legend_explains_every_symbol_of_the_formula(name: str) -> None:
-    words = describe_preset(PRESETS[name])
+def test_the_legend_defines_every_symbol_of_the_formula(name: str) -> None:
+    description = describe_preset(PRESETS[name])
     _, parameters, _ = resolve_objective({"name": name})
-    plain = {"sum", "max", "min", "clip", "sigmoid", "exp"}
-    used = _words_in(words.formula)
-    assert used <= {symbol.name for symbol in words.legend} | parameters.keys() | plain
+    functions = {"sum", "max", "min", "clip", "sigmoid", "exp"}
+    used = _symbols(description.formula)
+    assert used <= {symbol.name for symbol in description.legend} | parameters.keys() | functions
 
 
-def test_nobody_is_dropped_without_gates() -> None:
-    assert describe(Composition()).dropped == ("nobody",)
+def test_no_token_is_dropped_without_gates() -> None:
+    assert describe(Composition()).dropped == ("none",)
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(1e-5, "1e-5"), (0.2, "0.2"), (5.0, "5"), (2.5e10, "2.5e10"), (-3e-7, "-3e-7")]
 )
-def test_numbers_are_short_and_exact(value: float, text: str) -> None:
+def test_a_formatted_number_is_short_and_exact(value: float, text: str) -> None:
     assert format_number(value) == text
     assert float(text) == value
 
@@ -349,7 +351,7 @@ QUARTER_TO_HALF = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
 
 
 @pytest.mark.parametrize(
-    ("rule", "p", "q", "advantage", "side"),
+    ("checked_gate", "p", "q", "advantage", "side"),
     [
         (BAND, 0.1, 0.5, 1, None),  # r = 0.2, on the bound
         (BAND, 0.09, 0.5, 1, "low"),
@@ -382,13 +384,13 @@ QUARTER_TO_HALF = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
         (gate(statistic="second_moment", high=0.0), 0.01, 0.9, 1, None),
     ],
 )
-def test_scalar_rule_at_points_known_in_closed_form(
-    rule: Gate, p: float, q: float, advantage: float, side: str | None
+def test_scalar_gates_at_points_known_in_closed_form(
+    checked_gate: Gate, p: float, q: float, advantage: float, side: str | None
 ) -> None:
-    assert dropped_side(rule, p, q, advantage) == side
+    assert dropped_side(checked_gate, p, q, advantage) == side
 
 
 @pytest.mark.parametrize(("p", "q"), [(0.0, 0.5), (0.5, 1.1), (math.nan, 0.5)])
-def test_scalar_rule_takes_probabilities_only(p: float, q: float) -> None:
+def test_scalar_gates_accept_only_probabilities(p: float, q: float) -> None:
     with pytest.raises(ValueError, match="is not a probability"):
         dropped_side(BAND, p, q, 1.0)

@@ -46,7 +46,7 @@ SCOPED = [(entry, scope) for entry in ENTRIES for scope in entry.scopes]
 
 probabilities = st.floats(1e-4, 1 - 1e-4)
 sequences = st.lists(st.tuples(probabilities, probabilities), min_size=1, max_size=6)
-"""For each token of a sequence its probability under the policy and under the sampler."""
+"""For each token of a sequence, its probabilities under policy and sampler."""
 
 
 def log_probs(points: list[tuple[float, float]]) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def log_probs(points: list[tuple[float, float]]) -> tuple[Tensor, Tensor]:
     return p, q
 
 
-def a_step(points: list[tuple[float, float]], sequence: list[int]) -> keel.TokenBatch:
+def batch_of(points: list[tuple[float, float]], sequence: list[int]) -> keel.TokenBatch:
     policy, sampler = log_probs(points)
     return keel.TokenBatch(
         logprobs=policy.requires_grad_(),
@@ -66,7 +66,7 @@ def a_step(points: list[tuple[float, float]], sequence: list[int]) -> keel.Token
 
 
 def value_by_tensor(statistic: GateStatistic, points: list[tuple[float, float]]) -> list[float]:
-    """The values of the tokens, or the one of their sequence."""
+    """Return the values of the tokens, or the value of their sequence."""
     policy, sampler = log_probs(points)
     values = statistic.tensor(policy - sampler, policy, sampler)
     if statistic.sequence is None:
@@ -93,11 +93,11 @@ def value_by_scalar(statistic: GateStatistic, points: list[tuple[float, float]])
 
 
 def near(values: list[float]) -> Any:
-    # 1 - exp(l) loses digits near 1, where the tensors use expm1 and the others cannot
+    # 1 - exp(l) loses precision near 1, which only the tensor form avoids with expm1
     return pytest.approx(values, rel=1e-9, abs=1e-11)
 
 
-# every entry
+# Every entry
 
 
 @ENTRY
@@ -134,8 +134,10 @@ def test_scalar_tensor_and_sql_agree_on_a_single_token(statistic: GateStatistic,
 
 @given(p=probabilities, q=probabilities, factor=st.floats(1.01, 1.5))
 @ENTRY
-def test_a_statistic_moves_in_its_stated_direction(statistic: GateStatistic, p: float, q: float, factor: float) -> None:
-    """Away from equality, more probability under the policy raises, lowers or enlarges the value."""
+def test_a_statistic_changes_in_its_stated_direction(
+    statistic: GateStatistic, p: float, q: float, factor: float
+) -> None:
+    """A higher probability under the policy raises a rising, lowers a falling and changes a distance accordingly."""
     higher = min(p * factor, 1 - 1e-5)
     change = statistic.scalar(higher, q) - statistic.scalar(p, q)
     if statistic.direction == "rising":
@@ -150,18 +152,18 @@ def test_a_statistic_moves_in_its_stated_direction(statistic: GateStatistic, p: 
 
 @given(points=st.lists(st.tuples(probabilities, probabilities), min_size=2, max_size=8), data=st.data())
 @pytest.mark.parametrize(("statistic", "scope"), SCOPED, ids=lambda part: getattr(part, "label", part))
-def test_gates_drop_what_the_scalar_function_puts_outside_the_bounds(
+def test_gates_drop_the_tokens_whose_scalar_value_is_outside_the_bounds(
     statistic: GateStatistic, scope: str, points: list[tuple[float, float]], data: st.DataObject
 ) -> None:
-    """Tokens in sequences of one, and bounds halfway between two of their values, so that rounding decides nothing."""
+    """Sequences have one token, and bounds lie halfway between two values, so that rounding does not matter."""
     values = sorted({round(statistic.scalar(p, q), 6) for p, q in points})
     between = [(a + b) / 2 for a, b in itertools.pairwise(values) if b - a > 1e-4]
     bounds = {"high": data.draw(st.sampled_from(between))} if between else {"high": values[-1] + 1}
     if between and statistic.direction != "distance" and data.draw(st.booleans()):
         bounds["low"] = data.draw(st.sampled_from([bound for bound in between if bound <= bounds["high"]]))
     gate = Gate.model_validate({"statistic": statistic.name, "level": statistic.level, "scope": scope, **bounds})
-    rule = keel.objective(Composition(gates=[gate]))
-    result = rule(a_step(points, list(range(len(points)))))
+    objective = keel.objective(Composition(gates=[gate]))
+    result = objective(batch_of(points, list(range(len(points)))))
     if scope == "step":
         kept = sorted(statistic.scalar(p, q) for (p, q), keep in zip(points, result.keep, strict=True) if keep)
         dropped = [statistic.scalar(p, q) for (p, q), keep in zip(points, result.keep, strict=True) if not keep]
@@ -170,17 +172,18 @@ def test_gates_drop_what_the_scalar_function_puts_outside_the_bounds(
         return
     for (p, q), code in zip(points, result.reasons.tolist(), strict=True):
         side = dropped_side(gate, p, q, 1.0)
-        assert rule.reasons[code] == "trained" if side is None else rule.reasons[code].endswith(f") {side}")
+        reason = objective.reasons[code]
+        assert reason == "trained" if side is None else reason.endswith(f") {side}")
 
 
-def test_second_argument_of_the_binary_kl_is_where_it_ends() -> None:
+def test_binary_kl_is_the_divergence_from_its_first_to_its_second_argument() -> None:
     start, end = torch.tensor([0.5, 1.0]).double().log(), torch.tensor([0.25, 0.5]).double().log()
     expected = [bernoulli_kl(0.5, 0.25), math.log(2)]
     assert binary_kl(start, end).tolist() == pytest.approx(expected)
     assert expected[0] == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75))
 
 
-# entries that contradict themselves, and names that are not in the table
+# Contradictory entries, and names that are not in the table
 
 
 RATIO = gate_statistic("ratio")
@@ -200,42 +203,42 @@ def test_a_contradictory_entry_cannot_be_created(entry: GateStatistic, changes: 
         dataclasses.replace(entry, **changes)
 
 
-def test_an_entry_without_one_of_its_forms_cannot_be_created() -> None:
+def test_an_incomplete_entry_cannot_be_created() -> None:
     fields = {field.name: getattr(RATIO, field.name) for field in dataclasses.fields(RATIO)}
     for name in ("scopes", "direction", "tensor", "scalar", "formula", "histogram"):
         with pytest.raises(TypeError, match=name):
             GateStatistic(**{key: value for key, value in fields.items() if key != name})
 
 
-def test_an_unknown_name_is_an_error_everywhere_and_never_another_gate() -> None:
+def test_an_unknown_statistic_is_an_error_everywhere() -> None:
     with pytest.raises(
         ConfigError, match='statistic = "ratios" at level = "token" is not a gate statistic; known: ratio, pro'
     ):
         gate_statistic("ratios")
     with pytest.raises(ConfigError, match=r'gates\.0\.statistic = "ratios": input should be'):
         resolve_objective({"gates": [{"statistic": "ratios", "high": 1.0}]})
-    unchecked = Gate.model_construct(statistic="ratios", high=1.0)
-    composition = Composition.model_construct(gates=[unchecked])
+    unvalidated = Gate.model_construct(statistic="ratios", high=1.0)
+    composition = Composition.model_construct(gates=[unvalidated])
     for use in (
-        lambda: dropped_side(unchecked, 0.5, 0.5, 1.0),
+        lambda: dropped_side(unvalidated, 0.5, 0.5, 1.0),
         lambda: describe(composition),
         lambda: statistics_of(composition),
-        lambda: keel.objective(composition)(a_step([(0.5, 0.5)], [0])),
+        lambda: keel.objective(composition)(batch_of([(0.5, 0.5)], [0])),
     ):
         with pytest.raises(ConfigError, match="is not a gate statistic"):
             use()
 
 
 @pytest.mark.parametrize("value", ["ratios", 3, None, ["ratio"], {"statistic": "ratio"}, True])
-def test_a_wrong_name_is_reported_as_a_literal_would(value: Any) -> None:
+def test_an_invalid_statistic_has_the_error_of_a_literal(value: Any) -> None:
     class Model(BaseModel):
         statistic: Literal[statistic_names()]  # type: ignore[valid-type]
 
     with pytest.raises(ValidationError) as expected:
         Model.model_validate({"statistic": value})
-    with pytest.raises(ValidationError) as found:
+    with pytest.raises(ValidationError) as actual:
         Gate.model_validate({"statistic": value, "high": 1.0})
-    assert found.value.errors(include_url=False) == expected.value.errors(include_url=False)
+    assert actual.value.errors(include_url=False) == expected.value.errors(include_url=False)
 
 
 def test_json_schema_lists_the_names() -> None:
@@ -250,9 +253,9 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def decides_by_name(node: ast.AST) -> bool:
-    """Whether a piece of code compares or matches a statistic's name, or maps several of them to something.
+    """Return whether code compares or matches the name of a statistic, or has several of them as dictionary keys.
 
-    "ratio" is a weight's kernel and a histogram of the lens too, so it counts only next to a field `on`.
+    "ratio" is also a kernel and a histogram of the lens, so it counts only together with a field `statistic`.
     """
     if isinstance(node, ast.Compare):
         about_statistic = any(getattr(part, "attr", getattr(part, "id", "")) == "statistic" for part in ast.walk(node))
@@ -262,7 +265,7 @@ def decides_by_name(node: ast.AST) -> bool:
     return isinstance(node, ast.MatchValue) and bool(names_in(node))
 
 
-def test_no_module_but_the_table_decides_by_the_name_of_a_statistic() -> None:
+def test_only_the_table_depends_on_the_names_of_statistics() -> None:
     table = PACKAGE / "objectives" / "statistics.py"
     nodes = [
         (path, node)
@@ -284,11 +287,11 @@ def test_no_module_but_the_table_decides_by_the_name_of_a_statistic() -> None:
         ('{"statistic": "sequence_kl", "high": 1e-4}', False),
     ],
 )
-def test_the_search_finds_what_it_is_for(code: str, decides: bool) -> None:
+def test_code_that_depends_on_a_name_is_found(code: str, decides: bool) -> None:
     assert any(decides_by_name(node) for node in ast.walk(ast.parse(code))) == decides
 
 
-# a new statistic is one entry
+# A new statistic is one entry
 
 
 def _absolute_ratio_change(log_ratio: Tensor, over: Tensor, under: Tensor) -> Tensor:
@@ -302,7 +305,7 @@ RATIO_CHANGE = GateStatistic(
     tensor=_absolute_ratio_change,
     scalar=lambda p, q: abs(p / q - 1),
     formula="abs({ratio} - 1)",
-    histogram=LensHistogram(name="ratio_change", title="change of the ratio", sql="abs(exp(l - b) - 1)", scale=0.1),
+    histogram=LensHistogram(name="ratio_change", title="ratio change", sql="abs(exp(l - b) - 1)", scale=0.1),
 )
 MEAN_BINARY_KL = GateStatistic(
     name="mean_binary_kl",
@@ -329,12 +332,12 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 POINTS = [(0.5, 0.5), (0.7, 0.5), (0.3, 0.5), (0.55, 0.5)]
-"""Change of the ratio: 0, 0.4, 0.4, 0.1."""
+"""Ratio changes: 0, 0.4, 0.4, 0.1."""
 
 
 def reasons(table: dict[str, Any], sequence: list[int]) -> list[str]:
-    rule = keel.objective({"gates": [table]})
-    return [rule.reasons[code] for code in rule(a_step(POINTS, sequence)).reasons.tolist()]
+    objective = keel.objective({"gates": [table]})
+    return [objective.reasons[code] for code in objective(batch_of(POINTS, sequence)).reasons.tolist()]
 
 
 @pytest.mark.parametrize("entry", [RATIO_CHANGE, MEAN_BINARY_KL], ids=lambda entry: entry.name)
@@ -345,14 +348,14 @@ def test_a_statistic_outside_the_table_is_unknown(entry: GateStatistic) -> None:
 
 @pytest.mark.usefixtures("added")
 class TestAddedEntry:
-    """Nothing but the table was changed."""
+    """Only the table was changed."""
 
     @pytest.mark.parametrize("entry", [RATIO_CHANGE, MEAN_BINARY_KL], ids=lambda entry: entry.name)
-    def test_it_is_validated_by_its_entry(self, entry: GateStatistic) -> None:
+    def test_gates_on_it_are_validated(self, entry: GateStatistic) -> None:
         assert f"`{entry.name}`" in render_markdown()
         with pytest.raises(ConfigError, match="the statistic is a distance and has only a high bound"):
             resolve_objective({"gates": [{"statistic": entry.name, "low": 0.1, "high": 0.2}]})
-        with pytest.raises(ConfigError, match='level = "geometric" cannot act: it belongs to statistic = "ratio"'):
+        with pytest.raises(ConfigError, match='level = "geometric" has no effect: it belongs to statistic = "ratio"'):
             resolve_objective({"gates": [{"statistic": entry.name, "high": 0.2, "level": "geometric"}]})
 
     def test_gates_use_it_for_tokens(self) -> None:
@@ -360,7 +363,7 @@ class TestAddedEntry:
         gate = {"statistic": "ratio_change", "high": 0.2}
         assert reasons(gate, [0, 0, 0, 0]) == ["trained", f"{name} high", f"{name} low", "trained"]
 
-    def test_gates_use_it_for_whole_sequences(self) -> None:
+    def test_gates_use_it_for_sequences(self) -> None:
         name = "gate 0 (ratio_change, sequence)"
         gate = {"statistic": "ratio_change", "high": 0.2, "scope": "sequence"}
         assert reasons(gate, [0, 0, 1, 2]) == [f"{name} high", f"{name} high", f"{name} low", "trained"]
@@ -392,21 +395,21 @@ class TestAddedEntry:
         assert {"r", "w", "KLb", "mean"} <= {symbol.name for symbol in text.legend}
 
     def test_plots_use_it(self) -> None:
-        """A change of the ratio of at most 0.9 is the ratio band from 0.1 to 1.9."""
+        """A ratio change of at most 0.9 is the ratio band from 0.1 to 1.9."""
         change = Composition.model_validate({"gates": [{"statistic": "ratio_change", "high": 0.9}]})
         band = Composition.model_validate({"gates": [{"statistic": "ratio", "low": 0.1, "high": 1.9}]})
         assert draw_dropped_region(change).plain == draw_dropped_region(band).plain
         assert {"+", "-"} <= set(draw_dropped_region(change).plain)
 
     def test_the_audit_uses_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        rule = Composition.model_validate({"gates": [{"statistic": "ratio_change", "high": 0.5}]})
-        assert audit(rule).passed
+        composition = Composition.model_validate({"gates": [{"statistic": "ratio_change", "high": 0.5}]})
+        assert audit(composition).passed
         wrong = dataclasses.replace(RATIO_CHANGE, scalar=lambda p, q: abs(p - q))
         monkeypatch.setitem(STATISTICS, ("ratio_change", "token"), wrong)
-        assert not audit(rule).passed
+        assert not audit(composition).passed
 
     @pytest.mark.parametrize("entry", [RATIO_CHANGE, MEAN_BINARY_KL], ids=lambda entry: entry.name)
-    def test_the_lens_draws_its_band_and_counts_its_values(self, entry: GateStatistic, tmp_path: Path) -> None:
+    def test_the_lens_shows_its_band_and_histogram(self, entry: GateStatistic, tmp_path: Path) -> None:
         gates = f'[{{statistic = "{entry.name}", high = 0.25}}]'
         make_run(tmp_path / "run", noise=0.4, objective="reinforce", overrides=("--objective.gates", gates))
         lens = Lens(tmp_path, read_seconds=60)
@@ -414,13 +417,13 @@ class TestAddedEntry:
             region = lens.query("region", {"run": "run"})
         finally:
             lens.close()
-        (drawn,) = (one for one in region["statistics"] if one["name"] == entry.histogram.name)
+        (drawn,) = (shown for shown in region["statistics"] if shown["name"] == entry.histogram.name)
         assert [(band["low"], band["high"]) for band in drawn["bands"]] == [(None, 0.25)]
         counted: Counter[int] = Counter()
-        for line in region["series"]:
-            if line["statistic"] == entry.histogram.name:
-                for position, count in enumerate(line["counts"], start=line["start"]):
-                    counted[position] += count
+        for series in region["series"]:
+            if series["statistic"] == entry.histogram.name:
+                for index, count in enumerate(series["counts"], start=series["start"]):
+                    counted[index] += count
         expected: Counter[int] = Counter()
         for points in trained_sequences(tmp_path / "run"):
             for value in value_by_tensor(entry, points):
@@ -429,11 +432,12 @@ class TestAddedEntry:
 
 
 def trained_sequences(run: Path) -> list[list[tuple[float, float]]]:
-    """Probabilities of the trained tokens under policy and sampler, sequence by sequence."""
-    found = []
+    """Return for each trained sequence the probabilities of its tokens under policy and sampler."""
+    sequences_of_run = []
     for file in sorted((run / "rollouts").iterdir()):
         for row in pq.read_table(file).to_pylist():
             if row["outcome"] == "trained":
                 pairs = zip(row["logprobs"], row["sampler_logprobs"], strict=True)
-                found.append([(math.exp(policy), math.exp(sampler)) for policy, sampler in pairs if policy is not None])
-    return found
+                points = [(math.exp(policy), math.exp(sampler)) for policy, sampler in pairs if policy is not None]
+                sequences_of_run.append(points)
+    return sequences_of_run

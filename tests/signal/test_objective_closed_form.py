@@ -1,4 +1,4 @@
-"""Values and gradients written out by hand: the five named objectives, the reductions, the transforms, the KL terms."""
+"""Values and gradients computed by hand: the main objectives, reductions, transforms and KL terms."""
 
 import math
 from typing import Any
@@ -13,34 +13,34 @@ from tests.support.strategies import batch, close, run
 LOG2, LOG5 = math.log(2), math.log(5)
 
 
-def one(
+def single_token(
     log_ratio: float, advantage: float, *, sampler: float = 0.0, dtype: torch.dtype = torch.float64
 ) -> keel.TokenBatch:
-    """One token whose log-ratio is exactly this number when the sampler's log-prob is 0."""
+    """Return one token with this log-ratio, which is exact if the sampler's log-prob is 0."""
     step = batch([sampler + log_ratio], [sampler], advantages=[advantage])
     return step.replace(
         **{name: value.to(dtype) for name, value in step.tensors().items() if value.is_floating_point()}
     )
 
 
-def pair(p: float, q: float, advantage: float) -> keel.TokenBatch:
-    """One token with these probabilities under policy and sampler."""
+def token_with_probabilities(p: float, q: float, advantage: float) -> keel.TokenBatch:
+    """Return one token with these probabilities under policy and sampler."""
     return batch([math.log(p)], [math.log(q)], advantages=[advantage])
 
 
-def numbers(rule: keel.Objective, step: keel.TokenBatch) -> tuple[float, list[float], list[bool]]:
-    loss, gradient, result = run(rule, step)
+def evaluate(objective: keel.Objective, step: keel.TokenBatch) -> tuple[float, list[float], list[bool]]:
+    loss, gradient, result = run(objective, step)
     return loss.item(), gradient.tolist(), result.keep.tolist()
 
 
-# --- icepop
+# icepop
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bound", [0.2, 5.0])
 @pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
 def test_icepop_keeps_a_token_on_its_bound(bound: float, advantage: float, dtype: torch.dtype) -> None:
-    loss, (gradient,), keep = numbers(keel.objective("icepop"), one(math.log(bound), advantage, dtype=dtype))
+    loss, (gradient,), keep = evaluate(keel.objective("icepop"), single_token(math.log(bound), advantage, dtype=dtype))
     assert keep == [True]
     assert loss == pytest.approx(-advantage * bound, rel=1e-6)
     assert gradient == pytest.approx(-advantage * bound, rel=1e-6)
@@ -48,8 +48,8 @@ def test_icepop_keeps_a_token_on_its_bound(bound: float, advantage: float, dtype
 
 @pytest.mark.parametrize("ratio", [0.2 * (1 - 1e-9), 5.0 * (1 + 1e-9), 1e-9, 1e9])
 @pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
-def test_icepop_drops_a_token_outside_the_band_whatever_its_advantage(ratio: float, advantage: float) -> None:
-    assert numbers(keel.objective("icepop"), one(math.log(ratio), advantage)) == (0.0, [0.0], [False])
+def test_icepop_drops_a_token_outside_the_band_for_any_advantage(ratio: float, advantage: float) -> None:
+    assert evaluate(keel.objective("icepop"), single_token(math.log(ratio), advantage)) == (0.0, [0.0], [False])
 
 
 def test_icepop_is_minus_advantage_times_ratio_inside_the_band() -> None:
@@ -60,15 +60,15 @@ def test_icepop_is_minus_advantage_times_ratio_inside_the_band() -> None:
     close(loss, expected.sum())
 
 
-def test_dropped_tokens_still_divide() -> None:
+def test_dropped_tokens_count_in_the_divisor() -> None:
     step = batch([0.0, 0.0], [-3.0, 0.0], advantages=[1.0, 1.0])
-    loss, gradient, keep = numbers(keel.objective("icepop"), step)
+    loss, gradient, keep = evaluate(keel.objective("icepop"), step)
     assert keep == [False, True]
     assert loss == -0.5
     assert gradient == [0.0, -0.5]
 
 
-def test_rollout_min_ratio_drops_the_whole_sequence_and_no_other() -> None:
+def test_rollout_min_ratio_drops_only_the_sequence_with_a_small_ratio() -> None:
     step = batch(
         [-9.0, -1.0, -1.0, -1.0], [-1.0, -1.0, -1.0, -1.0], sequence=[5, 5, 2, 2], advantages=[1.0, 1.0, 1.0, -1.0]
     )
@@ -79,52 +79,52 @@ def test_rollout_min_ratio_drops_the_whole_sequence_and_no_other() -> None:
     assert result.metrics["masked_sequences"].mean == 0.5
 
 
-def test_rollout_min_ratio_keeps_a_sequence_on_the_bound_and_looks_only_at_trainable_tokens() -> None:
-    rule = keel.objective("icepop", ratio_low=None, rollout_min_ratio=0.25)
+def test_rollout_min_ratio_keeps_a_sequence_on_the_bound_and_ignores_untrainable_tokens() -> None:
+    objective = keel.objective("icepop", ratio_low=None, rollout_min_ratio=0.25)
     on_bound = batch([math.log(0.25), 0.0], [0.0, 0.0])
-    assert rule(on_bound).keep.tolist() == [True, True]
+    assert objective(on_bound).keep.tolist() == [True, True]
     below = batch([math.log(0.25) - 1e-9, 0.0], [0.0, 0.0])
-    assert rule(below).keep.tolist() == [False, False]
-    assert rule(below.replace(trainable=torch.tensor([False, True]))).keep.tolist() == [False, True]
+    assert objective(below).keep.tolist() == [False, False]
+    assert objective(below.replace(trainable=torch.tensor([False, True]))).keep.tolist() == [False, True]
 
 
-# --- ipo_kl
+# ipo_kl
 
 
-def test_ipo_kl_adds_squared_drift_to_kept_tokens() -> None:
-    loss, (gradient,), _ = numbers(keel.objective("ipo_kl", kl_tau=0.1), one(0.5, 2.0))
+def test_ipo_kl_adds_the_squared_log_ratio_of_kept_tokens() -> None:
+    loss, (gradient,), _ = evaluate(keel.objective("ipo_kl", kl_tau=0.1), single_token(0.5, 2.0))
     assert loss == pytest.approx(-2 * math.exp(0.5) + 0.1 * 0.25)
     assert gradient == pytest.approx(-2 * math.exp(0.5) + 0.1 * 2 * 0.5)
 
 
-def test_dropped_token_pays_no_kl_in_ipo_kl() -> None:
-    assert numbers(keel.objective("ipo_kl", kl_tau=0.1), one(3.0, 1.0)) == (0.0, [0.0], [False])
+def test_ipo_kl_has_no_penalty_on_dropped_tokens() -> None:
+    assert evaluate(keel.objective("ipo_kl", kl_tau=0.1), single_token(3.0, 1.0)) == (0.0, [0.0], [False])
 
 
 @pytest.mark.parametrize("bound", [0.2, 5.0])
 def test_ipo_kl_keeps_a_token_on_its_bound(bound: float) -> None:
-    assert numbers(keel.objective("ipo_kl"), one(math.log(bound), -1.0))[2] == [True]
+    assert evaluate(keel.objective("ipo_kl"), single_token(math.log(bound), -1.0))[2] == [True]
 
 
-# --- dppo_tv
+# dppo_tv
 
 
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-def test_dppo_tv_drops_by_probability_difference_whatever_the_advantage(advantage: float) -> None:
-    rule = keel.objective("dppo_tv", diff_low=0.1, diff_high=0.3)
+def test_dppo_tv_drops_by_probability_difference_for_any_advantage(advantage: float) -> None:
+    objective = keel.objective("dppo_tv", diff_low=0.1, diff_high=0.3)
     kept = {(0.5, 0.45), (0.5, 0.25), (0.5, 0.55)}
     dropped = {(0.5, 0.19), (0.5, 0.65)}
     for p, q in kept:
-        loss, (gradient,), keep = numbers(rule, pair(p, q, advantage))
+        loss, (gradient,), keep = evaluate(objective, token_with_probabilities(p, q, advantage))
         assert keep == [True]
         assert loss == pytest.approx(-advantage * p / q)
         assert gradient == pytest.approx(-advantage * p / q)
     for p, q in dropped:
-        assert numbers(rule, pair(p, q, advantage)) == (0.0, [0.0], [False])
+        assert evaluate(objective, token_with_probabilities(p, q, advantage)) == (0.0, [0.0], [False])
 
 
 def test_dppo_tv_keeps_a_token_on_its_bound() -> None:
-    """p = 1 and q = 1/2 are exact, so is their difference."""
+    """p = 1 and q = 1/2 are exact, and so is their difference."""
     up, down = batch([0.0], [-LOG2]), batch([-LOG2], [0.0])
     assert keel.objective("dppo_tv", diff_high=0.5)(up).keep.tolist() == [True]
     assert keel.objective("dppo_tv", diff_high=math.nextafter(0.5, 0))(up).keep.tolist() == [False]
@@ -132,27 +132,27 @@ def test_dppo_tv_keeps_a_token_on_its_bound() -> None:
     assert keel.objective("dppo_tv", diff_low=math.nextafter(0.5, 0))(down).keep.tolist() == [False]
 
 
-# --- dppo_kl
+# dppo_kl and ipo
 
 
 @pytest.mark.parametrize(
     ("p", "q", "advantage", "keep"),
     [
-        (0.6, 0.3, 1.0, False),  # rose too far where the advantage pushes up
+        (0.6, 0.3, 1.0, False),  # too high, with a positive advantage
         (0.6, 0.3, -1.0, True),
         (0.6, 0.3, 0.0, True),
-        (0.3, 0.6, -1.0, False),  # fell too far where the advantage pushes down
+        (0.3, 0.6, -1.0, False),  # too low, with a negative advantage
         (0.3, 0.6, 1.0, True),
         (0.3, 0.6, 0.0, True),
         (0.4, 0.3, 1.0, True),
         (0.3, 0.4, -1.0, True),
     ],
 )
-def test_dppo_kl_drops_by_the_sign_of_the_advantage_and_everyone_pays_the_kl(
+def test_dppo_kl_drops_by_the_sign_of_the_advantage_and_penalises_all_tokens(
     p: float, q: float, advantage: float, keep: bool
 ) -> None:
     d = math.log(p / q)
-    loss, (gradient,), kept = numbers(keel.objective("dppo_kl", kl_tau=0.1), pair(p, q, advantage))
+    loss, (gradient,), kept = evaluate(keel.objective("dppo_kl", kl_tau=0.1), token_with_probabilities(p, q, advantage))
     assert kept == [keep]
     assert loss == pytest.approx(-keep * advantage * p / q + 0.1 * d * d)
     assert gradient == pytest.approx(-keep * advantage * p / q + 0.2 * d)
@@ -166,20 +166,22 @@ def test_dppo_kl_keeps_a_token_on_its_bound() -> None:
     assert keel.objective("dppo_kl", mask_low=0.49999)(down).keep.tolist() == [False]
 
 
-def test_ipo_drops_by_absolute_difference_and_everyone_pays_the_kl() -> None:
+def test_ipo_drops_by_absolute_difference_and_penalises_all_tokens() -> None:
     for p, q, keep in [(0.5, 0.45, True), (0.45, 0.5, True), (0.5, 0.39, False), (0.39, 0.5, False)]:
         for advantage in (-1.0, 1.0):
             d = math.log(p / q)
-            loss, (gradient,), kept = numbers(keel.objective("ipo", kl_tau=0.1), pair(p, q, advantage))
+            loss, (gradient,), kept = evaluate(
+                keel.objective("ipo", kl_tau=0.1), token_with_probabilities(p, q, advantage)
+            )
             assert kept == [keep]
             assert loss == pytest.approx(-keep * advantage * p / q + 0.1 * d * d)
             assert gradient == pytest.approx(-keep * advantage * p / q + 0.2 * d)
 
 
-# --- opsm and the clipped surrogate
+# opsm and the clipped surrogate
 
 
-def test_opsm_keeps_a_sequence_of_positive_or_zero_advantage_however_far_it_went() -> None:
+def test_opsm_keeps_sequences_of_positive_or_zero_advantage_at_any_kl() -> None:
     step = batch([-4.0] * 4, [-1.0] * 4, advantages=[1.0, -0.5, 1.0, -1.0], sequence=[1, 1, 2, 2])
     assert keel.objective("opsm")(step).keep.all()
 
@@ -188,13 +190,13 @@ def test_opsm_keeps_a_negative_sequence_that_became_more_likely() -> None:
     assert keel.objective("opsm")(batch([-1.0] * 2, [-2.0] * 2, advantages=[-1.0, -1.0])).keep.all()
 
 
-def test_opsm_measures_against_the_sampler_even_when_the_clip_is_around_the_proximal_policy() -> None:
+def test_opsm_measures_the_kl_against_the_sampler_even_with_a_proximal_anchor() -> None:
     step = batch([-2.0], [-1.0], advantages=[-1.0], proximal_logprobs=[-2.0])
     assert not keel.objective("opsm", anchor="proximal")(step).keep.any()
 
 
 CLIPPED = [
-    # ratio, advantage, value, slope, with eps 0.2 and eps_high 0.4
+    # ratio, advantage, value, gradient, with eps 0.2 and eps_high 0.4
     (1.1, 1.0, -1.1, -1.1),
     (1.39, 1.0, -1.39, -1.39),
     (1.5, 1.0, -1.4, 0.0),
@@ -207,60 +209,62 @@ CLIPPED = [
 
 
 @pytest.mark.parametrize("name", ["dapo", "grpo", "ppo", "veto", "opsm"])
-@pytest.mark.parametrize(("ratio", "advantage", "value", "slope"), CLIPPED)
-def test_clipped_surrogate_by_hand(name: str, ratio: float, advantage: float, value: float, slope: float) -> None:
-    own: dict[str, Any] = {"ppo": {"dual_clip": None}, "opsm": {"opsm_delta": 1e9}}.get(name, {})
-    rule = keel.objective(name, eps=0.2, eps_high=0.4, **own)
-    loss, (gradient,), _ = numbers(rule, one(math.log(ratio), advantage))
+@pytest.mark.parametrize(("ratio", "advantage", "value", "expected_gradient"), CLIPPED)
+def test_the_clipped_surrogate_by_hand(
+    name: str, ratio: float, advantage: float, value: float, expected_gradient: float
+) -> None:
+    extra: dict[str, Any] = {"ppo": {"dual_clip": None}, "opsm": {"opsm_delta": 1e9}}.get(name, {})
+    objective = keel.objective(name, eps=0.2, eps_high=0.4, **extra)
+    loss, (gradient,), _ = evaluate(objective, single_token(math.log(ratio), advantage))
     assert loss == pytest.approx(value)
-    assert gradient == pytest.approx(slope)
+    assert gradient == pytest.approx(expected_gradient)
 
 
 def test_eps_high_defaults_to_eps() -> None:
-    assert numbers(keel.objective("grpo", eps=0.3), one(math.log(2.0), 1.0))[0] == pytest.approx(-1.3)
+    assert evaluate(keel.objective("grpo", eps=0.3), single_token(math.log(2.0), 1.0))[0] == pytest.approx(-1.3)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "value", "slope"),
+    ("ratio", "advantage", "value", "expected_gradient"),
     [(2.9, -2.0, 5.8, 5.8), (3.1, -2.0, 6.0, 0.0), (3.1, 2.0, -2.4, 0.0), (1e6, -2.0, 6.0, 0.0)],
 )
 def test_dual_clip_bounds_the_loss_of_negative_advantages_only(
-    ratio: float, advantage: float, value: float, slope: float
+    ratio: float, advantage: float, value: float, expected_gradient: float
 ) -> None:
-    loss, (gradient,), _ = numbers(keel.objective("ppo", dual_clip=3.0), one(math.log(ratio), advantage))
+    loss, (gradient,), _ = evaluate(keel.objective("ppo", dual_clip=3.0), single_token(math.log(ratio), advantage))
     assert loss == pytest.approx(value)
-    assert gradient == pytest.approx(slope)
+    assert gradient == pytest.approx(expected_gradient)
 
 
-# --- the remaining surrogates and weights, on one token
+# Other surrogates and weights, on one token
 
 
 def test_reinforce_has_no_ratio() -> None:
-    assert numbers(keel.objective("reinforce"), one(0.5, 2.0, sampler=-1.5))[:2] == (2.0, [-2.0])
+    assert evaluate(keel.objective("reinforce"), single_token(0.5, 2.0, sampler=-1.5))[:2] == (2.0, [-2.0])
 
 
 @pytest.mark.parametrize(("ratio", "weight"), [(2.0, 2.0), (9.0, 5.0), (0.01, 0.5)])
-def test_cispo_caps_the_weight_and_still_trains(ratio: float, weight: float) -> None:
-    step = one(math.log(ratio), 3.0, sampler=-4.0)
-    loss, (gradient,), keep = numbers(keel.objective("cispo", ratio_low=0.5), step)
+def test_cispo_trains_a_token_with_a_capped_weight(ratio: float, weight: float) -> None:
+    step = single_token(math.log(ratio), 3.0, sampler=-4.0)
+    loss, (gradient,), keep = evaluate(keel.objective("cispo", ratio_low=0.5), step)
     assert loss == pytest.approx(-3 * weight * (math.log(ratio) - 4))
     assert gradient == pytest.approx(-3 * weight)
     assert keep == [True]
 
 
 @pytest.mark.parametrize(("advantage", "tau"), [(2.0, 1.0), (-2.0, 1.05)])
-def test_sapo_is_a_sigmoid_with_its_own_temperature_for_each_sign(advantage: float, tau: float) -> None:
+def test_sapo_is_a_sigmoid_with_one_temperature_per_sign(advantage: float, tau: float) -> None:
     gate = 1 / (1 + math.exp(-tau * (1.5 - 1)))
-    loss, (gradient,), _ = numbers(keel.objective("sapo"), one(math.log(1.5), advantage))
+    loss, (gradient,), _ = evaluate(keel.objective("sapo"), single_token(math.log(1.5), advantage))
     assert loss == pytest.approx(-advantage * gate * 4 / tau)
     assert gradient == pytest.approx(-advantage * 4 * gate * (1 - gate) * 1.5)
 
 
 def test_sapo_on_policy_is_the_plain_policy_gradient() -> None:
-    assert numbers(keel.objective("sapo"), one(0.0, -3.0))[1] == pytest.approx([3.0])
+    assert evaluate(keel.objective("sapo"), single_token(0.0, -3.0))[1] == pytest.approx([3.0])
 
 
-def test_gspo_takes_the_geometric_mean_ratio_of_the_sequence() -> None:
+def test_gspo_uses_the_geometric_mean_ratio_of_the_sequence() -> None:
     step = batch([-1.0, -1.0, -3.0], [-1.2, -1.4, -3.0], advantages=[1.0, 1.0, 2.0], sequence=[4, 4, 1])
     loss, gradient, _ = run(keel.objective("gspo", eps=0.5, eps_high=0.5), step)
     long = -math.exp(0.3) / 2
@@ -268,7 +272,7 @@ def test_gspo_takes_the_geometric_mean_ratio_of_the_sequence() -> None:
     assert loss.item() == pytest.approx(long - 1.0)
 
 
-def test_gmpo_clips_each_token_on_the_side_its_advantage_pushes_to() -> None:
+def test_gmpo_clips_each_token_in_the_direction_of_its_advantage() -> None:
     step = batch([0.0, 0.0], [-1.0, 1.0], advantages=[2.0, 2.0])
     loss, gradient, _ = run(keel.objective("gmpo", token_clip=0.4), step)
     value = -2 * math.exp((0.4 - 1.0) / 2)
@@ -276,25 +280,25 @@ def test_gmpo_clips_each_token_on_the_side_its_advantage_pushes_to() -> None:
     close(gradient, torch.tensor([0.0, value / 2], dtype=torch.float64))
 
 
-def test_tis_truncates_and_mis_refuses_the_same_weight() -> None:
+def test_tis_truncates_a_weight_for_which_mis_drops_the_token() -> None:
     step = batch([-1.0], [-3.0], advantages=[2.0], proximal_logprobs=[-1.0])
-    assert numbers(keel.objective("tis", cap=2.0), step) == (pytest.approx(-4.0), [pytest.approx(-4.0)], [True])
-    assert numbers(keel.objective("mis", ratio_high=2.0), step) == (0.0, [0.0], [False])
-    near = step.replace(proximal_logprobs=torch.tensor([-2.5], dtype=torch.float64))
-    inside = -2 * math.exp(0.5) * 1.2
-    assert numbers(keel.objective("mis"), near)[0] == pytest.approx(inside)
-    assert numbers(keel.objective("tis"), near)[0] == pytest.approx(inside)
+    assert evaluate(keel.objective("tis", cap=2.0), step) == (pytest.approx(-4.0), [pytest.approx(-4.0)], [True])
+    assert evaluate(keel.objective("mis", ratio_high=2.0), step) == (0.0, [0.0], [False])
+    inside_band = step.replace(proximal_logprobs=torch.tensor([-2.5], dtype=torch.float64))
+    expected = -2 * math.exp(0.5) * 1.2
+    assert evaluate(keel.objective("mis"), inside_band)[0] == pytest.approx(expected)
+    assert evaluate(keel.objective("tis"), inside_band)[0] == pytest.approx(expected)
 
 
-def test_loglinear_proximal_lies_between_sampler_and_policy_by_staleness() -> None:
-    """Four versions old: o = b + 3/4 (l - b); the weight is exp(o - b) and the ratio exp(l - o)."""
+def test_the_loglinear_proximal_policy_is_interpolated_by_staleness() -> None:
+    """At staleness 4, o = b + 3/4 (l - b); the weight is exp(o - b) and the ratio exp(l - o)."""
     step = batch([-1.0], [-1.4], version=[6], trainer_version=10)
-    loss, (gradient,), _ = numbers(keel.objective("decoupled_ppo_loglinear"), step)
+    loss, (gradient,), _ = evaluate(keel.objective("decoupled_ppo_loglinear"), step)
     assert loss == pytest.approx(-math.exp(0.3) * math.exp(0.1))
     assert gradient == pytest.approx(loss)
 
 
-def test_vespo_weight_is_gamma_shaped() -> None:
+def test_the_vespo_weight_is_gamma_shaped() -> None:
     step = batch([-1.0, -1.0], [-1.25, -1.25], advantages=[-1.0, -1.0])
     w = math.exp(0.5)
     expected = w**3 * math.exp(2 * (1 - w))
@@ -311,7 +315,7 @@ def test_m2po_keeps_the_smallest_squares_whose_mean_is_within_tau(tau: float, ke
     assert result.keep.tolist() == [True] * kept + [False] * (4 - kept)
 
 
-def test_m2po_lets_equal_squares_leave_together() -> None:
+def test_m2po_drops_equal_squares_together() -> None:
     step = batch([0.0, -0.5, -0.5, -0.5], [0.0, 0.0, 0.0, -1.0])
     result = keel.objective("m2po", tau=0.13)(step)
     assert result.keep.tolist() == [True, False, False, False]
@@ -324,16 +328,16 @@ def test_cross_entropy_ignores_advantage_and_sampler() -> None:
     assert gradient.tolist() == [-0.5, -0.5]
 
 
-def test_roles_choose_the_tokens_of_an_objective() -> None:
+def test_roles_select_the_tokens_of_an_objective() -> None:
     step = batch([-1.0, -3.0, -5.0], None, role=[0, 1, 2])
-    rule = keel.objective("cross_entropy", roles=[0, 2])
-    loss, gradient, result = run(rule, step)
+    objective = keel.objective("cross_entropy", roles=[0, 2])
+    loss, gradient, result = run(objective, step)
     assert loss.item() == 3.0
     assert gradient.tolist() == [-0.5, 0.0, -0.5]
-    assert [rule.reasons[code] for code in result.reasons.tolist()] == ["trained", "other role", "trained"]
+    assert [objective.reasons[code] for code in result.reasons.tolist()] == ["trained", "other role", "trained"]
 
 
-# --- gates on binary KL
+# Gates on the binary KL
 
 
 def bernoulli_kl(a: float, b: float) -> float:
@@ -342,27 +346,27 @@ def bernoulli_kl(a: float, b: float) -> float:
 
 @pytest.mark.parametrize(("p", "q"), [(0.9, 0.4), (0.4, 0.9), (0.05, 0.2)])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_kpop_drops_when_either_direction_of_the_binary_kl_is_large(p: float, q: float, advantage: float) -> None:
+def test_kpop_drops_if_the_binary_kl_is_large_in_either_direction(p: float, q: float, advantage: float) -> None:
     distance = max(bernoulli_kl(p, q), bernoulli_kl(q, p))
-    step = pair(p, q, advantage)
+    step = token_with_probabilities(p, q, advantage)
     assert keel.objective("kpop", phi=distance * 1.0001)(step).keep.tolist() == [True]
     assert keel.objective("kpop", phi=distance * 0.9999)(step).keep.tolist() == [False]
 
 
-def test_dppo_binary_kl_drops_only_moves_in_the_direction_of_the_advantage() -> None:
-    rule = keel.objective("dppo_binary_kl", mask_low=0.05, mask_high=0.05)
-    assert rule(pair(0.8, 0.3, 1.0)).keep.tolist() == [False]
-    assert rule(pair(0.8, 0.3, -1.0)).keep.tolist() == [True]
-    assert rule(pair(0.3, 0.8, -1.0)).keep.tolist() == [False]
-    assert rule(pair(0.3, 0.8, 1.0)).keep.tolist() == [True]
-    assert rule(pair(0.8, 0.3, 0.0)).keep.tolist() == [True]
+def test_dppo_binary_kl_drops_only_changes_in_the_direction_of_the_advantage() -> None:
+    objective = keel.objective("dppo_binary_kl", mask_low=0.05, mask_high=0.05)
+    assert objective(token_with_probabilities(0.8, 0.3, 1.0)).keep.tolist() == [False]
+    assert objective(token_with_probabilities(0.8, 0.3, -1.0)).keep.tolist() == [True]
+    assert objective(token_with_probabilities(0.3, 0.8, -1.0)).keep.tolist() == [False]
+    assert objective(token_with_probabilities(0.3, 0.8, 1.0)).keep.tolist() == [True]
+    assert objective(token_with_probabilities(0.8, 0.3, 0.0)).keep.tolist() == [True]
 
 
-# --- reductions
+# Reductions
 
 
-def reduced(**parameters: Any) -> float:
-    """Three sequences of 3, 1 and 2 tokens on policy; one token of the last and all of the second refused."""
+def loss_of_three_sequences(**parameters: Any) -> float:
+    """Return the loss of sequences with 3, 1 and 2 tokens, where the second and one token of the last are dropped."""
     step = batch(
         [-1.0, -1.0, -1.0, -1.0, -1.0, -1.0],
         [-1.0, -1.0, -1.0, -9.0, -1.0, -9.0],
@@ -386,10 +390,10 @@ def reduced(**parameters: Any) -> float:
     ],
 )
 def test_reductions_by_hand(parameters: dict[str, Any], expected: float) -> None:
-    assert reduced(**parameters) == pytest.approx(expected)
+    assert loss_of_three_sequences(**parameters) == pytest.approx(expected)
 
 
-def test_untrainable_tokens_and_sequences_never_divide() -> None:
+def test_untrainable_tokens_and_sequences_do_not_count_in_the_divisor() -> None:
     step = batch(
         [-1.0, -1.0, -1.0, -1.0],
         [-1.0, -1.0, -1.0, -1.0],
@@ -401,31 +405,31 @@ def test_untrainable_tokens_and_sequences_never_divide() -> None:
         assert run(keel.objective("icepop", **parameters), step)[0].item() == -2.0
 
 
-# --- transforms
+# Transforms
 
 
 def test_adv_tau_scales_the_policy_term_only() -> None:
-    rule = keel.objective("ipo_kl", adv_tau=0.5, kl_tau=0.1)
-    loss, (gradient,), _ = numbers(rule, one(0.5, 2.0))
+    objective = keel.objective("ipo_kl", adv_tau=0.5, kl_tau=0.1)
+    loss, (gradient,), _ = evaluate(objective, single_token(0.5, 2.0))
     assert loss == pytest.approx(-math.exp(0.5) + 0.025)
     assert gradient == pytest.approx(-math.exp(0.5) + 0.1)
 
 
-def test_teacher_adds_its_log_prob_above_the_policy_without_gradient() -> None:
+def test_the_teacher_term_is_added_to_the_advantage_without_gradient() -> None:
     step = batch([-1.0], [-1.5], advantages=[2.0], teacher_logprobs=[-0.25])
-    loss, (gradient,), _ = numbers(keel.objective("icepop", teacher_tau=0.4, adv_tau=0.5), step)
+    loss, (gradient,), _ = evaluate(keel.objective("icepop", teacher_tau=0.4, adv_tau=0.5), step)
     assert loss == pytest.approx(-(0.5 * 2 + 0.4 * 0.75) * math.exp(0.5))
     assert gradient == pytest.approx(loss)
 
 
-def test_teacher_can_turn_the_sign_that_a_gate_looks_at() -> None:
+def test_the_teacher_term_can_change_the_sign_that_a_gate_uses() -> None:
     step = batch([math.log(0.6)], [math.log(0.3)], advantages=[1.0], teacher_logprobs=[math.log(0.6) - 3.0])
     assert not keel.objective("dppo_kl")(step).keep.any()
     assert keel.objective("dppo_kl", teacher_tau=1.0)(step).keep.all()
 
 
 @pytest.mark.parametrize("source", ["policy", "sampled"])
-def test_kl_penalty_recentres_the_drift_of_its_source(source: str) -> None:
+def test_the_kl_penalty_uses_the_centred_log_ratio_of_its_source(source: str) -> None:
     policy = torch.tensor([-1.0, -2.0, -1.5], dtype=torch.float64)
     sampler = torch.tensor([-1.25, -1.75, -1.5], dtype=torch.float64)
     reference = torch.tensor([-1.5, -1.0, -3.0], dtype=torch.float64)
@@ -433,8 +437,8 @@ def test_kl_penalty_recentres_the_drift_of_its_source(source: str) -> None:
     step = batch(policy, sampler, advantages=advantage, reference_logprobs=reference)
     k = (policy if source == "policy" else sampler) - reference
     adjusted = advantage + 0.2 * (k.mean() - k)
-    rule = keel.objective("icepop", kl_penalty_coef=0.2, kl_penalty_source=source)
-    loss, gradient, _ = run(rule, step)
+    objective = keel.objective("icepop", kl_penalty_coef=0.2, kl_penalty_source=source)
+    loss, gradient, _ = run(objective, step)
     expected = -adjusted * (policy - sampler).exp() / 3
     close(gradient, expected)
     close(loss, expected.sum())
@@ -448,13 +452,13 @@ def test_kl_policy_ref_is_the_mean_of_k(source: str) -> None:
     assert result.metrics["kl_policy_ref"].mean == pytest.approx(sum(k) / 2)
 
 
-def test_kl_penalty_comes_before_adv_tau() -> None:
+def test_adv_tau_scales_the_kl_penalty_too() -> None:
     step = batch([-1.0, -1.0], [-1.0, -1.0], advantages=[0.0, 0.0], reference_logprobs=[-2.0, -1.0])
     gradient = run(keel.objective("icepop", kl_penalty_coef=0.2, adv_tau=3.0), step)[1]
     close(gradient, torch.tensor([0.6 * 0.5, -0.6 * 0.5], dtype=torch.float64) / 2)
 
 
-# --- KL to a reference in the loss
+# KL to a reference in the loss
 
 
 def kl_estimates(x: Tensor) -> dict[str, Tensor]:
@@ -463,9 +467,9 @@ def kl_estimates(x: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_reference_kl_by_hand(estimator: str, corrected: bool) -> None:
+def test_the_reference_kl_by_hand(estimator: str, corrected: bool) -> None:
     if estimator == "k1" and not corrected:
-        with pytest.raises(keel.ConfigError, match=r'"k1" cannot go with .*reference_kl_correction = false'):
+        with pytest.raises(keel.ConfigError, match=r'"k1" cannot be combined with .*reference_kl_correction = false'):
             keel.objective("icepop", reference_kl_coef=0.5, reference_kl_estimator="k1")
         return
     policy = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
@@ -473,38 +477,38 @@ def test_reference_kl_by_hand(estimator: str, corrected: bool) -> None:
     reference = torch.tensor([-1.25, -0.5], dtype=torch.float64)
     value = kl_estimates(policy - reference)[estimator]
     expected = 0.5 * (value * (policy - sampler).exp() if corrected else value).mean()
-    (slope,) = torch.autograd.grad(expected, policy)
-    rule = keel.objective(
+    (expected_gradient,) = torch.autograd.grad(expected, policy)
+    objective = keel.objective(
         "icepop",
         adv_tau=0.0,
         reference_kl_coef=0.5,
         reference_kl_estimator=estimator,
         reference_kl_correction=corrected,
     )
-    loss, gradient, _ = run(rule, batch(policy.detach(), sampler, reference_logprobs=reference))
+    loss, gradient, _ = run(objective, batch(policy.detach(), sampler, reference_logprobs=reference))
     close(loss, expected.detach())
-    close(gradient, slope)
+    close(gradient, expected_gradient)
 
 
-def test_refused_token_leaves_the_reference_kl() -> None:
+def test_a_dropped_token_has_no_reference_kl() -> None:
     step = batch([-1.0, -1.0], [-4.0, -1.0], advantages=[1.0, 0.0], reference_logprobs=[-3.0, -1.0])
     loss, gradient, _ = run(keel.objective("icepop", reference_kl_coef=0.5), step)
     assert loss.item() == 0.0
     assert gradient.tolist() == [0.0, 0.0]
 
 
-# --- what a result says
+# Results
 
 
-def test_reasons_name_what_became_of_each_token() -> None:
-    rule = keel.objective("icepop", rollout_min_ratio=1e-3, max_invalid_logprob_fraction=1.0)
+def test_reasons_explain_every_token() -> None:
+    objective = keel.objective("icepop", rollout_min_ratio=1e-3, max_invalid_logprob_fraction=1.0)
     step = batch(
         [-1.0, -1.0, -1.0, -1.0, -3.0, -9.5, -1.0],
         [-1.0, -1.0, torch.nan, -4.0, -1.0, -0.5, -1.0],
         sequence=[1, 1, 1, 1, 1, 2, 2],
         trainable=[True, False, True, True, True, True, True],
     )
-    names = [rule.reasons[code] for code in rule(step).reasons.tolist()]
+    names = [objective.reasons[code] for code in objective(step).reasons.tolist()]
     assert names == [
         "trained",
         "not trainable",
@@ -516,7 +520,7 @@ def test_reasons_name_what_became_of_each_token() -> None:
     ]
 
 
-def test_loss_is_differentiable_through_whatever_made_the_logprobs() -> None:
+def test_the_loss_is_differentiable_with_respect_to_the_inputs_of_the_logprobs() -> None:
     weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     step = batch([-1.0, -2.0], [-1.0, -1.5], advantages=[1.0, -1.0])
     base = step.logprobs * 2
@@ -531,6 +535,6 @@ def test_only_the_policy_logprobs_receive_a_gradient() -> None:
     fields = {
         name: value.clone().requires_grad_() for name, value in step.tensors().items() if value.is_floating_point()
     }
-    rule = keel.objective("decoupled_ppo", kl_penalty_coef=0.1, teacher_tau=0.2, reference_kl_coef=0.1)
-    rule(step.replace(**fields)).loss.backward()
+    objective = keel.objective("decoupled_ppo", kl_penalty_coef=0.1, teacher_tau=0.2, reference_kl_coef=0.1)
+    objective(step.replace(**fields)).loss.backward()
     assert [name for name, value in fields.items() if value.grad is not None] == ["logprobs"]

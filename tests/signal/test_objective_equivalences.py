@@ -1,4 +1,4 @@
-"""Recipes that must coincide, and compositions that spell a recipe out."""
+"""Presets that must be equal, and compositions that are equal to a preset."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from torch import Tensor
 import keel
 from tests.support.strategies import batch, close, random_step, run
 
-Rule = tuple[str, dict[str, Any]]
+PresetCall = tuple[str, dict[str, Any]]
 
 
 def assert_same(first: keel.Objective, second: keel.Objective, step: keel.TokenBatch, factor: float = 1.0) -> None:
-    """Same loss, gradient and kept tokens, up to a factor on the first two."""
+    """Assert equal kept tokens, and equal loss and gradient up to a factor."""
     loss, gradient, result = run(first, step)
     other_loss, other_gradient, other = run(second, step)
     assert result.keep.tolist() == other.keep.tolist()
@@ -23,7 +23,7 @@ def assert_same(first: keel.Objective, second: keel.Objective, step: keel.TokenB
 
 
 UNGATED = {"ratio_low": None, "ratio_high": None}
-EQUAL: list[tuple[Rule, Rule]] = [
+EQUAL: list[tuple[PresetCall, PresetCall]] = [
     (("grpo", {"reduction": "tokens"}), ("dapo", {"eps_high": 0.2})),
     (("grpo", {"eps_high": 0.28}), ("dapo", {"reduction": "sequences"})),
     (("ppo", {"dual_clip": None}), ("dapo", {"eps_high": 0.2})),
@@ -46,9 +46,9 @@ EQUAL: list[tuple[Rule, Rule]] = [
 ]
 
 
-@pytest.mark.parametrize(("first", "second"), EQUAL, ids=lambda rule: f"{rule[0]}({rule[1]})")
+@pytest.mark.parametrize(("first", "second"), EQUAL, ids=lambda preset: f"{preset[0]}({preset[1]})")
 @pytest.mark.parametrize("spread", [0.5, 2.0])
-def test_recipes_that_must_coincide_do(first: Rule, second: Rule, spread: float) -> None:
+def test_equal_presets(first: PresetCall, second: PresetCall, spread: float) -> None:
     assert_same(
         keel.objective(first[0], **first[1]),
         keel.objective(second[0], **second[1]),
@@ -58,42 +58,42 @@ def test_recipes_that_must_coincide_do(first: Rule, second: Rule, spread: float)
 
 @pytest.mark.parametrize("name", ["tis", "mis", "decoupled_ppo"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_corrections_between_sampler_and_proximal_vanish_when_the_two_agree(name: str, level: str) -> None:
+def test_corrections_between_sampler_and_proximal_vanish_if_the_two_are_equal(name: str, level: str) -> None:
     step = random_step(12)
     step = step.replace(proximal_logprobs=step.sampler_logprobs)
     parameters = {} if name == "decoupled_ppo" else {"level": level}
     assert_same(keel.objective(name, **parameters), keel.objective("grpo", reduction="tokens"), step)
 
 
-def test_decoupled_loglinear_with_fresh_tokens_is_ppo_on_the_sampler() -> None:
+def test_decoupled_loglinear_without_staleness_is_ppo_on_the_sampler() -> None:
     step = random_step(13)
     step = step.replace(version=torch.full_like(step.sequence, 7))
     assert_same(keel.objective("decoupled_ppo_loglinear"), keel.objective("dapo", eps_high=0.2), step)
 
 
-def test_decoupled_loglinear_is_decoupled_ppo_with_the_interpolated_policy_recorded() -> None:
+def test_decoupled_loglinear_is_decoupled_ppo_with_interpolated_proximal_logprobs() -> None:
     step = random_step(14)
-    share = 1 - 1 / (8 - step.version).clamp(min=1).double()
-    between = step.sampler_logprobs + share * (step.logprobs - step.sampler_logprobs)
-    recorded = step.replace(proximal_logprobs=between)
+    fraction = 1 - 1 / (8 - step.version).clamp(min=1).double()
+    interpolated = step.sampler_logprobs + fraction * (step.logprobs - step.sampler_logprobs)
+    recorded = step.replace(proximal_logprobs=interpolated)
     loss, gradient, _ = run(keel.objective("decoupled_ppo_loglinear"), step)
     other_loss, other_gradient, _ = run(keel.objective("decoupled_ppo"), recorded)
     close(loss, other_loss)
     close(gradient, other_gradient)
 
 
-def test_luspo_is_gspo_times_the_length_when_all_sequences_are_equally_long() -> None:
+def test_luspo_is_gspo_times_the_length_if_all_sequences_have_the_same_length() -> None:
     step = random_step(15, lengths=(6, 6, 6, 6))
-    names, row = torch.unique(step.sequence, return_inverse=True)
-    chosen = torch.cat([(row == i).nonzero().squeeze(1)[:5] for i in range(len(names))])
-    flat = step.take(chosen)
-    clean = {name: value.nan_to_num(-0.7) for name, value in flat.tensors().items() if value.is_floating_point()}
-    flat = flat.replace(**clean, trainable=torch.ones(len(flat), dtype=torch.bool))
+    ids, row = torch.unique(step.sequence, return_inverse=True)
+    first_five = torch.cat([(row == i).nonzero().squeeze(1)[:5] for i in range(len(ids))])
+    equal = step.take(first_five)
+    finite = {name: value.nan_to_num(-0.7) for name, value in equal.tensors().items() if value.is_floating_point()}
+    equal = equal.replace(**finite, trainable=torch.ones(len(equal), dtype=torch.bool))
     wide = {"eps": 0.3, "eps_high": 0.3}
-    assert_same(keel.objective("luspo", **wide), keel.objective("gspo", **wide), flat, factor=5.0)
+    assert_same(keel.objective("luspo", **wide), keel.objective("gspo", **wide), equal, factor=5.0)
 
 
-def test_gspo_weighs_sequences_equally_and_luspo_by_their_length() -> None:
+def test_gspo_weights_sequences_equally_and_luspo_by_their_length() -> None:
     step = batch([-1.0] * 5, [-1.0] * 5, advantages=[1.0, 2.0, 2.0, 2.0, 2.0], sequence=[1, 2, 2, 2, 2])
     assert run(keel.objective("gspo"), step)[0].item() == pytest.approx(-(1 + 2) / 2)
     assert run(keel.objective("luspo"), step)[0].item() == pytest.approx(-(1 + 4 * 2) / 2)
@@ -101,12 +101,12 @@ def test_gspo_weighs_sequences_equally_and_luspo_by_their_length() -> None:
 
 def test_gspo_on_sequences_of_one_token_is_grpo() -> None:
     step = random_step(16)
-    alone = step.replace(sequence=torch.randperm(len(step)))
+    single_tokens = step.replace(sequence=torch.randperm(len(step)))
     wide = {"eps": 0.2, "eps_high": 0.3}
-    assert_same(keel.objective("gspo", **wide), keel.objective("grpo", **wide), alone)
+    assert_same(keel.objective("gspo", **wide), keel.objective("grpo", **wide), single_tokens)
 
 
-def test_distillation_is_icepop_without_gates_fed_the_teacher_as_advantage() -> None:
+def test_distillation_is_icepop_without_gates_and_with_the_teacher_as_advantage() -> None:
     step = random_step(17)
     signal = step.teacher_logprobs - step.logprobs
     loss, gradient, _ = run(keel.objective("on_policy_distillation"), step)
@@ -127,18 +127,18 @@ def test_uncapped_cispo_has_the_gradient_of_the_plain_ratio() -> None:
 @pytest.mark.parametrize("name", ["icepop", "dapo", "ppo", "opsm", "cispo", "kpop", "m2po", "dppo_tv", "decoupled_ppo"])
 def test_every_policy_gradient_is_reinforce_on_policy(name: str) -> None:
     step = random_step(19)
-    same = step.replace(sampler_logprobs=step.logprobs, proximal_logprobs=step.logprobs)
-    close(run(keel.objective(name), same)[1], run(keel.objective("reinforce"), same)[1])
+    on_policy = step.replace(sampler_logprobs=step.logprobs, proximal_logprobs=step.logprobs)
+    close(run(keel.objective(name), on_policy)[1], run(keel.objective("reinforce"), on_policy)[1])
 
 
 def test_dr_grpo_is_the_token_sum_over_sequences_times_length() -> None:
     step = random_step(20)
-    names = torch.unique(step.sequence[step.trainable])
-    factor = int(step.trainable.sum()) / (len(names) * 100)
+    sequences = torch.unique(step.sequence[step.trainable])
+    factor = int(step.trainable.sum()) / (len(sequences) * 100)
     assert_same(keel.objective("dr_grpo", length=100), keel.objective("dapo", eps_high=0.2), step, factor)
 
 
-def test_kl_penalty_is_the_adjusted_advantage() -> None:
+def test_the_kl_penalty_equals_an_adjusted_advantage() -> None:
     step = random_step(21)
     k = (step.logprobs - step.reference_logprobs)[step.trainable]
     adjusted = step.advantages.clone()
@@ -151,7 +151,7 @@ def test_kl_penalty_is_the_adjusted_advantage() -> None:
         close(gradient, other_gradient)
 
 
-SPELLED: dict[str, tuple[dict[str, Any], Rule]] = {
+COMPOSITIONS: dict[str, tuple[dict[str, Any], PresetCall]] = {
     "icepop": (
         {"gates": [{"statistic": "ratio", "low": 0.2, "high": 5.0}], "policy": {"surrogate": "linear"}},
         ("icepop", {}),
@@ -247,34 +247,34 @@ SPELLED: dict[str, tuple[dict[str, Any], Rule]] = {
             },
         ),
     ),
-    "a recipe by name in a table": ({"name": "icepop", "ratio_low": 0.5}, ("icepop", {"ratio_low": 0.5})),
+    "a preset by name in a table": ({"name": "icepop", "ratio_low": 0.5}, ("icepop", {"ratio_low": 0.5})),
 }
 
 
-@pytest.mark.parametrize("spelled", SPELLED)
-def test_user_composition_equals_the_recipe_it_spells_out(spelled: str) -> None:
-    table, (name, parameters) = SPELLED[spelled]
+@pytest.mark.parametrize("case", COMPOSITIONS)
+def test_a_composition_equals_its_preset(case: str) -> None:
+    table, (name, parameters) = COMPOSITIONS[case]
     assert_same(keel.objective(table), keel.objective(name, **parameters), random_step(22, spread=1.2))
 
 
-def test_recipe_extended_by_a_gate_equals_both_rules_spelled_out() -> None:
+def test_a_preset_with_an_extra_gate_equals_a_composition_with_both_gates() -> None:
     step = random_step(23, spread=1.5)
     gate = {"statistic": "sequence_kl", "high": 1e-4, "when": "negative_advantage"}
     extended = keel.objective("icepop", gates=[gate])
-    spelled = keel.objective({"gates": [{"statistic": "ratio", "low": 0.2, "high": 5.0}, gate]})
-    assert_same(extended, spelled, step)
+    composed = keel.objective({"gates": [{"statistic": "ratio", "low": 0.2, "high": 5.0}, gate]})
+    assert_same(extended, composed, step)
     kept: Tensor = extended(step).keep
     assert torch.equal(kept, keel.objective("icepop")(step).keep & keel.objective("opsm")(step).keep)
     assert kept.sum() < keel.objective("icepop")(step).keep.sum()
 
 
-def test_composition_object_is_as_good_as_its_table() -> None:
+def test_a_composition_object_equals_its_table() -> None:
     table = {"gates": [{"statistic": "ratio", "high": 2.0}], "adv_tau": 2.0}
     composition = keel.Composition(gates=[keel.Gate(statistic="ratio", high=2.0)], adv_tau=2.0)
     assert_same(keel.objective(composition), keel.objective(table), random_step(24))
 
 
-def test_mistake_in_a_table_is_keels_own_error_and_names_the_setting() -> None:
+def test_a_mistake_in_a_table_is_a_config_error_that_names_the_setting() -> None:
     with pytest.raises(keel.ConfigError, match=r"objective\.gats is not a setting; did you mean gates"):
         keel.objective({"gats": []})
     with pytest.raises(
@@ -283,13 +283,13 @@ def test_mistake_in_a_table_is_keels_own_error_and_names_the_setting() -> None:
         keel.objective({"gates": [{"statistic": "ratio", "low": 6.0, "high": 5.0}]})
 
 
-def test_low_bound_above_its_high_bound_is_refused_by_the_names_of_the_recipe() -> None:
+def test_a_low_bound_above_its_high_bound_is_an_error_with_the_parameters_of_the_preset() -> None:
     with pytest.raises(
         keel.ConfigError, match=r"objective\.ratio_low = 6\.0 must be below objective\.ratio_high = 5\.0"
     ):
         keel.objective("icepop", ratio_low=6.0)
 
 
-def test_composition_takes_no_parameters_beside_it() -> None:
+def test_parameters_in_addition_to_a_composition_are_an_error() -> None:
     with pytest.raises(TypeError, match="kl_tau"):
         keel.objective({"gates": []}, kl_tau=0.1)

@@ -1,8 +1,8 @@
-"""Every recipe against its mathematics.
+"""Every preset equals a reference implementation of its mathematics.
 
-Each reference below is a plain loop over sequences and tokens in float64, differentiated by autograd, with `detach`
-where the rule stops the gradient. Nothing here uses Keel's parts. Where a rule's gradient is the true derivative of
-its loss, finite differences say so too.
+Each reference is a plain loop over sequences and tokens in float64, differentiated by autograd, with `detach` where the
+objective stops the gradient. The references use no code of Keel. If the gradient of an objective is the derivative of
+its loss, it is also compared with finite differences.
 """
 
 import math
@@ -14,11 +14,11 @@ from torch import Tensor
 
 import keel
 from keel.objectives import PRESETS
-from tests.support.strategies import CASES, close, objective, random_step, run
+from tests.support.strategies import CASES, case_objective, close, random_step, run
 
 
 class Naive:
-    """The trainable tokens of a step as scalars, by position, and the positions of each sequence."""
+    """The trainable tokens of a step as scalars by position, and the positions of each sequence."""
 
     def __init__(self, batch: keel.TokenBatch, roles: tuple[int, ...] | None = None) -> None:
         self.leaf = batch.logprobs.detach().clone().requires_grad_()
@@ -72,7 +72,7 @@ def sequence_mean(n: Naive, terms: Terms) -> Tensor:
 
 
 def clipped(r: Tensor, adv: Tensor, eps: float, eps_high: float | None = None, dual: float | None = None) -> Tensor:
-    """PPO: minus the smaller of r*A and clip(r)*A; with dual clip, at least dual*A where A < 0."""
+    """Return -min(r*A, clip(r)*A); with dual clip, the minimum is at least dual*A where A < 0."""
     gain = torch.min(r * adv, r.clamp(1 - eps, 1 + (eps if eps_high is None else eps_high)) * adv)
     if dual is not None and adv < 0:
         gain = torch.max(gain, dual * adv)
@@ -91,7 +91,7 @@ def clip_terms(n: Naive, anchor: dict[int, Tensor], eps: float = 0.2, eps_high: 
     return {t: clipped((n.l[t] - anchor[t]).exp(), n.adv[t], eps, eps_high) for t in n.kept}
 
 
-# --- the five objectives the project exists for
+# The main objectives
 
 
 def icepop_terms(n: Naive, low: float = 0.2, high: float = 5.0) -> Terms:
@@ -120,9 +120,9 @@ def dppo_tv(n: Naive) -> Tensor:
     return token_mean(n, linear(n))
 
 
-def with_drift_on_all(n: Naive, kl_tau: float = 1e-3) -> Tensor:
-    drift = {t: kl_tau * (n.l[t] - n.b[t]) ** 2 for t in n.tokens}
-    return token_mean(n, linear(n)) + token_mean(n, drift)
+def with_penalty_on_all(n: Naive, kl_tau: float = 1e-3) -> Tensor:
+    penalties = {t: kl_tau * (n.l[t] - n.b[t]) ** 2 for t in n.tokens}
+    return token_mean(n, linear(n)) + token_mean(n, penalties)
 
 
 def dppo_kl(n: Naive) -> Tensor:
@@ -130,7 +130,7 @@ def dppo_kl(n: Naive) -> Tensor:
         difference = n.p(t) - n.q(t)
         if (n.adv[t] > 0 and difference > 0.2) or (n.adv[t] < 0 and difference < -0.2):
             n.dropped.add(t)
-    return with_drift_on_all(n)
+    return with_penalty_on_all(n)
 
 
 def opsm_gate(n: Naive, delta: float = 1e-4) -> None:
@@ -151,12 +151,12 @@ def opsm_proximal(n: Naive) -> Tensor:
     return token_mean(n, clip_terms(n, n.o, 0.2, 0.3))
 
 
-# --- the other recipes
+# The other presets
 
 
 def ipo(n: Naive) -> Tensor:
     n.dropped |= {t for t in n.tokens if abs(n.p(t) - n.q(t)) > 0.1}
-    return with_drift_on_all(n)
+    return with_penalty_on_all(n)
 
 
 def reinforce(n: Naive) -> Tensor:
@@ -180,7 +180,7 @@ def ppo(n: Naive) -> Tensor:
 
 
 def sequence_clip(n: Naive, anchor: dict[int, Tensor], eps: float, eps_high: float) -> dict[int, Tensor]:
-    """GSPO's loss of each sequence: its geometric mean ratio, clipped, with its advantage."""
+    """Return GSPO's loss of each sequence: the clipped geometric mean ratio times the advantage."""
     losses = {}
     for name, ts in n.sequences.items():
         ratio = (total([n.l[t] - anchor[t] for t in ts]) / len(ts)).exp()
@@ -197,7 +197,8 @@ def gspo_wide(n: Naive) -> Tensor:
 
 
 def gspo_gated_kept(n: Naive) -> Tensor:
-    """Refused tokens leave the sequence's ratio, its advantage and its length; empty sequences leave the mean."""
+    """Dropped tokens count in neither ratio, advantage nor length of a sequence, and empty sequences not in the
+    mean."""
     drop_outside_ratio_band(n, 0.4, 2.5)
     n.sequences = {name: [t for t in ts if t not in n.dropped] for name, ts in n.sequences.items()}
     n.sequences = {name: ts for name, ts in n.sequences.items() if ts}
@@ -215,7 +216,7 @@ def cispo(n: Naive, low: float = 0.0, high: float = 5.0) -> Tensor:
 
 
 def importance(n: Naive, level: str) -> dict[int, Tensor]:
-    """o/b of the token, its product over the sequence, or its geometric mean."""
+    """Return o/b of each token, or its product or geometric mean over the sequence."""
     if level == "token":
         return {t: (n.o[t] - n.b[t]).exp() for t in n.tokens}
     ratios = {}
@@ -266,9 +267,9 @@ def kpop(n: Naive) -> Tensor:
 
 def dppo_binary_kl(n: Naive) -> Tensor:
     for t in n.tokens:
-        far = bernoulli_kl(n.q(t), n.p(t)) > 0.05
-        away = (n.adv[t] > 0 and n.p(t) > n.q(t)) or (n.adv[t] < 0 and n.p(t) < n.q(t))
-        if far and away:
+        too_large = bernoulli_kl(n.q(t), n.p(t)) > 0.05
+        in_direction = (n.adv[t] > 0 and n.p(t) > n.q(t)) or (n.adv[t] < 0 and n.p(t) < n.q(t))
+        if too_large and in_direction:
             n.dropped.add(t)
     return token_mean(n, linear(n))
 
@@ -298,7 +299,7 @@ def sapo(n: Naive) -> Tensor:
 
 
 def gmpo(n: Naive) -> Tensor:
-    """The geometric mean of min(r, e^0.4) where A > 0 and max(r, e^-0.4) where A < 0, times A; mean over sequences."""
+    """Return the mean over sequences of A times gmean(min(r, e^0.4) where A > 0, max(r, e^-0.4) where A < 0)."""
     losses = []
     for ts in n.sequences.values():
         logs = []
@@ -308,7 +309,7 @@ def gmpo(n: Naive) -> Tensor:
         kept = [t for t in ts if t not in n.dropped]
         if kept:
             advantage = total([n.adv[t] for t in kept]) / len(kept)
-            # a refused token still counts in the sequence's length, so the sequence weighs by what it kept
+            # a dropped token counts in the length of its sequence, so a sequence is weighted by its kept fraction
             losses.append(-advantage * (total(logs) / len(logs)).exp() * len(kept) / len(ts))
     return total(losses) / len(n.sequences)
 
@@ -347,7 +348,7 @@ def cross_entropy(n: Naive) -> Tensor:
     return token_mean(n, {t: -n.l[t] for t in n.tokens})
 
 
-# --- reductions, transforms and the KL to a reference
+# Reductions, transforms and the KL to a reference
 
 
 def icepop_kept(n: Naive) -> Tensor:
@@ -361,8 +362,8 @@ def icepop_sequences(n: Naive) -> Tensor:
 
 def icepop_sequences_kept(n: Naive) -> Tensor:
     terms = icepop_terms(n)
-    left = [[terms[t] for t in ts if t in terms] for ts in n.sequences.values()]
-    means = [total(values) / len(values) for values in left if values]
+    kept_terms = [[terms[t] for t in ts if t in terms] for ts in n.sequences.values()]
+    means = [total(values) / len(values) for values in kept_terms if values]
     return total(means) / len(means)
 
 
@@ -372,22 +373,22 @@ def icepop_constant(n: Naive) -> Tensor:
 
 def icepop_constant_kept(n: Naive) -> Tensor:
     terms = icepop_terms(n)
-    alive = [ts for ts in n.sequences.values() if any(t in terms for t in ts)]
-    return total(list(terms.values())) / (7 * len(alive))
+    kept_sequences = [ts for ts in n.sequences.values() if any(t in terms for t in ts)]
+    return total(list(terms.values())) / (7 * len(kept_sequences))
 
 
-def penalise_drift(n: Naive, k: dict[int, float], coef: float) -> None:
+def add_kl_penalty(n: Naive, k: dict[int, float], coef: float) -> None:
     mean = sum(k.values()) / len(k)
     n.adv = {t: n.adv[t] + coef * (mean - k[t]) for t in n.tokens}
 
 
 def icepop_kl_penalty(n: Naive) -> Tensor:
-    penalise_drift(n, {t: n.l[t].item() - n.f[t].item() for t in n.tokens}, 0.1)
+    add_kl_penalty(n, {t: n.l[t].item() - n.f[t].item() for t in n.tokens}, 0.1)
     return icepop(n)
 
 
 def dapo_kl_penalty_sampled(n: Naive) -> Tensor:
-    penalise_drift(n, {t: n.b[t].item() - n.f[t].item() for t in n.tokens}, 0.3)
+    add_kl_penalty(n, {t: n.b[t].item() - n.f[t].item() for t in n.tokens}, 0.3)
     return dapo(n)
 
 
@@ -476,10 +477,10 @@ REFERENCES: dict[str, Callable[[Naive], Tensor]] = {
 }
 
 STEPS = [(0, 0.9), (2, 1.8), (3, 3.0)]
-"""Seed and spread of the log-ratios: from near to far off policy."""
+"""Seed and spread of the log-ratios, from near to far off-policy."""
 
 
-def test_every_recipe_has_a_reference() -> None:
+def test_every_preset_has_a_reference() -> None:
     assert PRESETS.keys() <= REFERENCES.keys()
     assert CASES.keys() == REFERENCES.keys()
 
@@ -492,7 +493,7 @@ def test_loss_gradient_and_kept_tokens_equal_the_reference(case: str, seed: int,
     naive = Naive(step, roles)
     expected = REFERENCES[case](naive)
     (expected_gradient,) = torch.autograd.grad(expected, naive.leaf)
-    loss, gradient, result = run(objective(case), step)
+    loss, gradient, result = run(case_objective(case), step)
     assert result.keep.nonzero().squeeze(1).tolist() == naive.kept
     assert result.kept_tokens == len(naive.kept)
     close(loss, expected.detach())
@@ -500,45 +501,45 @@ def test_loss_gradient_and_kept_tokens_equal_the_reference(case: str, seed: int,
     close(result.gradient, gradient)
 
 
-# with its default of 1e-4 veto hardly ever fires; "veto, often" stands in for it
-GATED = [case for case in CASES if objective(case).composition.gates and case != "veto"]
+# veto with its default of 1e-4 almost never drops a sequence; "veto, often" covers it
+GATED = [case for case in CASES if case_objective(case).composition.gates and case != "veto"]
 
 
 @pytest.mark.parametrize("case", GATED)
-def test_reference_steps_make_every_gate_both_keep_and_refuse(case: str) -> None:
-    """Otherwise the comparison with the reference would say nothing about the gates."""
+def test_every_gate_keeps_and_drops_tokens_on_the_reference_steps(case: str) -> None:
+    """Otherwise the comparison with the references would not test the gates."""
     assert {kept for seed, spread in STEPS for kept in _kept_tokens(case, seed, spread)} == {True, False}
 
 
 def _kept_tokens(case: str, seed: int, spread: float) -> list[bool]:
     step = random_step(seed, spread=spread)
-    return objective(case)(step).keep[step.trainable].tolist()
+    return case_objective(case)(step).keep[step.trainable].tolist()
 
 
-STOPPED = ("cispo", "vespo", "decoupled_ppo_loglinear", "on_policy_distillation", "teacher", "icepop, kl_penalty")
-"""Rules whose gradient is not the derivative of their loss, because they hold a function of l constant."""
+DETACHED = ("cispo", "vespo", "decoupled_ppo_loglinear", "on_policy_distillation", "teacher", "icepop, kl_penalty")
+"""Objectives whose gradient is not the derivative of their loss, because they detach a function of l."""
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not any(word in case for word in STOPPED)])
-def test_gradient_is_the_finite_difference_of_the_loss(case: str) -> None:
-    step, rule, width = random_step(5, lengths=(4, 2, 3, 5, 1), spread=0.9), objective(case), 1e-6
-    _, gradient, _ = run(rule, step)
+@pytest.mark.parametrize("case", [case for case in CASES if not any(name in case for name in DETACHED)])
+def test_the_gradient_is_the_finite_difference_of_the_loss(case: str) -> None:
+    step, objective, width = random_step(5, lengths=(4, 2, 3, 5, 1), spread=0.9), case_objective(case), 1e-6
+    _, gradient, _ = run(objective, step)
     for t in step.trainable.nonzero().squeeze(1).tolist():
-        ends = []
+        losses = []
         for sign in (1, -1):
-            moved = step.logprobs.clone()
-            moved[t] += sign * width
-            ends.append(float(rule(step.replace(logprobs=moved)).loss))
-        assert gradient[t].item() == pytest.approx((ends[0] - ends[1]) / (2 * width), rel=1e-5, abs=1e-8)
+            shifted = step.logprobs.clone()
+            shifted[t] += sign * width
+            losses.append(float(objective(step.replace(logprobs=shifted)).loss))
+        assert gradient[t].item() == pytest.approx((losses[0] - losses[1]) / (2 * width), rel=1e-5, abs=1e-8)
 
 
 @pytest.mark.parametrize("case", ["cispo", "vespo", "on_policy_distillation", "icepop, kl_penalty"])
-def test_stopped_gradients_differ_from_the_derivative_of_the_loss(case: str) -> None:
-    """The complement of the test above: a rule that says it stops a gradient does stop it."""
-    step, rule, width = random_step(5, lengths=(4, 2, 3, 5, 1), spread=0.9), objective(case), 1e-6
-    _, gradient, _ = run(rule, step)
+def test_the_gradient_with_detached_terms_differs_from_the_derivative_of_the_loss(case: str) -> None:
+    """The complement of the test above: the listed objectives do detach a term."""
+    step, objective, width = random_step(5, lengths=(4, 2, 3, 5, 1), spread=0.9), case_objective(case), 1e-6
+    _, gradient, _ = run(objective, step)
     t = int(step.trainable.nonzero()[0])
-    moved = step.logprobs.clone()
-    moved[t] += width
-    slope = (rule(step.replace(logprobs=moved)).loss - rule(step).loss).item() / width
-    assert abs(gradient[t].item() - slope) > 1e-4
+    shifted = step.logprobs.clone()
+    shifted[t] += width
+    derivative = (objective(step.replace(logprobs=shifted)).loss - objective(step).loss).item() / width
+    assert abs(gradient[t].item() - derivative) > 1e-4

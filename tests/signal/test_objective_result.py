@@ -1,4 +1,4 @@
-"""What an objective says of itself and of its loss."""
+"""Properties of an objective and of its result."""
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ LOCAL = {"icepop": True, "dppo_kl": True, "dr_grpo": True, "grpo": False, "opsm"
 
 
 @pytest.mark.parametrize(("name", "local"), LOCAL.items())
-def test_only_rules_without_sequences_or_steps_are_token_local(name: str, local: bool) -> None:
+def test_objectives_that_depend_on_sequences_or_the_step_are_not_token_local(name: str, local: bool) -> None:
     assert keel.objective(name).token_local is local
 
 
-def test_centring_over_the_step_is_not_token_local_unless_it_is_known_before() -> None:
+def test_a_kl_mean_over_the_step_is_token_local_only_with_the_sampled_source() -> None:
     assert not keel.objective("icepop", kl_penalty_coef=0.1).token_local
     assert keel.objective("icepop", kl_penalty_coef=0.1, kl_penalty_source="sampled").token_local
 
@@ -41,16 +41,16 @@ def computes_in_float32(batch: keel.TokenBatch) -> Tensor:
     return -(torch.exp(d) * batch.advantages[keep].float()).sum() / tokens_of(batch)
 
 
-def asserts_that_the_sampler_is_finite(batch: keel.TokenBatch) -> Tensor:
+def asserts_finite_sampler_logprobs(batch: keel.TokenBatch) -> Tensor:
     assert batch.sampler_logprobs[batch.trainable].isfinite().all()
     return right_icepop(batch)
 
 
-def swallows_options(batch: keel.TokenBatch, **options: float) -> Tensor:
+def ignores_options(batch: keel.TokenBatch, **options: float) -> Tensor:
     return linear(batch, kept_mask(batch)).sum() / tokens_of(batch)
 
 
 def test_audit_accepts_float32_and_raising_on_nan_but_not_ignored_options() -> None:
     assert audit(computes_in_float32).passed
-    assert audit(asserts_that_the_sampler_is_finite).passed
-    assert audit(swallows_options).failed == ["g"]
+    assert audit(asserts_finite_sampler_logprobs).passed
+    assert audit(ignores_options).failed == ["g"]

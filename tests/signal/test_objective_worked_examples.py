@@ -1,4 +1,4 @@
-"""The worked numbers of the objectives' definition, exact to float32."""
+"""Worked examples of the definitions of objectives, exact to float32."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ F32 = torch.float32
 
 
 def leak_example() -> keel.TokenBatch:
-    """One negative sequence, one unit of KL, with one positive token inside."""
+    """Return a sequence with negative mean advantage and a sequence KL of 1 that contains one positive token."""
     return keel.TokenBatch(
         logprobs=torch.tensor([-1.0, -1.0, -1.0], dtype=F32, requires_grad=True),
         sampler_logprobs=torch.zeros(3, dtype=F32),
@@ -19,7 +19,7 @@ def leak_example() -> keel.TokenBatch:
     )
 
 
-def test_opsm_rejects_the_positive_token_of_a_rejected_sequence() -> None:
+def test_opsm_drops_the_positive_token_of_a_dropped_sequence() -> None:
     step = leak_example()
     result = keel.objective("opsm", opsm_delta=1e-4)(step)
     result.loss.backward()
@@ -32,8 +32,8 @@ def test_opsm_rejects_the_positive_token_of_a_rejected_sequence() -> None:
     assert result.metrics["masked_sequences"].mean == 1.0
 
 
-def test_deciding_token_by_token_would_have_leaked_what_the_definition_says() -> None:
-    """The same numbers as three sequences of one token: the positive one stays, with -0.09196986 and -0.03065662."""
+def test_a_decision_per_token_would_keep_the_positive_token() -> None:
+    """The same tokens as three sequences: the positive one is kept, with a loss sum of -0.09196986."""
     result = keel.objective("opsm")(leak_example().replace(sequence=torch.arange(3)))
     assert result.keep.tolist() == [False, True, False]
     assert result.loss.item() == pytest.approx(-0.03065662, rel=1e-6)
@@ -41,34 +41,34 @@ def test_deciding_token_by_token_would_have_leaked_what_the_definition_says() ->
     assert result.metrics["masked_sequence_tokens"].mean == pytest.approx(2 / 3)
 
 
-def test_opsm_decides_by_the_sequence_kl_of_one() -> None:
-    """The KL of the example is 1.0: a delta just below rejects, 1.0 itself keeps."""
+def test_opsm_compares_the_sequence_kl_with_its_delta() -> None:
+    """The sequence KL is 1: a delta just below 1 drops the sequence, a delta of 1 keeps it."""
     assert keel.objective("opsm", opsm_delta=0.999999)(leak_example()).kept_tokens == 0
     assert keel.objective("opsm", opsm_delta=1.0)(leak_example()).kept_tokens == 3
 
 
 @pytest.mark.parametrize("delta", [0.999999, 1.0])
-def test_opsm_ignores_what_is_not_trainable(delta: float) -> None:
-    def example(junk_logprob: float, junk_advantage: float) -> keel.TokenBatch:
+def test_opsm_ignores_untrainable_tokens(delta: float) -> None:
+    def example(ignored_logprob: float, ignored_advantage: float) -> keel.TokenBatch:
         return keel.TokenBatch(
             logprobs=torch.tensor([-1.0, -1.0, -1.0], dtype=F32),
-            sampler_logprobs=torch.tensor([0.0, junk_logprob, 0.0], dtype=F32),
-            advantages=torch.tensor([-1.0, junk_advantage, -1.0], dtype=F32),
+            sampler_logprobs=torch.tensor([0.0, ignored_logprob, 0.0], dtype=F32),
+            advantages=torch.tensor([-1.0, ignored_advantage, -1.0], dtype=F32),
             trainable=torch.tensor([True, False, True]),
             sequence=torch.zeros(3, dtype=torch.int64),
         )
 
-    rule = keel.objective("opsm", opsm_delta=delta)
-    result, clean = rule(example(9.0, 5.0)), rule(example(0.0, -1.0))
+    objective = keel.objective("opsm", opsm_delta=delta)
+    result, expected = objective(example(9.0, 5.0)), objective(example(0.0, -1.0))
     kept = [False, False, False] if delta < 1 else [True, False, True]
-    assert result.keep.tolist() == clean.keep.tolist() == kept
-    assert result.loss.item() == clean.loss.item()
+    assert result.keep.tolist() == expected.keep.tolist() == kept
+    assert result.loss.item() == expected.loss.item()
     assert result.metrics["masked_sequence_tokens"].mean == (1.0 if delta < 1 else 0.0)
     assert result.metrics["masked_sequence_tokens"].count == 2
 
 
-def test_kl_penalty_moves_advantage_from_drifted_tokens_to_the_others() -> None:
-    """k = [0.5, -0.5, 1.0], coefficient 0.1: the adjustment, read off the gradient of an on-policy linear term."""
+def test_the_kl_penalty_lowers_the_advantage_of_tokens_above_the_mean() -> None:
+    """k = [0.5, -0.5, 1.0] with coefficient 0.1. The gradient of an on-policy linear term shows the adjustment."""
     k = torch.tensor([0.5, -0.5, 1.0], dtype=F32)
     logprobs = torch.tensor([-1.0, -1.0, -1.0], dtype=F32)
     step = keel.TokenBatch(

@@ -30,11 +30,11 @@ def tokens_of(batch: TokenBatch) -> Tensor:
     return batch.trainable.sum().clamp(min=1)
 
 
-def each_sequence(batch: TokenBatch) -> list[Tensor]:
-    return [(batch.sequence == each) & batch.trainable for each in torch.unique(batch.sequence)]
+def sequence_masks(batch: TokenBatch) -> list[Tensor]:
+    return [(batch.sequence == sequence) & batch.trainable for sequence in torch.unique(batch.sequence)]
 
 
-# correct
+# Correct losses
 
 
 def right_icepop(batch: TokenBatch) -> Tensor:
@@ -42,25 +42,25 @@ def right_icepop(batch: TokenBatch) -> Tensor:
 
 
 def right_clip(batch: TokenBatch) -> Tensor:
-    usable = batch.trainable & batch.sampler_logprobs.isfinite()
-    ratio = torch.exp((batch.logprobs[usable] - batch.sampler_logprobs[usable]).clamp(-30, 30))
-    advantage = batch.advantages[usable]
+    valid = batch.trainable & batch.sampler_logprobs.isfinite()
+    ratio = torch.exp((batch.logprobs[valid] - batch.sampler_logprobs[valid]).clamp(-30, 30))
+    advantage = batch.advantages[valid]
     return torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.2) * advantage).sum() / tokens_of(batch)
 
 
 def right_sequence_mask(batch: TokenBatch) -> Tensor:
     keep = batch.trainable & batch.sampler_logprobs.isfinite()
     total = batch.logprobs[batch.trainable].sum() * 0
-    for mine in each_sequence(batch):
-        mine = mine & keep
-        if mine.any():
-            kl = (batch.sampler_logprobs[mine] - batch.logprobs[mine]).mean().detach()
-            if not (kl > 0.05 and batch.advantages[mine].mean() < 0):
-                total = total + linear(batch, mine).sum()
+    for selected in sequence_masks(batch):
+        selected = selected & keep
+        if selected.any():
+            kl = (batch.sampler_logprobs[selected] - batch.logprobs[selected]).mean().detach()
+            if not (kl > 0.05 and batch.advantages[selected].mean() < 0):
+                total = total + linear(batch, selected).sum()
     return total / tokens_of(batch)
 
 
-def right_ratio_and_drift(batch: TokenBatch, kl_tau: float = 1e-3) -> Tensor:
+def right_mask_and_penalty(batch: TokenBatch, kl_tau: float = 1e-3) -> Tensor:
     keep = kept_mask(batch)
     d = batch.logprobs[keep] - batch.sampler_logprobs[keep]
     return (linear(batch, keep) + kl_tau * d.square()).sum() / tokens_of(batch)
@@ -70,35 +70,37 @@ def right_group_baseline(batch: TokenBatch) -> Tensor:
     keep = kept_mask(batch)
     centred = batch.advantages.clone()
     for group in torch.unique(batch.group[keep]):
-        mine = keep & (batch.group == group)
-        centred[mine] -= batch.advantages[mine].mean()
+        selected = keep & (batch.group == group)
+        centred[selected] -= batch.advantages[selected].mean()
     return linear(batch, keep, centred).sum() / tokens_of(batch)
 
 
 @keel.declare(divisor="sequences")
 def right_sequence_mean(batch: TokenBatch) -> Tensor:
     keep = kept_mask(batch)
-    sums = [linear(batch, mine & keep).sum() / mine.sum() for mine in each_sequence(batch) if mine.any()]
+    sums = [
+        linear(batch, selected & keep).sum() / selected.sum() for selected in sequence_masks(batch) if selected.any()
+    ]
     return torch.stack(sums).mean()
 
 
-@keel.declare(leaves="policy term")
-def right_drift_on_all(batch: TokenBatch) -> Tensor:
-    usable = batch.trainable & batch.sampler_logprobs.isfinite()
-    d = batch.logprobs[usable] - batch.sampler_logprobs[usable]
+@keel.declare(dropped_from="policy term")
+def right_penalty_on_all(batch: TokenBatch) -> Tensor:
+    valid = batch.trainable & batch.sampler_logprobs.isfinite()
+    d = batch.logprobs[valid] - batch.sampler_logprobs[valid]
     return (linear(batch, kept_mask(batch)).sum() + 1e-3 * d.square().sum()) / tokens_of(batch)
 
 
 @keel.declare(anchor="proximal")
 def right_proximal(batch: TokenBatch) -> Tensor:
-    usable = batch.trainable & batch.sampler_logprobs.isfinite()
-    d = batch.logprobs[usable] - batch.proximal_logprobs[usable]
+    valid = batch.trainable & batch.sampler_logprobs.isfinite()
+    d = batch.logprobs[valid] - batch.proximal_logprobs[valid]
     inside = d.abs() < 1
-    return -(batch.advantages[usable][inside] * torch.exp(d[inside])).sum() / tokens_of(batch)
+    return -(batch.advantages[valid][inside] * torch.exp(d[inside])).sum() / tokens_of(batch)
 
 
 @keel.declare(divisor="kept tokens")
-def right_kept_divides(batch: TokenBatch) -> Tensor:
+def right_kept_divisor(batch: TokenBatch) -> Tensor:
     keep = kept_mask(batch)
     return linear(batch, keep).sum() / keep.sum().clamp(min=1)
 
@@ -107,34 +109,34 @@ RIGHT: list[Loss] = [
     right_icepop,
     right_clip,
     right_sequence_mask,
-    right_ratio_and_drift,
+    right_mask_and_penalty,
     right_group_baseline,
     right_sequence_mean,
-    right_drift_on_all,
+    right_penalty_on_all,
     right_proximal,
-    right_kept_divides,
+    right_kept_divisor,
 ]
 
 
-# correct losses in other styles, each with its own way to reduce over sequences
+# Correct losses in other styles, with different ways to reduce over sequences
 
 
 def token_mean(batch: TokenBatch) -> Tensor:
     """REINFORCE with a truncated importance weight, averaged over tokens with torch.where."""
-    usable = batch.trainable & batch.sampler_logprobs.isfinite()
-    log_ratio = torch.where(usable, batch.logprobs - batch.sampler_logprobs, 0.0)
-    log_ratio = torch.where(usable, log_ratio, 0.0).clamp(-20.0, 20.0)
-    policy_loss = -torch.where(usable, batch.advantages, 0.0) * torch.exp(log_ratio).clamp(max=2.0)
+    valid = batch.trainable & batch.sampler_logprobs.isfinite()
+    log_ratio = torch.where(valid, batch.logprobs - batch.sampler_logprobs, 0.0)
+    log_ratio = torch.where(valid, log_ratio, 0.0).clamp(-20.0, 20.0)
+    policy_loss = -torch.where(valid, batch.advantages, 0.0) * torch.exp(log_ratio).clamp(max=2.0)
     return policy_loss.sum() / batch.trainable.sum().clamp(min=1)
 
 
-def usable_tokens(batch: TokenBatch) -> TokenBatch:
+def valid_tokens(batch: TokenBatch) -> TokenBatch:
     return batch.take((batch.trainable & batch.sampler_logprobs.isfinite()).nonzero().squeeze(1))
 
 
 def sequence_mask_index_add(batch: TokenBatch) -> Tensor:
     """Drop sequences by their mean log-ratio: index_add into a table of max + 1 rows."""
-    tokens = usable_tokens(batch)
+    tokens = valid_tokens(batch)
     if len(tokens) == 0:
         return batch.logprobs.sum() * 0.0
     log_ratio = tokens.logprobs - tokens.sampler_logprobs
@@ -147,7 +149,7 @@ def sequence_mask_index_add(batch: TokenBatch) -> Tensor:
 
 def sequence_ratio_scatter_add(batch: TokenBatch) -> Tensor:
     """GSPO with a token-level mean: one clipped ratio per sequence, computed with scatter_add."""
-    tokens = usable_tokens(batch)
+    tokens = valid_tokens(batch)
     if len(tokens) == 0:
         return batch.logprobs.sum() * 0.0
     size = int(tokens.sequence.max()) + 1
@@ -165,12 +167,12 @@ def sequence_ratio_scatter_add(batch: TokenBatch) -> Tensor:
 def sequence_mean_unique_inverse(batch: TokenBatch) -> Tensor:
     """GRPO: clipped ratios, averaged per sequence and then over sequences, with torch.unique."""
     _, inverse = torch.unique(batch.sequence[batch.trainable], return_inverse=True)
-    usable = batch.sampler_logprobs[batch.trainable].isfinite()
+    valid = batch.sampler_logprobs[batch.trainable].isfinite()
     lengths = torch.bincount(inverse).to(batch.logprobs.dtype)
-    tokens = usable_tokens(batch)
+    tokens = valid_tokens(batch)
     ratio = torch.exp((tokens.logprobs - tokens.sampler_logprobs).clamp(-20.0, 20.0))
     surrogate = torch.minimum(ratio * tokens.advantages, ratio.clamp(0.8, 1.2) * tokens.advantages)
-    return -(surrogate / lengths[inverse[usable]]).sum() / max(len(lengths), 1)
+    return -(surrogate / lengths[inverse[valid]]).sum() / max(len(lengths), 1)
 
 
 def sequence_mask_loop(batch: TokenBatch) -> Tensor:
@@ -210,7 +212,7 @@ def sequence_ratio_padded(batch: TokenBatch) -> Tensor:
 def constant_length(batch: TokenBatch) -> Tensor:
     """Dr. GRPO: clipped ratios, summed and divided by sequences times a maximum length; sequences from bincount."""
     sequences = (torch.bincount(batch.sequence[batch.trainable]) > 0).sum().clamp(min=1)
-    tokens = usable_tokens(batch)
+    tokens = valid_tokens(batch)
     ratio = torch.exp((tokens.logprobs - tokens.sampler_logprobs).clamp(-20.0, 20.0))
     surrogate = torch.minimum(ratio * tokens.advantages, ratio.clamp(0.8, 1.28) * tokens.advantages)
     return -surrogate.sum() / (sequences * 1024)
@@ -228,7 +230,7 @@ def ppo_clip_proximal(batch: TokenBatch) -> Tensor:
 
 def sequence_mask_segment_reduce(batch: TokenBatch) -> Tensor:
     """Drop sequences by their largest ratio: sort by id, then torch.segment_reduce over lengths from bincount."""
-    tokens = usable_tokens(batch)
+    tokens = valid_tokens(batch)
     if len(tokens) == 0:
         return batch.logprobs.sum() * 0.0
     tokens = tokens.take(torch.argsort(tokens.sequence, stable=True))
@@ -241,7 +243,7 @@ def sequence_mask_segment_reduce(batch: TokenBatch) -> Tensor:
 
 def sequence_mask_one_hot(batch: TokenBatch) -> Tensor:
     """Drop sequences of negative advantage with a large KL: membership as a one-hot matrix."""
-    tokens = usable_tokens(batch)
+    tokens = valid_tokens(batch)
     if len(tokens) == 0:
         return batch.logprobs.sum() * 0.0
     membership = torch.nn.functional.one_hot(tokens.sequence).to(tokens.logprobs.dtype)
@@ -264,12 +266,12 @@ def group_baseline_table(batch: TokenBatch) -> Tensor:
 
 
 def group_loop_range(batch: TokenBatch) -> Tensor:
-    """Loop over range(group.max() + 1) and skip absent groups; sequences weigh equally in the group's mean."""
+    """Loop over range(group.max() + 1) and skip absent groups; sequences have equal weight in the group's mean."""
     keep = kept_mask(batch)
     centred = batch.advantages.clone()
     for group in range(int(batch.group.max()) + 1):
-        members = [keep & (batch.sequence == sequence) for sequence in batch.sequence[batch.group == group].unique()]
-        means = [batch.advantages[member].mean() for member in members if member.any()]
+        masks = [keep & (batch.sequence == sequence) for sequence in batch.sequence[batch.group == group].unique()]
+        means = [batch.advantages[mask].mean() for mask in masks if mask.any()]
         if means:
             centred[batch.group == group] -= torch.stack(means).mean()
     return linear(batch, keep, centred).sum() / tokens_of(batch)
@@ -291,23 +293,23 @@ CORRECT_STYLES: list[Loss] = [
 ]
 
 
-# wrong
+# Wrong losses
 
 
 def mask_times_exp(batch: TokenBatch) -> Tensor:
     """The mask multiplies a ratio that has already overflowed: 0 * inf."""
-    usable = batch.trainable & batch.sampler_logprobs.isfinite()
-    ratio = torch.exp(batch.logprobs[usable] - batch.sampler_logprobs[usable])
+    valid = batch.trainable & batch.sampler_logprobs.isfinite()
+    ratio = torch.exp(batch.logprobs[valid] - batch.sampler_logprobs[valid])
     keep = ((ratio >= 0.2) & (ratio <= 5.0)).double().detach()
-    return -(keep * ratio * batch.advantages[usable]).sum() / tokens_of(batch)
+    return -(keep * ratio * batch.advantages[valid]).sum() / tokens_of(batch)
 
 
 def where_after_exp(batch: TokenBatch) -> Tensor:
     """The forward pass is finite, but the backward pass computes 0 * inf."""
-    usable = batch.trainable & batch.sampler_logprobs.isfinite()
-    ratio = torch.exp(batch.logprobs[usable] - batch.sampler_logprobs[usable])
+    valid = batch.trainable & batch.sampler_logprobs.isfinite()
+    ratio = torch.exp(batch.logprobs[valid] - batch.sampler_logprobs[valid])
     inside = (ratio >= 0.2) & (ratio <= 5.0)
-    return -torch.where(inside, ratio * batch.advantages[usable], 0.0).sum() / tokens_of(batch)
+    return -torch.where(inside, ratio * batch.advantages[valid], 0.0).sum() / tokens_of(batch)
 
 
 def nan_times_zero(batch: TokenBatch) -> Tensor:
@@ -326,16 +328,16 @@ def missing_read_as_on_policy(batch: TokenBatch) -> Tensor:
 def _baseline_by(batch: TokenBatch, label: Tensor) -> Tensor:
     keep = kept_mask(batch)
     centred = batch.advantages.clone()
-    for each in torch.unique(label[keep]):
-        mine = keep & (label == each)
-        centred[mine] -= batch.advantages[mine].mean()
+    for group in torch.unique(label[keep]):
+        selected = keep & (label == group)
+        centred[selected] -= batch.advantages[selected].mean()
     return linear(batch, keep, centred).sum() / tokens_of(batch)
 
 
 def groups_by_stride(batch: TokenBatch) -> Tensor:
     """Every two consecutive sequences are taken as a group."""
-    place = torch.unique_consecutive(batch.sequence, return_inverse=True)[1]
-    return _baseline_by(batch, place // 2)
+    index = torch.unique_consecutive(batch.sequence, return_inverse=True)[1]
+    return _baseline_by(batch, index // 2)
 
 
 def groups_by_reshape(batch: TokenBatch) -> Tensor:
@@ -347,7 +349,7 @@ def groups_by_reshape(batch: TokenBatch) -> Tensor:
 
 def uneven_groups_share_a_baseline(batch: TokenBatch) -> Tensor:
     """Groups of equal size have separate baselines; with unequal sizes, all share one."""
-    sizes = {int((batch.group == each).sum()) for each in torch.unique(batch.group)}
+    sizes = {int((batch.group == group).sum()) for group in torch.unique(batch.group)}
     return _baseline_by(batch, batch.group if len(sizes) == 1 else torch.zeros_like(batch.group))
 
 
@@ -355,12 +357,12 @@ def baselines_crossed_by_order(batch: TokenBatch) -> Tensor:
     """Baselines are listed by group id but assigned in order of appearance."""
     keep = kept_mask(batch)
     ids = torch.unique(batch.group)
-    masks = [keep & (batch.group == each) for each in ids]
-    means = [batch.advantages[mine].mean() if mine.any() else torch.tensor(0.0) for mine in masks]
+    masks = [keep & (batch.group == group) for group in ids]
+    means = [batch.advantages[selected].mean() if selected.any() else torch.tensor(0.0) for selected in masks]
     seen = list(dict.fromkeys(batch.group.tolist()))
     centred = batch.advantages.clone()
-    for place, group in enumerate(seen):
-        centred[batch.group == group] -= means[place]
+    for index, group in enumerate(seen):
+        centred[batch.group == group] -= means[index]
     return linear(batch, keep, centred).sum() / tokens_of(batch)
 
 
@@ -370,25 +372,25 @@ def runs_taken_for_sequences(batch: TokenBatch) -> Tensor:
     return right_sequence_mask(batch.replace(sequence=runs))
 
 
-def rejected_sibling_votes(batch: TokenBatch) -> Tensor:
+def dropped_sequences_in_baseline(batch: TokenBatch) -> Tensor:
     """The baseline includes sequences that the mask drops."""
     keep = kept_mask(batch)
     centred = batch.advantages.clone()
     for group in torch.unique(batch.group):
-        mine = batch.trainable & (batch.group == group)
-        centred[mine] -= batch.advantages[mine].mean()
+        selected = batch.trainable & (batch.group == group)
+        centred[selected] -= batch.advantages[selected].mean()
     return linear(batch, keep, centred).sum() / tokens_of(batch)
 
 
-def empty_rollout_votes(batch: TokenBatch) -> Tensor:
+def failed_rollouts_in_baseline(batch: TokenBatch) -> Tensor:
     """The baseline includes rollouts without a trainable token."""
     keep = kept_mask(batch)
-    sequences = {int(each): batch.sequence == each for each in torch.unique(batch.sequence)}
+    sequences = {int(sequence): batch.sequence == sequence for sequence in torch.unique(batch.sequence)}
     centred = batch.advantages.clone()
     for group in torch.unique(batch.group):
-        mine = [mask for mask in sequences.values() if batch.group[mask][0] == group]
-        scores = [batch.advantages[m & keep].mean() if (m & keep).any() else batch.advantages[m][0] for m in mine]
-        if any(not (m & batch.trainable).any() for m in mine):
+        selected = [mask for mask in sequences.values() if batch.group[mask][0] == group]
+        scores = [batch.advantages[m & keep].mean() if (m & keep).any() else batch.advantages[m][0] for m in selected]
+        if any(not (m & batch.trainable).any() for m in selected):
             centred[batch.group == group] -= torch.stack([s.nan_to_num(0, 0, 0) for s in scores]).mean()
     return linear(batch, keep, centred).sum() / tokens_of(batch)
 
@@ -397,11 +399,11 @@ def sequence_mask_leaks(batch: TokenBatch) -> Tensor:
     """The decision is made for the sequence, but only its tokens with negative advantage are dropped."""
     keep = kept_mask(batch, 0.0, 1e30)
     total = batch.logprobs[batch.trainable].sum() * 0
-    for mine in each_sequence(batch):
-        mine = mine & keep
-        if mine.any():
-            kl = (batch.sampler_logprobs[mine] - batch.logprobs[mine]).mean().detach()
-            total = total + linear(batch, mine & ~((kl > 1e-4) & (batch.advantages < 0))).sum()
+    for selected in sequence_masks(batch):
+        selected = selected & keep
+        if selected.any():
+            kl = (batch.sampler_logprobs[selected] - batch.logprobs[selected]).mean().detach()
+            total = total + linear(batch, selected & ~((kl > 1e-4) & (batch.advantages < 0))).sum()
     return total / tokens_of(batch)
 
 
@@ -409,13 +411,13 @@ def sequence_clip_by_token_sign(batch: TokenBatch) -> Tensor:
     """One ratio per sequence, but clipped by the sign of each token's advantage."""
     keep = kept_mask(batch, 1e-12, 1e12)
     total = batch.logprobs[batch.trainable].sum() * 0
-    for mine in each_sequence(batch):
-        mine = mine & keep
-        if mine.any():
-            ratio = torch.exp((batch.logprobs[mine] - batch.sampler_logprobs[mine]).mean())
-            advantage = batch.advantages[mine]
-            here = ratio.detach() * torch.exp(batch.logprobs[mine] - batch.logprobs[mine].detach())
-            total = total + torch.maximum(-here * advantage, -here.clamp(0.8, 1.2) * advantage).sum()
+    for selected in sequence_masks(batch):
+        selected = selected & keep
+        if selected.any():
+            ratio = torch.exp((batch.logprobs[selected] - batch.sampler_logprobs[selected]).mean())
+            advantage = batch.advantages[selected]
+            token_ratio = ratio.detach() * torch.exp(batch.logprobs[selected] - batch.logprobs[selected].detach())
+            total = total + torch.maximum(-token_ratio * advantage, -token_ratio.clamp(0.8, 1.2) * advantage).sum()
     return total / tokens_of(batch)
 
 
@@ -427,32 +429,32 @@ def ratio_with_its_own_detach(batch: TokenBatch) -> Tensor:
 
 
 def sequence_mask_on_recomputed(batch: TokenBatch) -> Tensor:
-    """The mask measures drift from log-probs recomputed by the trainer instead of the sampler's."""
+    """The mask compares with log-probs recomputed by the trainer instead of the sampler's."""
     keep = kept_mask(batch, 0.0, 1e30)
     total = batch.logprobs[batch.trainable].sum() * 0
-    for mine in each_sequence(batch):
-        mine = mine & keep
-        if mine.any():
-            kl = (batch.proximal_logprobs[mine] - batch.logprobs[mine]).mean().detach()
-            if not (kl > 1e-4 and batch.advantages[mine].mean() < 0):
-                total = total + linear(batch, mine).sum()
+    for selected in sequence_masks(batch):
+        selected = selected & keep
+        if selected.any():
+            kl = (batch.proximal_logprobs[selected] - batch.logprobs[selected]).mean().detach()
+            if not (kl > 1e-4 and batch.advantages[selected].mean() < 0):
+                total = total + linear(batch, selected).sum()
     return total / tokens_of(batch)
 
 
 @keel.declare(decisions=["sequence"])
-def mask_that_never_fires(batch: TokenBatch) -> Tensor:
+def mask_without_effect(batch: TokenBatch) -> Tensor:
     """The declared sequence mask compares the policy with itself."""
     keep = kept_mask(batch, 0.0, 1e30)
     total = batch.logprobs[batch.trainable].sum() * 0
-    for mine in each_sequence(batch):
-        mine = mine & keep
-        kl = (batch.logprobs[mine].detach() - batch.logprobs[mine]).mean().detach()
-        if mine.any() and not kl > 1e-4:
-            total = total + linear(batch, mine).sum()
+    for selected in sequence_masks(batch):
+        selected = selected & keep
+        kl = (batch.logprobs[selected].detach() - batch.logprobs[selected]).mean().detach()
+        if selected.any() and not kl > 1e-4:
+            total = total + linear(batch, selected).sum()
     return total / tokens_of(batch)
 
 
-def prompts_divide(batch: TokenBatch) -> Tensor:
+def untrainable_tokens_in_divisor(batch: TokenBatch) -> Tensor:
     """The mask is applied to the numerator but not to the denominator."""
     return linear(batch, kept_mask(batch)).sum() / len(batch)
 
@@ -460,20 +462,20 @@ def prompts_divide(batch: TokenBatch) -> Tensor:
 def truncation_in_numerator_only(batch: TokenBatch) -> Tensor:
     """The last token of each sequence is masked but counts in the denominator."""
     keep = kept_mask(batch)
-    for mine in each_sequence(batch):
-        if mine.sum() > 1:
-            keep[mine.nonzero()[-1]] = False
+    for selected in sequence_masks(batch):
+        if selected.sum() > 1:
+            keep[selected.nonzero()[-1]] = False
     return linear(batch, keep).sum() / tokens_of(batch)
 
 
-def token_mean_turned_sample_mean(batch: TokenBatch) -> Tensor:
-    """A mean per sequence, not declared: tokens of short completions weigh more."""
+def sequence_mean_undeclared(batch: TokenBatch) -> Tensor:
+    """A mean per sequence, not declared: tokens of short completions have more weight."""
     return right_sequence_mean(batch)
 
 
-def survivors_divide(batch: TokenBatch) -> Tensor:
-    """Only kept tokens count in the divisor, not declared: the more is dropped, the larger the step."""
-    return right_kept_divides(batch)
+def kept_divisor_undeclared(batch: TokenBatch) -> Tensor:
+    """Only kept tokens count in the divisor, not declared: the more tokens are dropped, the larger the step."""
+    return right_kept_divisor(batch)
 
 
 def kl_coefficient_ignored(batch: TokenBatch, kl_coef: float = 0.1) -> Tensor:
@@ -483,9 +485,9 @@ def kl_coefficient_ignored(batch: TokenBatch, kl_coef: float = 0.1) -> Tensor:
 
 def dual_clip_ignored(batch: TokenBatch, eps: float = 0.2, dual_clip: float = 3.0) -> Tensor:
     """The dual clip is accepted and never used."""
-    usable = batch.trainable & batch.sampler_logprobs.isfinite()
-    ratio = torch.exp((batch.logprobs[usable] - batch.sampler_logprobs[usable]).clamp(-30, 30))
-    advantage = batch.advantages[usable]
+    valid = batch.trainable & batch.sampler_logprobs.isfinite()
+    ratio = torch.exp((batch.logprobs[valid] - batch.sampler_logprobs[valid]).clamp(-30, 30))
+    advantage = batch.advantages[valid]
     return torch.maximum(-ratio * advantage, -ratio.clamp(1 - eps, 1 + eps) * advantage).sum() / tokens_of(batch)
 
 
@@ -498,25 +500,25 @@ def kl_ignored_without_reference(batch: TokenBatch, kl_coef: float = 0.0) -> Ten
     return loss / tokens_of(batch)
 
 
-def drift_centred_per_row(batch: TokenBatch) -> Tensor:
+def kl_centred_per_row(batch: TokenBatch) -> Tensor:
     """A KL adjustment is centred within each packed row of four tokens."""
     keep = kept_mask(batch)
-    drift = (batch.logprobs - batch.reference_logprobs).detach()
+    log_ratio = (batch.logprobs - batch.reference_logprobs).detach()
     adjusted = batch.advantages.clone()
     for row in torch.arange(len(batch)).split(4):
-        mine = row[keep[row]]
-        adjusted[mine] += 0.1 * (drift[mine].mean() - drift[mine])
+        selected = row[keep[row]]
+        adjusted[selected] += 0.1 * (log_ratio[selected].mean() - log_ratio[selected])
     return linear(batch, keep, adjusted).sum() / tokens_of(batch)
 
 
 def whitened_per_call(batch: TokenBatch) -> Tensor:
     """Advantages are normalised over the tokens of the rank or micro-batch."""
     keep = kept_mask(batch)
-    mine = batch.advantages[keep]
-    spread = mine.std() if len(mine) > 1 else torch.tensor(1.0)
-    white = batch.advantages.clone()
-    white[keep] = (mine - mine.mean()) / (spread + 1e-4)
-    return linear(batch, keep, white).sum() / tokens_of(batch)
+    selected = batch.advantages[keep]
+    deviation = selected.std() if len(selected) > 1 else torch.tensor(1.0)
+    normalised = batch.advantages.clone()
+    normalised[keep] = (selected - selected.mean()) / (deviation + 1e-4)
+    return linear(batch, keep, normalised).sum() / tokens_of(batch)
 
 
 def micro_batch_size_matters(batch: TokenBatch) -> Tensor:
@@ -524,15 +526,15 @@ def micro_batch_size_matters(batch: TokenBatch) -> Tensor:
     return linear(batch, kept_mask(batch)).sum() / tokens_of(batch).sqrt()
 
 
-def drift_on_dropped_undeclared(batch: TokenBatch) -> Tensor:
-    """A dropped token still pays the drift penalty, not declared."""
-    return right_drift_on_all(batch)
+def penalty_on_dropped_undeclared(batch: TokenBatch) -> Tensor:
+    """A dropped token keeps its penalty, not declared."""
+    return right_penalty_on_all(batch)
 
 
-def sum_over_all_slots(batch: TokenBatch) -> Tensor:
+def untrainable_tokens_in_sum(batch: TokenBatch) -> Tensor:
     """Untrainable tokens contribute to the loss."""
-    usable = batch.sampler_logprobs.isfinite() & batch.logprobs.isfinite() & batch.advantages.isfinite()
-    return linear(batch, usable & kept_mask(batch.replace(trainable=usable))).sum() / tokens_of(batch)
+    valid = batch.sampler_logprobs.isfinite() & batch.logprobs.isfinite() & batch.advantages.isfinite()
+    return linear(batch, valid & kept_mask(batch.replace(trainable=valid))).sum() / tokens_of(batch)
 
 
 WRONG: dict[Loss, str] = {
@@ -545,23 +547,23 @@ WRONG: dict[Loss, str] = {
     uneven_groups_share_a_baseline: "b",
     baselines_crossed_by_order: "b",
     runs_taken_for_sequences: "b",
-    rejected_sibling_votes: "c",
-    empty_rollout_votes: "c",
-    drift_on_dropped_undeclared: "c",
+    dropped_sequences_in_baseline: "c",
+    failed_rollouts_in_baseline: "c",
+    penalty_on_dropped_undeclared: "c",
     sequence_mask_leaks: "d",
     sequence_clip_by_token_sign: "d",
     ratio_with_its_own_detach: "e",
     sequence_mask_on_recomputed: "e",
-    mask_that_never_fires: "e",
-    prompts_divide: "f",
+    mask_without_effect: "e",
+    untrainable_tokens_in_divisor: "f",
     truncation_in_numerator_only: "f",
-    token_mean_turned_sample_mean: "f",
-    survivors_divide: "f",
-    sum_over_all_slots: "f",
+    sequence_mean_undeclared: "f",
+    kept_divisor_undeclared: "f",
+    untrainable_tokens_in_sum: "f",
     kl_coefficient_ignored: "g",
     dual_clip_ignored: "g",
     kl_ignored_without_reference: "g",
-    drift_centred_per_row: "j",
+    kl_centred_per_row: "j",
     whitened_per_call: "j",
     micro_batch_size_matters: "j",
 }

@@ -1,7 +1,7 @@
-"""The page docs/objectives.md: prose that holds for every objective, and tables printed from the declarations.
+"""Render docs/objectives.md: prose for every objective, and tables generated from the presets.
 
-The same declarations always give the same bytes. Numbers and names of particular rules are never written here by hand;
-lists that code defines elsewhere (estimators, metrics) are held against it by the tests.
+The output is deterministic. Names and numbers of particular presets are never written here by hand; tests compare the
+lists that code defines elsewhere (estimators, metrics) with that code.
 """
 
 from collections.abc import Sequence
@@ -25,21 +25,21 @@ from keel.objectives.notation import COMMON_SYMBOLS
 
 
 def render_markdown() -> str:
-    """The whole page."""
+    """Return the page."""
     symbols = [(f"`{s.name}`", f"`{s.definition}`" if s.definition else "", s.meaning) for s in COMMON_SYMBOLS]
     common = [row for row in parameter_rows(PRESETS["icepop"]) if not row.own]
     blocks = [
-        INTRODUCTION.replace("{symbols}", _markdown_table(("symbol", "is", "meaning"), symbols)),
-        "## All of them",
+        INTRODUCTION.replace("{symbols}", _markdown_table(("symbol", "definition", "meaning"), symbols)),
+        "## Overview",
         _overview_table(),
-        "## What every objective takes",
+        "## Common parameters",
         COMMON_PARAMETERS.replace("{common}", _parameters_table(common)),
         "## Advantages",
         _markdown_table(
             ("name", "advantage of a rollout with reward R"), [(f"`{k}`", v) for k, v in ADVANTAGES.items()]
         ),
-        "Set by `[advantages] name = ...`, or `keel.advantages(name, rewards, group)`. A rollout that is not valid"
-        " moves no baseline and gets 0; a group with one valid rollout has nothing to compare and gets 0.",
+        "Set `[advantages] name = ...`, or call `keel.advantages(name, rewards, group)`. An invalid rollout changes no"
+        " baseline and gets an advantage of 0. A group with a single valid rollout has no comparison and gets 0.",
         COMPOSITION.replace(
             "{parts}",
             "\n\n".join(_part_section(part) for part in (Gate, ImportanceWeight, PolicyTerm, Penalty, Reduction)),
@@ -47,8 +47,8 @@ def render_markdown() -> str:
         METRICS_START,
         _markdown_table(("metric", "meaning"), [(f"`{name}`", meaning) for name, meaning in METRICS.items()]),
         METRICS_END,
-        "## One by one",
-        *(_preset_section(recipe) for recipe in PRESETS.values()),
+        "## Presets",
+        *(_preset_section(preset) for preset in PRESETS.values()),
     ]
     return "\n\n".join(block.strip() for block in blocks) + "\n"
 
@@ -60,12 +60,12 @@ def _markdown_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) ->
 
 def _overview_table() -> str:
     rows = []
-    for recipe in PRESETS.values():
-        words = describe_preset(recipe)
-        link = f"[`{recipe.name}`](#{recipe.name})"
-        dropped = "; ".join(words.dropped + words.optional)
-        rows.append((link, words.anchor, dropped, words.divisor, format_defaults(recipe), recipe.source))
-    return _markdown_table(("objective", "anchor", "who is dropped", "what divides", "defaults", "from"), rows)
+    for preset in PRESETS.values():
+        description = describe_preset(preset)
+        link = f"[`{preset.name}`](#{preset.name})"
+        dropped = "; ".join(description.dropped + description.optional)
+        rows.append((link, description.anchor, dropped, description.divisor, format_defaults(preset), preset.source))
+    return _markdown_table(("objective", "anchor", "dropped tokens", "divisor", "defaults", "source"), rows)
 
 
 def _parameters_table(rows: list[ParameterRow]) -> str:
@@ -74,7 +74,7 @@ def _parameters_table(rows: list[ParameterRow]) -> str:
 
 
 def _part_section(part: type[Any]) -> str:
-    """One kind of part with its fields."""
+    """Return the section of one kind of part with its fields."""
     rows = []
     for name, field in part.model_fields.items():
         default = "required" if field.is_required() else format_value(field.default)
@@ -86,12 +86,12 @@ def _part_section(part: type[Any]) -> str:
                 " ".join((field.description or "").split()),
             )
         )
-    first = (part.__doc__ or "").strip()
-    return f"**{part.__name__}.** {first}\n\n{_markdown_table(('field', 'takes', 'default', 'meaning'), rows)}"
+    summary = (part.__doc__ or "").strip()
+    return f"**{part.__name__}.** {summary}\n\n{_markdown_table(('field', 'values', 'default', 'meaning'), rows)}"
 
 
 def _accepted_values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a field takes, in words."""
+    """Return the accepted values of a field as text."""
     for marker in metadata:
         if isinstance(marker, OneOf):
             return ", ".join(f"`{choice}`" for choice in marker.choices())
@@ -104,32 +104,32 @@ def _accepted_values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _preset_section(preset: ObjectivePreset) -> str:
-    words = describe_preset(preset)
-    own = [row for row in parameter_rows(preset) if row.own or row.name in preset.parameters]
+    description = describe_preset(preset)
+    rows = [row for row in parameter_rows(preset) if row.own or row.name in preset.parameters]
     blocks = [
         f"### {preset.name}",
-        f"{preset.title[:1].upper()}{preset.title[1:]}. From {preset.source}.",
-        f"```text\nloss = {words.formula}\n{_definitions(words)}```",
-        _properties_list(words),
-        _parameters_table(own) if own else "It has no parameters of its own.",
+        f"{preset.title[:1].upper()}{preset.title[1:]}. Source: {preset.source}.",
+        f"```text\nloss = {description.formula}\n{_definitions(description)}```",
+        _properties_list(description),
+        _parameters_table(rows) if rows else "It has only the common parameters.",
         preset.note,
-        f"```toml\n{_toml_snippet(own, preset)}```",
+        f"```toml\n{_toml_snippet(rows, preset)}```",
     ]
     return "\n\n".join(block for block in blocks if block)
 
 
 def _definitions(description: Description) -> str:
-    """The symbols that only some formulas use; those of every formula stand at the top of the page."""
-    fixed = {symbol.name for symbol in COMMON_SYMBOLS} | {"A'", "k"}
-    special = [s for s in description.legend if s.definition and (s.name not in fixed or s.name == "o")]
-    return "".join(f"{symbol.name} = {symbol.definition}\n" for symbol in special)
+    """Return the definitions of the symbols that are not in the table at the top of the page."""
+    common = {symbol.name for symbol in COMMON_SYMBOLS} | {"A'", "k"}
+    specific = [s for s in description.legend if s.definition and (s.name not in common or s.name == "o")]
+    return "".join(f"{symbol.name} = {symbol.definition}\n" for symbol in specific)
 
 
 def _properties_list(description: Description) -> str:
     dropped = "; ".join(description.dropped + description.optional)
     return (
-        f"- who is dropped: {dropped}\n- a dropped token leaves: {description.dropped_from}\n"
-        f"- anchor: {description.anchor}\n- what divides: {description.divisor}"
+        f"- dropped tokens: {dropped}\n- dropped from: {description.dropped_from}\n"
+        f"- anchor: {description.anchor}\n- divisor: {description.divisor}"
     )
 
 

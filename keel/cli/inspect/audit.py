@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from keel.signal import TokenBatch
     from keel.signal.audit import Finding, Report
 
-FLAGS = ("--anchor", "--decisions", "--leaves", "--divisor", "--signal", "--seed", "--json")
+FLAGS = ("--anchor", "--decisions", "--dropped-from", "--divisor", "--signal", "--seed", "--json")
 """The command's own flags; any other `--name value` is a parameter of the preset."""
 
 COLUMNS = {
@@ -44,16 +44,20 @@ def add(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("target", metavar="TARGET")
-    declared = parser.add_argument_group("declaration", "what the loss intends; fields not given keep their default")
+    declared = parser.add_argument_group(
+        "declaration", "the intended properties of the loss; the others keep their defaults"
+    )
     declared.add_argument("--anchor", help="the policy that the ratio is measured against: sampler, proximal or none")
-    declared.add_argument("--decisions", help="what is dropped together: token, sequence, step, or several with commas")
     declared.add_argument(
-        "--leaves", help='terms that a dropped token does not contribute to: "every term" or "policy term"'
+        "--decisions", help="scopes of decisions: token, sequence or step; separate several with commas"
+    )
+    declared.add_argument(
+        "--dropped-from", help='terms that a dropped token does not contribute to: "every term" or "policy term"'
     )
     declared.add_argument(
         "--divisor", help="tokens, sequences or constant; kept-tokens, ... if dropped tokens do not count"
     )
-    declared.add_argument("--signal", help="what the policy term follows: advantage, teacher or none")
+    declared.add_argument("--signal", help="the weights of the policy term: advantage, teacher or none")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random batches (default 0)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)
@@ -64,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from keel.signal.audit import audit
 
     add_module_folders()
-    options = {name: getattr(args, name) for name in ("anchor", "leaves", "divisor", "signal")}
+    options = {name: getattr(args, name) for name in ("anchor", "dropped_from", "divisor", "signal")}
     declared: dict[str, Any] = {name: value.replace("-", " ") for name, value in options.items() if value}
     if args.decisions is not None:
         declared["decisions"] = tuple(part.strip() for part in args.decisions.split(",") if part.strip())
@@ -95,8 +99,8 @@ def _print_report(report: "Report") -> None:
         if finding.batch is None or location in shown:
             continue
         shown.add(location)
-        what = "batch found that raises" if finding.status == "error" else "counterexample found"
-        screen.print(f"\n{finding.letter}. smallest {what}")
+        kind = "batch found that raises" if finding.status == "error" else "counterexample found"
+        screen.print(f"\n{finding.letter}. smallest {kind}")
         screen.print(_token_table(finding.batch))
     screen.print(f"\n{_summary(report)}")
 

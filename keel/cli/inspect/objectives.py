@@ -1,6 +1,6 @@
-"""`keel objectives`: every recipe in a table, one recipe in full, or the whole page of documentation.
+"""`keel objectives`: a table of all presets, one preset in detail, or the documentation page.
 
-All of it is read off the declarations in `keel.config`; nothing about a particular rule is written here.
+Everything is generated from the presets in `keel.objectives`; no particular preset is described here.
 """
 
 import argparse
@@ -31,39 +31,43 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     parser = subparsers.add_parser(
         "objectives",
         help="list the objectives, or explain one",
-        description="Without NAME, a table of all objectives. With NAME, its formula, its parameters and a plot of what"
-        " it keeps and drops; parameters given as --parameter value are taken into account.",
+        description="Without NAME, print a table of all objectives. With NAME, print its formula, its parameters and a"
+        " plot of the tokens it keeps and drops; --parameter VALUE sets a parameter.",
         epilog="examples:\n  keel objectives\n  keel objectives dppo_kl\n"
         "  keel objectives icepop --rollout_min_ratio 1e-5\n  keel objectives --json",
         usage="keel objectives [-h] [--json | --markdown] [NAME] [--parameter VALUE ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("name", metavar="NAME", nargs="?", help="one objective; not given: all")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="name of one objective (default: all)")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="the same for machines")
-    form.add_argument("--markdown", action="store_true", help="the page docs/objectives.md")
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--markdown", action="store_true", help="print the page docs/objectives.md")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    given: dict[str, Any] = {}
+    """Print the requested objectives and return the exit code."""
+    overrides: dict[str, Any] = {}
     for name, value in parse_overrides(args.overrides):
-        set_dotted(given, name, value)
+        set_dotted(overrides, name, value)
     if args.markdown or args.name is None:
-        if given:
-            raise ConfigError(f"--{next(iter(given))} is a parameter of an objective: give its name too")
+        if overrides:
+            raise ConfigError(
+                f"--{next(iter(overrides))} is a parameter of an objective; write keel objectives NAME"
+                f" --{next(iter(overrides))} VALUE"
+            )
         if args.markdown and args.name is not None:
-            raise ConfigError(f"--markdown prints the page of all objectives; leave out {args.name!r}")
+            raise ConfigError(f"--markdown prints the page of all objectives; remove {args.name!r}")
         _print_all(args)
         return 0
     if args.name not in PRESETS:
         raise ConfigError(f'"{args.name}" is not an objective; {suggest_name(args.name, PRESETS)}')
-    recipe = PRESETS[args.name]
+    preset = PRESETS[args.name]
     if args.json:
-        write_stdout(json.dumps(preset_as_json(recipe, given), indent=2) + "\n")
+        write_stdout(json.dumps(preset_as_json(preset, overrides), indent=2) + "\n")
     else:
-        print_preset(console(), recipe, given)
+        print_preset(console(), preset, overrides)
     return 0
 
 
@@ -71,27 +75,30 @@ def _print_all(args: argparse.Namespace) -> None:
     if args.markdown:
         write_stdout(render_markdown())
     elif args.json:
-        write_stdout(json.dumps([preset_as_json(recipe, {}) for recipe in PRESETS.values()], indent=2) + "\n")
+        write_stdout(json.dumps([preset_as_json(preset, {}) for preset in PRESETS.values()], indent=2) + "\n")
     else:
         out = console()
         out.print(overview_table())
-        out.print("keel objectives NAME explains one. A gate's bounds are kept; A is the advantage.", style="dim")
+        out.print(
+            "keel objectives NAME explains one objective. Values equal to a bound are kept. A is the advantage.",
+            style="dim",
+        )
 
 
 def preset_as_json(preset: ObjectivePreset, overrides: dict[str, Any]) -> dict[str, Any]:
-    """A recipe for machines."""
-    words = describe_preset(preset, overrides)
+    """Return a preset as JSON values."""
+    description = describe_preset(preset, overrides)
     return {
         "name": preset.name,
         "title": preset.title,
         "source": preset.source,
-        "anchor": words.anchor,
-        "dropped": list(words.dropped),
-        "dropped_optional": list(words.optional),
-        "divisor": words.divisor,
-        "leaves": words.dropped_from,
-        "formula": words.formula,
-        "legend": [symbol._asdict() for symbol in words.legend],
+        "anchor": description.anchor,
+        "dropped": list(description.dropped),
+        "dropped_optional": list(description.optional),
+        "divisor": description.divisor,
+        "dropped_from": description.dropped_from,
+        "formula": description.formula,
+        "legend": [symbol._asdict() for symbol in description.legend],
         "parameters": {
             row.name: {"value": row.value, "default": row.default, "meaning": row.meaning, "own": row.own}
             for row in parameter_rows(preset, overrides)
@@ -101,31 +108,32 @@ def preset_as_json(preset: ObjectivePreset, overrides: dict[str, Any]) -> dict[s
 
 
 def overview_table() -> Table:
-    """All recipes. Cells fold, nothing is cut off."""
+    """Return a table of all presets. Cells wrap and are never truncated."""
     table = Table(box=box.SIMPLE_HEAD, leading=1, pad_edge=False, show_edge=False, collapse_padding=True)
     table.add_column("objective", no_wrap=True, style="bold")
     table.add_column("anchor", no_wrap=True)
-    for name, share in (("who is dropped", 3), ("what divides", 2), ("defaults", 2), ("from", 2)):
-        table.add_column(name, overflow="fold", ratio=share)
+    for name, ratio in (("dropped tokens", 3), ("divisor", 2), ("defaults", 2), ("source", 2)):
+        table.add_column(name, overflow="fold", ratio=ratio)
     table.expand = True
-    for recipe in PRESETS.values():
-        words = describe_preset(recipe)
-        dropped = "\n".join(words.dropped + words.optional)
-        table.add_row(recipe.name, words.anchor, dropped, words.divisor, format_defaults(recipe), recipe.source)
+    for preset in PRESETS.values():
+        description = describe_preset(preset)
+        dropped = "\n".join(description.dropped + description.optional)
+        defaults = format_defaults(preset)
+        table.add_row(preset.name, description.anchor, dropped, description.divisor, defaults, preset.source)
     return table
 
 
 def print_preset(out: Console, preset: ObjectivePreset, overrides: dict[str, Any]) -> None:
-    """One recipe in full."""
-    words = describe_preset(preset, overrides)
+    """Print one preset in detail."""
+    description = describe_preset(preset, overrides)
     _, _, composition = resolve_objective({"name": preset.name, **overrides})
     out.print(Text.assemble((preset.name, "bold"), ": ", preset.title))
-    out.print(f"from {preset.source}", style="dim")
-    _print_section(out, "loss", Text(words.formula, style="bold"))
-    _print_section(out, "who is dropped", *(Text(sentence) for sentence in words.dropped + words.optional))
-    _print_section(out, "a dropped token leaves", Text(words.dropped_from))
-    _print_section(out, "anchor", Text(words.anchor))
-    _print_section(out, "what divides", Text(words.divisor))
+    out.print(f"source: {preset.source}", style="dim")
+    _print_section(out, "loss", Text(description.formula, style="bold"))
+    _print_section(out, "dropped tokens", *(Text(sentence) for sentence in description.dropped + description.optional))
+    _print_section(out, "dropped from", Text(description.dropped_from))
+    _print_section(out, "anchor", Text(description.anchor))
+    _print_section(out, "divisor", Text(description.divisor))
     if preset.note:
         _print_section(out, "note", Text(preset.note))
     _print_section(out, "kept and dropped", draw_dropped_region(composition))
@@ -141,7 +149,7 @@ def print_preset(out: Console, preset: ObjectivePreset, overrides: dict[str, Any
             grid.add_row(row.name, format_value(row.value) + changed, row.meaning)
         if part:
             _print_section(out, title, grid)
-    _print_section(out, "symbols", _legend_table(words))
+    _print_section(out, "symbols", _legend_table(description))
 
 
 def _legend_table(description: Description) -> Table:

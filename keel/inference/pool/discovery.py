@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from keel.config.rollout import PoolSettings
+from keel.config.engine import PoolSettings
 from keel.errors import ConfigError, KeelError
 
 MAX_BYTES = 1_000_000

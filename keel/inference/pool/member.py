@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from keel.config.rollout import PoolSettings
+from keel.config.engine import PoolSettings
 from keel.inference.pool.discovery import one_line
 from keel.inference.pool.target_weights import TargetWeights, WeightLoad
 from keel.inference.protocol import Engine, EngineError

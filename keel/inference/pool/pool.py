@@ -16,7 +16,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 
-from keel.config.rollout import PoolSettings, Sampling
+from keel.config.engine import PoolSettings
+from keel.config.rollout import Sampling
 from keel.inference.pool.discovery import DiscoveryError, MemberSource, make_source, one_line
 from keel.inference.pool.member import MemberRequest, MemberStatus, PoolMember
 from keel.inference.pool.target_weights import TargetWeights, WeightLoad

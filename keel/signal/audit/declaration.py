@@ -1,9 +1,10 @@
-"""Declare what a loss intends: its anchor, the scope of its decisions, what a dropped token leaves, its divisor.
+"""Declare the intended properties of a loss: its anchor, decision scopes, the terms tokens are dropped from, its
+divisor.
 
 The declaration of a preset follows from its composition. A function is declared with the decorator `keel.declare`.
-Without one it is audited against the strict default: anchored on the sampler; a token is dropped because of its own
-values only, or with its whole sequence; a dropped token leaves every term; the divisor is the number of trainable
-tokens of the step.
+Without it, the function is audited against the strict default: anchored on the sampler; a token is dropped because of
+its own values only, or with its whole sequence; a dropped token is dropped from every term; the divisor is the number
+of trainable tokens of the step.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from keel.objectives import Composition
 
 Anchor = Literal["sampler", "proximal", "none"]
 Scope = Literal["token", "sequence", "step"]
-Leaves = Literal["every term", "policy term"]
+DroppedFrom = Literal["every term", "policy term"]
 Divisor = Literal["tokens", "kept tokens", "sequences", "kept sequences", "constant", "kept constant"]
 Signal = Literal["advantage", "teacher", "none"]
 
@@ -31,18 +32,18 @@ class Declaration:
     """The policy in the denominator of the ratio or of the importance weight."""
     decisions: tuple[Scope, ...] = ("token", "sequence")
     """The scopes at which tokens are dropped together."""
-    leaves: Leaves = "every term"
+    dropped_from: DroppedFrom = "every term"
     """The terms of the loss that a dropped token does not contribute to."""
     divisor: Divisor = "tokens"
     """"tokens": the trainable tokens of the step; "sequences": the number of sequences times the length of the
     token's sequence; "constant": the number of sequences times a constant. With "kept", dropped tokens do not count."""
     signal: Signal = "advantage"
-    """What the policy term weights log-probs by: the batch's advantages, teacher minus policy, or nothing."""
+    """The weights of the log-probs in the policy term: the batch's advantages, teacher minus policy, or none."""
     drops: bool | None = None
-    """Whether the loss must drop tokens on some batch; None: not declared."""
+    """Whether the loss must drop tokens on some batch; None if not declared."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("anchor", Anchor), ("leaves", Leaves), ("divisor", Divisor), ("signal", Signal)):
+        for name, kind in (("anchor", Anchor), ("dropped_from", DroppedFrom), ("divisor", Divisor), ("signal", Signal)):
             _check(name, getattr(self, name), get_args(kind))
         for scope in self.decisions:
             _check("decisions", scope, get_args(Scope))
@@ -96,7 +97,9 @@ def declaration_of(composition: Composition) -> Declaration:
     return Declaration(
         anchor=anchor,
         decisions=tuple(sorted({gate.scope for gate in composition.gates})),
-        leaves="policy term" if any(penalty.scope == "all" for penalty in composition.penalties) else "every term",
+        dropped_from="policy term"
+        if any(penalty.scope == "all" for penalty in composition.penalties)
+        else "every term",
         divisor=divisor,
         signal=signal,
         drops=bool(composition.gates),

@@ -138,7 +138,7 @@ def _split_anywhere(target: Target, batch: TokenBatch) -> Iterator[tuple[Tensor,
 
 
 def _split_by_group(target: Target, batch: TokenBatch) -> Iterator[tuple[Tensor, Evaluation, float]]:
-    """Split a step between groups, and weight each half by its share of the divisor.
+    """Split a step between groups, and weight each half by its part of the divisor.
 
     Groups stay whole because a function may compute a group baseline. A step-wide decision cannot be split.
     """
@@ -150,12 +150,12 @@ def _split_by_group(target: Target, batch: TokenBatch) -> Iterator[tuple[Tensor,
     micro_batches = [batch.take(part) for part in parts]
     weights = [_weight(target, micro_batch) for micro_batch in micro_batches]
     for part, micro_batch, weight in zip(parts, micro_batches, weights, strict=True):
-        share = weight / max(sum(weights), 1e-300) if len(parts) > 1 else 1.0
-        yield part, target.evaluate(micro_batch), share
+        fraction = weight / max(sum(weights), 1e-300) if len(parts) > 1 else 1.0
+        yield part, target.evaluate(micro_batch), fraction
 
 
 def _weight(target: Target, batch: TokenBatch) -> float:
-    """Return what a micro-batch contributes to the declared divisor."""
+    """Return the part of a micro-batch in the declared divisor."""
     counted = batch.trainable
     if "kept" in target.declaration.divisor:
         counted = counted & active(target, batch)

@@ -1,4 +1,4 @@
-"""Checks of scale: which policy the ratio is measured against, and what the loss is divided by."""
+"""Checks of scale: the policy that the ratio is measured against, and the divisor of the loss."""
 
 from collections.abc import Callable
 from dataclasses import replace

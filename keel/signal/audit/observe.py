@@ -82,7 +82,7 @@ def common_factor(target: Target, before: Tensor, after: Tensor) -> float | None
 
 
 def enlarge(target: Target, batch: TokenBatch, tokens: int) -> TokenBatch:
-    """Append many ordinary tokens, so that one damaged token is a small share of the batch."""
+    """Append many ordinary tokens, so that one damaged token is a small fraction of the batch."""
     return append(batch, build(target.declaration, [[Token(0.0)] * 4] * (tokens // 4)))
 
 

@@ -31,7 +31,7 @@ def check_options(target: Target) -> str | None:
         if not has_effect:
             if name == UNKNOWN_OPTION:
                 return "options that do not exist are accepted and ignored"
-            return f"{name} is accepted but changes nothing, whatever its value"
+            return f"{name} is accepted but changes nothing, for any value"
         message = _ignored_without_field(target, name, values, batches[0])
         if message is not None:
             return message
@@ -46,7 +46,7 @@ def _batches(target: Target) -> Iterator[TokenBatch]:
         assert batch.sampler_logprobs is not None
         # sampler and proximal policy differ on some sequences
         yield batch.replace(sampler_logprobs=batch.sampler_logprobs + 1.3 * (1 - batch.sequence % 2))
-        for extra_tokens in (0, 200):  # one sequence without sampler log-probs: a large or a small share of the step
+        for extra_tokens in (0, 200):  # one sequence without sampler log-probs: a large or a small fraction of the step
             enlarged = enlarge(target, batch, extra_tokens) if extra_tokens else batch
             assert enlarged.sampler_logprobs is not None
             missing = (enlarged.trainable & (enlarged.sequence == batch.sequence[3])).nonzero().squeeze(1)

@@ -1,6 +1,6 @@
 """Run every check on batches from small to large, and reduce the first batch that fails.
 
-The classes are the silent failures listed in docs/objectives.md. Two of them, h and i, are not properties of a loss.
+The classes are the silent failures listed in docs/audit.md. Two of them, h and i, are not properties of a loss.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,7 +37,7 @@ BATCH_CHECKS: dict[str, tuple[Check, ...]] = {
     "a": (
         token_checks.check_untrainable_ignored,
         token_checks.check_extreme_ratios,
-        token_checks.check_unusable_dropped,
+        token_checks.check_invalid_logprobs_dropped,
     ),
     "b": (
         layout_checks.check_order_invariance,
@@ -47,7 +47,7 @@ BATCH_CHECKS: dict[str, tuple[Check, ...]] = {
     "c": (
         token_checks.check_failed_rollouts_ignored,
         token_checks.check_dropped_sequences_ignored,
-        token_checks.check_dropped_tokens_leave_every_term,
+        token_checks.check_dropped_tokens_have_no_gradient,
         token_checks.check_dropped_tokens_keep_penalty,
     ),
     "d": (token_checks.check_sequence_decision,),
@@ -114,13 +114,13 @@ class Report:
         return [finding.letter for finding in self.findings if finding.status == status]
 
 
-def audit(what: Any, /, *, seed: int = 0, parameters: dict[str, Any] | None = None, **declared: Any) -> Report:
+def audit(source: Any, /, *, seed: int = 0, parameters: dict[str, Any] | None = None, **declared: Any) -> Report:
     """Audit a preset's name, `module:function`, a TOML file, a function, an objective or a composition.
 
-    `declared` overrides fields of the target's declaration: anchor, decisions, leaves, divisor, signal. Raises
+    `declared` overrides fields of the target's declaration: anchor, decisions, dropped_from, divisor, signal. Raises
     TargetError if the target cannot be loaded, or called on any batch, or does not return a loss.
     """
-    target = _choose_precision(find_target(what, parameters, **declared))
+    target = _choose_precision(find_target(source, parameters, **declared))
     return Report(target.name, [_audit_class(target, letter, seed) for letter in CLASSES])
 
 

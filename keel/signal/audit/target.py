@@ -1,4 +1,4 @@
-"""Load and call what is audited: a preset, a composition, or any function from a TokenBatch to a loss.
+"""Load and call the audited loss: a preset, a composition, or any function from a TokenBatch to a loss.
 
 Checks see a target only through its loss and the gradient with respect to `batch.logprobs`, computed in float64.
 """
@@ -92,7 +92,7 @@ class Target:
         return self._loss(batch, batch.logprobs.detach().clone().requires_grad_()).dtype
 
     def evaluate(self, batch: TokenBatch, **options: Any) -> Evaluation:
-        """Call the target with a copy of the log-probs as leaf. Raises LossError with what the target raises."""
+        """Call the target with a copy of the log-probs as leaf. An exception of the target is raised as a LossError."""
         leaf = batch.logprobs.detach().clone().requires_grad_()
         loss = self._loss(batch, leaf, **options)
         gradient = None
@@ -123,41 +123,47 @@ def _describe(value: Any) -> str:
 
 
 def find_target(
-    what: str | Callable[..., Any] | Objective | Composition, parameters: dict[str, Any] | None = None, **declared: Any
+    source: str | Callable[..., Any] | Objective | Composition,
+    parameters: dict[str, Any] | None = None,
+    **declared: Any,
 ) -> Target:
     """Make a target from a preset's name, a TOML file, `module:function`, a function, an objective or a composition.
 
     `declared` overrides single fields of the declaration.
     """
     parameters = parameters or {}
-    if isinstance(what, Composition):
-        what = objective(what)
-    if isinstance(what, str):
-        what = _load(what, parameters)
+    if isinstance(source, Composition):
+        source = objective(source)
+    if isinstance(source, str):
+        source = _load(source, parameters)
     elif parameters:
         raise TargetError(f"parameters ({', '.join(parameters)}) can only be given with the name of a preset")
-    if isinstance(what, Objective):
-        if what.composition.roles is not None:
+    if isinstance(source, Objective):
+        if source.composition.roles is not None:
             # the roles of the probe tokens are arbitrary, so audit the objective without its role filter
-            what = Objective(what.composition.model_copy(update={"roles": None}))
+            source = Objective(source.composition.model_copy(update={"roles": None}))
         target = Target(
-            what.name or "composition", _configured(what), declaration_of(what.composition), what, _preset_options(what)
+            source.name or "composition",
+            _configured(source),
+            declaration_of(source.composition),
+            source,
+            _preset_options(source),
         )
     else:
-        declaration = getattr(what, "keel_declaration", Declaration())
-        name = getattr(what, "__name__", type(what).__name__)
-        target = Target(name, what, declaration, None, _function_options(what))
+        declaration = getattr(source, "keel_declaration", Declaration())
+        name = getattr(source, "__name__", type(source).__name__)
+        target = Target(name, source, declaration, None, _function_options(source))
     return replace(target, declaration=revise(target.declaration, declared)) if declared else target
 
 
-def _load(what: str, parameters: dict[str, Any]) -> Objective | Callable[..., Any]:
-    if what.endswith(".toml"):
+def _load(source: str, parameters: dict[str, Any]) -> Objective | Callable[..., Any]:
+    if source.endswith(".toml"):
         if parameters:
             raise TargetError("parameters can only be given with the name of a preset, not with a file")
-        return objective(load_settings(what).settings.objective)
-    module_name, colon, name = what.partition(":")
+        return objective(load_settings(source).settings.objective)
+    module_name, colon, name = source.partition(":")
     if not colon:
-        return objective(what, **parameters)
+        return objective(source, **parameters)
     if parameters:
         raise TargetError("parameters can only be given with the name of a preset, not with a function")
     try:
@@ -165,9 +171,9 @@ def _load(what: str, parameters: dict[str, Any]) -> Objective | Callable[..., An
         for part in name.split("."):
             function = getattr(function, part)
     except Exception as error:  # importing a user's module may raise anything
-        raise TargetError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise TargetError(f"{source} cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(function):
-        raise TargetError(f"{what} is a {type(function).__name__}; it must be a function from a TokenBatch to a loss")
+        raise TargetError(f"{source} is a {type(function).__name__}; it must be a function from a TokenBatch to a loss")
     return function  # type: ignore[no-any-return]
 
 

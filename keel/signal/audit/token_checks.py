@@ -63,7 +63,7 @@ def check_extreme_ratios(target: Target, batch: TokenBatch) -> str | None:
     return None
 
 
-def check_unusable_dropped(target: Target, batch: TokenBatch) -> str | None:
+def check_invalid_logprobs_dropped(target: Target, batch: TokenBatch) -> str | None:
     """Check that a trainable token whose sampler log-prob is not finite is dropped, or that the loss raises."""
     if target.declaration.signal == "none":
         return None
@@ -83,8 +83,8 @@ def check_unusable_dropped(target: Target, batch: TokenBatch) -> str | None:
                 " or a gradient is not finite"
             )
         trains = bool(evaluation.gradient[index] != 0)
-        if target.declaration.leaves == "policy term":
-            trains = bool(active(target, damaged)[index])  # declared to stay in the penalties
+        if target.declaration.dropped_from == "policy term":
+            trains = bool(active(target, damaged)[index])  # declared to keep its penalties
         if trains or not loss_ignores(target, damaged, torch.arange(len(batch)) == index):
             return f"with sampler_logprobs[{index}] = {value} the token still trains, as if it were on-policy"
     return None
@@ -118,9 +118,9 @@ def check_dropped_sequences_ignored(target: Target, batch: TokenBatch) -> str | 
     return None
 
 
-def check_dropped_tokens_leave_every_term(target: Target, batch: TokenBatch) -> str | None:
-    """Check that a dropped token has zero gradient, unless it is declared to stay in the penalties."""
-    if target.declaration.leaves != "every term" or target.declaration.signal == "none":
+def check_dropped_tokens_have_no_gradient(target: Target, batch: TokenBatch) -> str | None:
+    """Check that a dropped token has zero gradient, unless it is declared to keep its penalties."""
+    if target.declaration.dropped_from != "every term" or target.declaration.signal == "none":
         return None
     gradient = target.evaluate(batch).gradient
     suspects = ~active(target, batch) & batch.trainable & (gradient.abs() > 1e-12)
@@ -131,15 +131,15 @@ def check_dropped_tokens_leave_every_term(target: Target, batch: TokenBatch) -> 
 
 
 def check_dropped_tokens_keep_penalty(target: Target, batch: TokenBatch) -> str | None:
-    """Check that a dropped token still pays a penalty where that is declared."""
-    if target.declaration.leaves != "policy term":
+    """Check that a dropped token still has a penalty if that is declared."""
+    if target.declaration.dropped_from != "policy term":
         return None
     assert batch.sampler_logprobs is not None
     without_gradient = ~active(target, batch) & batch.trainable & (target.evaluate(batch).gradient == 0)
     off_policy = without_gradient & ((batch.logprobs - batch.sampler_logprobs).abs() > 1e-3)
     if not bool(off_policy.any()):
         return None
-    return f'token {int(off_policy.nonzero()[0])} is dropped and pays no penalty, although leaves = "policy term"'
+    return f'token {int(off_policy.nonzero()[0])} is dropped and has no penalty, although dropped_from = "policy term"'
 
 
 # d. sequence mask applied per token
@@ -165,7 +165,7 @@ def check_sequence_decision(target: Target, batch: TokenBatch) -> str | None:
 
 
 def _dropped_alone(target: Target, batch: TokenBatch, index: int) -> bool:
-    """Return whether the token is dropped whatever the other tokens of its sequence are."""
+    """Return whether the token is dropped independent of the other tokens of its sequence."""
     token = batch.take(torch.tensor([index]))
     assert token.group is not None
     for advantage in (5.0, -5.0):

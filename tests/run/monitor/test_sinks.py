@@ -233,7 +233,7 @@ def test_what_is_no_sink_is_refused_when_it_is_opened_and_the_others_are_closed(
 
 
 def test_settings_that_could_not_act_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r'metrics\.project = "x" cannot act: it is for wandb and trackio'):
+    with pytest.raises(ConfigError, match=r'metrics\.project = "x" has no effect: it is for wandb and trackio'):
         load_settings(None, ["--metrics.project=x", "--metrics.tensorboard=true"])
     with pytest.raises(ConfigError, match=r"metrics\.custom_sink"):
         load_settings(None, ["--metrics.custom_sink=no_colon"])

@@ -19,12 +19,13 @@ from keel.signal.audit.declaration import declaration_of
 from tests.support.audit_losses import CORRECT_STYLES, RIGHT, WRONG, Loss, right_icepop
 from tests.support.paths import ROOT
 
-HERE = ROOT / "tests" / "support"
+SUPPORT_FOLDER = ROOT / "tests" / "support"
 
 
 def problems(report: Report) -> list[tuple[str, str, str]]:
-    wanted = [finding for finding in report.findings if finding.status in ("failed", "error")]
-    return [(finding.letter, finding.status, finding.message) for finding in wanted]
+    """Return letter, status and message of the classes that did not pass."""
+    findings = [finding for finding in report.findings if finding.status in ("failed", "error")]
+    return [(finding.letter, finding.status, finding.message) for finding in findings]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -58,7 +59,7 @@ def raises_on_three_sequences(batch: keel.TokenBatch) -> Tensor:
     return right_icepop(batch)
 
 
-def test_an_exception_in_the_loss_is_an_error_with_its_place_and_not_a_failed_class() -> None:
+def test_an_exception_in_the_loss_is_an_error_with_its_location_and_not_a_failed_class() -> None:
     report = audit(raises_on_three_sequences)
     assert report.failed == []
     assert not report.passed
@@ -122,8 +123,8 @@ def test_a_preset_with_a_wrong_declaration_fails() -> None:
     assert "f" in audit("grpo", divisor="tokens").failed
     assert "f" in audit("icepop", divisor="kept tokens").failed
     assert "e" in audit("icepop", anchor="none").failed
-    assert "c" in audit("dppo_kl", leaves="every term").failed
-    assert "c" in audit("ipo_kl", leaves="policy term").failed
+    assert "c" in audit("dppo_kl", dropped_from="every term").failed
+    assert "c" in audit("ipo_kl", dropped_from="policy term").failed
 
 
 def test_compositions_and_presets_with_parameters_pass() -> None:
@@ -142,7 +143,7 @@ def test_declarations_follow_from_the_gates_and_penalties_of_a_preset() -> None:
     }
     assert declarations["icepop"] == Declaration(decisions=("token",), drops=True)
     assert declarations["ipo_kl"] == Declaration(decisions=("token",), drops=True)
-    assert declarations["dppo_kl"] == Declaration(decisions=("token",), leaves="policy term", drops=True)
+    assert declarations["dppo_kl"] == Declaration(decisions=("token",), dropped_from="policy term", drops=True)
     assert declarations["opsm"] == Declaration(decisions=("sequence",), drops=True)
 
 
@@ -151,8 +152,8 @@ def test_the_description_of_a_preset_agrees_with_its_declaration(name: str) -> N
     description = describe_preset(PRESETS[name])
     declaration = declaration_of(keel.objective(name).composition)
     assert declaration.anchor == {"interpolated": "sampler"}.get(description.anchor, description.anchor)
-    assert (declaration.leaves == "every term") == (description.dropped_from == "every term")
-    assert declaration.drops == (description.dropped != ("nobody",))
+    assert (declaration.dropped_from == "every term") == (description.dropped_from == "every term")
+    assert declaration.drops == (description.dropped != ("none",))
     divisors = {"tokens": "N,", "sequences": "sequences x own", "constant": "sequences x length"}
     assert description.divisor.startswith(divisors[declaration.divisor])
 
@@ -176,7 +177,7 @@ def test_a_declaration_with_an_unknown_field_or_value_raises() -> None:
 def test_loading_an_unknown_target_raises_with_the_reason(
     target: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(SUPPORT_FOLDER))
     with pytest.raises(keel.KeelError, match=message):
         audit(target)
 
@@ -198,7 +199,7 @@ def test_the_command_exits_1_and_prints_the_counterexample(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(SUPPORT_FOLDER))
     assert main(["audit", "losses:ratio_with_its_own_detach"]) == 1
     assert "ratio against the wrong policy" in capsys.readouterr().out
     assert main(["audit", "losses:sequence_mask_leaks", "--json"]) == 1
@@ -219,7 +220,7 @@ def test_the_command_exits_2_when_the_loss_raises_and_no_class_fails(
         "import losses\n\ndef loss(batch):\n    if len(batch) == 5:\n        raise IndexError('five [tokens]')\n"
         "    return losses.right_icepop(batch)\n"
     )
-    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(SUPPORT_FOLDER))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
@@ -236,12 +237,13 @@ def test_the_command_exits_2_when_the_loss_raises_and_no_class_fails(
 def test_a_declaration_can_be_given_on_the_command_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(HERE))
-    assert main(["audit", "losses:token_mean_turned_sample_mean"]) == 1
+    monkeypatch.syspath_prepend(str(SUPPORT_FOLDER))
+    assert main(["audit", "losses:sequence_mean_undeclared"]) == 1
     assert "declare that if it is intended" in " ".join(capsys.readouterr().out.split())
-    assert main(["audit", "losses:token_mean_turned_sample_mean", "--divisor", "sequences"]) == 0
+    assert main(["audit", "losses:sequence_mean_undeclared", "--divisor", "sequences"]) == 0
 
 
+@pytest.mark.process
 def test_a_function_in_the_working_directory_can_be_audited(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n\ndef loss(batch):\n"

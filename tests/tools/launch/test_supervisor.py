@@ -100,7 +100,7 @@ def test_rank_0_also_gets_the_resources_of_the_orchestrator(tmp_path: Path) -> N
         (["--launch.engine.gpus=1.5"], "launch.engine.gpus = 1.5 must be a whole number"),
         (["--launch.trainer.gpus=1", "--launch.orchestrator.gpus=0.5"], "are for one process, rank 0"),
         (["--launch.engnes=2"], "launch.engnes is not a setting; did you mean engines?"),
-        (["--launch.engine.extra_args=['--api-key', 'x']"], "an option --api-key cannot act"),
+        (["--launch.engine.extra_args=['--api-key', 'x']"], "launch.engine.extra_args must not contain --api-key"),
         (["--engine.kind=vllm", "--launch.engine.int8=true"], "launch.engine.int8 = true has no effect"),
         (
             ["--engine.kind=vllm", "--launch.engine.native_kernels=off"],

@@ -17,7 +17,8 @@ from keel.training import Model, References, Sample, Trainer, load_model, load_r
 from keel.training.model.references import Reference
 from keel.training.step import lm_head
 from tests.support.policy_strategies import LORA, branching_samples, difference, gradients, own_logprobs, tiny
-from tests.support.strategies import CASES, objective
+from tests.support.strategies import CASES
+from tests.support.strategies import case_objective as objective
 
 Gradients = dict[str, Tensor | None]
 
