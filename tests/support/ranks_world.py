@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, bool, int, dict[str, Any], dict[str, Any]]] = {
     "sequence, small micro-batches": ("sequence", False, 40, {}, {}),
     "sequence, one micro-batch, LoRA": ("sequence", True, 4096, {}, {}),
     "step, small micro-batches": ("step", False, 40, {}, {}),
-    "step, LoRA, two updates": ("step", True, 64, {}, {"updates": 2}),
+    "step, LoRA, two updates": ("step", True, 64, {}, {"optimizer_steps": 2}),
     "activations computed again": ("token", False, 40, {"gradient_checkpointing": True}, {}),
     "each sequence for itself": ("sequence", False, 64, {}, {"share_prefixes": False}),
 }
@@ -143,7 +143,7 @@ def assert_one_process(crews: Crews, ranks: int, case: str, folder: Path) -> Non
     assert any((report.tokens.dloss_dlogprob == 0).any() for report in wanted), (
         "nothing is dropped or clipped: a weak case"
     )
-    trainer = crews.trainer(ranks, model(lora=lora, **shape), max_tokens=max_tokens, **more)
+    trainer = crews.trainer(ranks, model(lora=lora, **shape), max_tokens_per_micro_batch=max_tokens, **more)
     assert_same_reports(steps(trainer, samples, rule), wanted)
     assert_same_tensors(weights(trainer), weights(alone))
     assert_same_tensors(moments(trainer, folder / "ranks"), moments(alone, folder / "alone"))
@@ -166,10 +166,10 @@ def assert_gone_on_with(crews: Crews, before: int, after: int, lora: bool, folde
     samples, rule, kept = rollouts(), OBJECTIVES["sequence"], Checkpoints(folder, CheckpointSettings())
     alone = crews.trainer(1, model(lora=lora))
     wanted = steps(alone, samples, rule, 4)
-    first = crews.trainer(before, model(lora=lora), max_tokens=64)
+    first = crews.trainer(before, model(lora=lora), max_tokens_per_micro_batch=64)
     steps(first, samples, rule, 2)
     first.save(kept, 2, {"epoch": 7})
-    second = crews.trainer(after, model(lora=lora), max_tokens=64)
+    second = crews.trainer(after, model(lora=lora), max_tokens_per_micro_batch=64)
     assert second.load(kept, 2) == {"epoch": 7}
     assert second.steps == 2
     assert_same_reports(steps(second, samples, rule, 2), wanted[2:])

@@ -52,14 +52,14 @@ def test_a_rank_without_a_trainable_token_takes_part(objective: str, crews: Crew
 def test_other_families_too(name: str, crews: Crews) -> None:
     """Untied heads, experts that one rank sends nothing to, sinks, soft caps, and sequences that are computed alone."""
     samples, rule = rollouts(), OBJECTIVES["sequence"]
-    alone, trainer = crews.trainer(1, model(name)), crews.trainer(2, model(name), max_tokens=64)
+    alone, trainer = crews.trainer(1, model(name)), crews.trainer(2, model(name), max_tokens_per_micro_batch=64)
     assert_same_reports(steps(trainer, samples, rule, 2), steps(alone, samples, rule, 2))
     assert_same_tensors(weights(trainer), weights(alone), 1e-4)
 
 
 def test_log_probs_are_those_of_one_process(crews: Crews) -> None:
     samples = rollouts()
-    wanted, found = (crews.trainer(ranks, model(), max_tokens=48).logprobs(samples) for ranks in (1, 2))
+    wanted, found = (crews.trainer(ranks, model(), max_tokens_per_micro_batch=48).logprobs(samples) for ranks in (1, 2))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)
 
@@ -75,7 +75,7 @@ def test_references_are_the_same_on_all_ranks_and_leave_the_policy_as_it_was(
     reports = []
     for ranks in (1, 2):
         kept = Checkpoints(tmp_path / str(ranks), CheckpointSettings())
-        trainer = crews.trainer(ranks, model(lora=lora), max_tokens=64)
+        trainer = crews.trainer(ranks, model(lora=lora), max_tokens_per_micro_batch=64)
         first = trainer.step(samples, OBJECTIVES["token"])
         trainer.save(kept, 1)
         trainer.set_references({"base": ReferenceSettings(), "first": ReferenceSettings(source="step:1")}, kept)
@@ -97,7 +97,7 @@ def test_a_sample_that_is_not_finite_is_named_by_all_ranks_and_the_rest_trains(
     with torch.no_grad():
         poisoned.model.network.get_input_embeddings().weight[250] = torch.nan
     poisoned.save(kept, 1)
-    trainer = crews.trainer(2, model("tiny-llama-untied"), max_tokens=64)
+    trainer = crews.trainer(2, model("tiny-llama-untied"), max_tokens_per_micro_batch=64)
     trainer.load(kept, 1)
     with pytest.raises(StepRefused, match="not finite for sample s4") as refusal:
         trainer.step(samples, rule)
@@ -106,7 +106,7 @@ def test_a_sample_that_is_not_finite_is_named_by_all_ranks_and_the_rest_trains(
     huge = [
         dataclasses.replace(sample, advantage=2e37) if number == 3 else sample for number, sample in enumerate(samples)
     ]
-    trainer = crews.trainer(2, model(), max_tokens=64)
+    trainer = crews.trainer(2, model(), max_tokens_per_micro_batch=64)
     before = weights(trainer)
     with pytest.raises(StepRefused, match="gradient is not finite, from sample s3;"):
         trainer.step(huge, keel.objective("reinforce"))
@@ -128,7 +128,7 @@ def test_what_cannot_act_is_refused(crews: Crews) -> None:
 
 def test_master_weights_hold_what_bfloat16_would_lose(crews: Crews, tmp_path: Path) -> None:
     samples, rule = rollouts(), OBJECTIVES["sequence"]
-    small = {"optimizer": {"lr": 1e-6}, "max_tokens": 64}
+    small = {"optimizer": {"lr": 1e-6}, "max_tokens_per_micro_batch": 64}
     plain = crews.trainer(2, model(dtype="bfloat16"), **small)
     losses = [report.loss for report in steps(plain, samples, rule, 2)]
     lost = moved(plain, tmp_path / "plain")
@@ -172,12 +172,12 @@ def test_going_on_with_as_many_ranks_is_bit_for_bit_not_having_stopped(
     lora: bool, crews: Crews, tmp_path: Path
 ) -> None:
     samples, rule, kept = rollouts(), OBJECTIVES["token"], Checkpoints(tmp_path, CheckpointSettings())
-    trainer = crews.trainer(2, model(lora=lora), max_tokens=64)
+    trainer = crews.trainer(2, model(lora=lora), max_tokens_per_micro_batch=64)
     steps(trainer, samples, rule, 2)
     trainer.save(kept, 2)
     steps(trainer, samples, rule, 2)
     straight = weights(trainer)
-    trainer = crews.trainer(2, model(lora=lora), max_tokens=64)
+    trainer = crews.trainer(2, model(lora=lora), max_tokens_per_micro_batch=64)
     trainer.load(kept, 2)
     steps(trainer, samples, rule, 2)
     assert all(torch.equal(value, straight[name]) for name, value in weights(trainer).items())

@@ -246,7 +246,9 @@ def test_generation_is_the_same_after_attending_by_tree(name: str) -> None:
 
 def test_a_sample_over_the_budget_is_refused_naming_both(llama: Model) -> None:
     forward = Forward(llama, max_tokens=12, packing="shared")
-    with pytest.raises(ConfigError, match=rf"sample s0 has {len(SAMPLES[0].inputs)} tokens .*max_tokens = 12"):
+    with pytest.raises(
+        ConfigError, match=rf"sample s0 has {len(SAMPLES[0].inputs)} tokens .*max_tokens_per_micro_batch = 12"
+    ):
         forward.plan(TOKENS)
 
 

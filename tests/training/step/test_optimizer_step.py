@@ -122,9 +122,9 @@ class Step:
         with torch.no_grad():
             self.reference_logprobs = every_logprob(reference, self.samples)
         self.trainers = {
-            "whole": self.trainer(max_tokens=4096),
-            "cut": self.trainer(max_tokens=40),
-            "unshared": self.trainer(max_tokens=90, share_prefixes=False, entropy=False),
+            "whole": self.trainer(max_tokens_per_micro_batch=4096),
+            "cut": self.trainer(max_tokens_per_micro_batch=40),
+            "unshared": self.trainer(max_tokens_per_micro_batch=90, share_prefixes=False, compute_entropy=False),
         }
         self.wanted: dict[str, Gradients] = {}
 
@@ -193,7 +193,7 @@ def test_each_of_two_updates_has_the_gradient_of_its_groups_against_the_policy_b
     parameters = {} if case == "decoupled_ppo" else {"anchor": "proximal"}
     rule = objective(case, **parameters)
     settings = TrainerSettings.model_validate(
-        {"max_grad_norm": None, "updates": 2, "max_tokens": 64, "optimizer": {"lr": 1e-3}}
+        {"max_grad_norm": None, "optimizer_steps": 2, "max_tokens_per_micro_batch": 64, "optimizer": {"lr": 1e-3}}
     )
     trainer = Trainer(model, settings)
     begin = {name: weight.detach().clone() for name, weight in model.parameters().items()}

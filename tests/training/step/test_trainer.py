@@ -114,7 +114,7 @@ def test_gradients_are_clipped_to_their_norm_and_no_further() -> None:
 
 
 def test_the_rate_is_that_of_the_optimizer_steps_that_were_taken() -> None:
-    schedule = {"lr": 1e-3, "warmup_steps": 1, "decay": "linear", "total_steps": 5}
+    schedule = {"lr": 1e-3, "warmup_steps": 1, "lr_schedule": "linear", "total_steps": 5}
     trainer, samples = trainer_of(optimizer=schedule), branching_samples()
     nothing = [replace(sample, advantage=0.0) for sample in samples]
     rates = []
@@ -171,7 +171,7 @@ def test_a_sample_whose_logprobs_are_not_finite_is_named_and_only_that(rule: kee
     ids[-2] = 250  # no other sample has it
     samples[4] = replace(samples[4], token_ids=ids)
     model = tiny("tiny-llama-untied")
-    trainer = trainer_of(model, max_tokens=max_tokens)
+    trainer = trainer_of(model, max_tokens_per_micro_batch=max_tokens)
     trainer.step(samples, rule)
     with torch.no_grad():
         model.network.get_input_embeddings().weight[250] = torch.nan
@@ -190,7 +190,7 @@ def test_a_sample_whose_logprobs_are_not_finite_is_named_and_only_that(rule: kee
 def test_a_sample_whose_gradient_is_not_finite_is_named_and_only_that(rule: keel.Objective, max_tokens: int) -> None:
     samples = branching_samples()
     samples[3] = replace(samples[3], advantage=2e37, name="")
-    trainer = trainer_of(max_tokens=max_tokens)
+    trainer = trainer_of(max_tokens_per_micro_batch=max_tokens)
     before = state_of(trainer)
     with pytest.raises(StepRefused, match="gradient is not finite, from sample number 3;") as refusal:
         trainer.step(samples, rule)
@@ -231,12 +231,12 @@ def test_logprobs_are_given_at_trainable_tokens_at_the_temperature_of_the_sample
 
 
 def test_a_sample_over_the_budget_or_with_an_unknown_token_is_refused_before_anything_moves() -> None:
-    trainer = trainer_of(max_tokens=40)
+    trainer = trainer_of(max_tokens_per_micro_batch=40)
     before = state_of(trainer)
     long = Sample(
         token_ids=np.arange(42), trainable=np.arange(42) > 3, advantage=1.0, name="long", sampler_logprobs=np.zeros(42)
     )
-    with pytest.raises(ConfigError, match=r"sample long has 41 tokens .*max_tokens = 40"):
+    with pytest.raises(ConfigError, match=r"sample long has 41 tokens .*max_tokens_per_micro_batch = 40"):
         trainer.step([long], OPEN)
     odd = replace(long, token_ids=np.full(42, 999), trainable=np.arange(42) == 5, name="odd")
     with pytest.raises(ConfigError, match="sample odd has token id 999"):
@@ -245,7 +245,7 @@ def test_a_sample_over_the_budget_or_with_an_unknown_token_is_refused_before_any
 
 
 def test_a_step_of_fewer_groups_than_updates_has_an_update_for_each_group() -> None:
-    trainer = trainer_of(updates=4)
+    trainer = trainer_of(optimizer_steps=4)
     assert trainer.step(branching_samples(), OPEN).steps == trainer.steps == 3
 
 
@@ -261,7 +261,7 @@ def test_every_trainable_token_is_in_the_account_once_with_its_reason(rule: str,
         replace(one, sampler_logprobs=np.asarray(one.sampler_logprobs) + 2 * chance.normal(size=len(one)))
         for one in on_policy(model, samples)
     ]
-    report = trainer_of(model, updates=updates).step(samples, rule)
+    report = trainer_of(model, optimizer_steps=updates).step(samples, rule)
     account = report.tokens
     places = [(number, place) for number, one in enumerate(samples) for place in np.flatnonzero(one.trainable)]
     assert list(zip(account.sample.tolist(), account.position.tolist(), strict=True)) == places
@@ -318,7 +318,7 @@ def test_two_runs_are_the_same_to_the_bit_and_so_is_one_that_was_saved_and_loade
 ) -> None:
     settings = {
         "optimizer": {"lr": 1e-2, "lr_schedule": "cosine", "total_steps": 6, "warmup_steps": 2},
-        "max_tokens": 64,
+        "max_tokens_per_micro_batch": 64,
     }
     first, second = (trainer_of(tiny(lora=lora), **settings) for _ in range(2))
     checkpoints = Checkpoints(tmp_path, CheckpointSettings())
