@@ -8,9 +8,9 @@ import pytest
 from tests.support.ranks_world import (
     OBJECTIVES,
     RankPool,
-    assert_resumes_on_other_ranks,
     assert_idle_ranks_take_part,
     assert_matches_one_process,
+    assert_resumes_on_other_ranks,
 )
 
 CASES = (

@@ -19,9 +19,9 @@ from tests.support.ranks_world import (
     CASES,
     OBJECTIVES,
     RankPool,
-    assert_resumes_on_other_ranks,
     assert_idle_ranks_take_part,
     assert_matches_one_process,
+    assert_resumes_on_other_ranks,
     assert_same_reports,
     assert_same_tensors,
     model,
@@ -29,7 +29,6 @@ from tests.support.ranks_world import (
     steps,
     weights,
 )
-
 
 pytestmark = pytest.mark.process
 
