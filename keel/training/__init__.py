@@ -1,7 +1,7 @@
-"""The policy: from a step's samples to new weights.
+"""Train a policy: turn the samples of a step into new weights.
 
-Loads models, computes log-probs without the logits and shared tokens once, takes optimizer steps, writes checkpoints
-and reads references. It knows nothing of environments, engines or the loop that calls it.
+Loads models, computes log-probs (each shared prefix once, without materialising the logits), takes optimizer steps,
+writes checkpoints and loads references. Independent of environments, engines and the training loop.
 """
 
 from keel.training.model.checkpoint import Checkpoints

@@ -192,7 +192,7 @@ def test_a_reference_that_is_not_there_is_refused_and_nothing_changes(tmp_path: 
             groups = await attempts(model)
             with pytest.raises(ModelError, match="no checkpoint of step 7"):
                 await backend.train(model, groups, kl_penalty_coef=1.0, kl_penalty_reference_step=7)
-            with pytest.raises(ModelError, match="is no adapter"):
+            with pytest.raises(ModelError, match="is not an adapter"):
                 await backend.train(model, groups, kl_penalty_coef=1.0, kl_ref_adapter_path=tmp_path)
             assert await backend.step(model) == 0
             assert (await backend.train(model, groups)).step == 1
@@ -275,7 +275,7 @@ def test_a_broken_checkpoint_is_passed_over_with_a_warning_and_no_other_is_touch
 
     assert run(once(2)) == 2
     (tmp_path / "agent-1/checkpoints/step_2/model.safetensors").write_bytes(b"damaged")
-    with pytest.warns(UserWarning, match="step 2 is broken and not used"):
+    with pytest.warns(UserWarning, match="step 2 is corrupt and not used"):
         assert run(once(0)) == 1
     assert (tmp_path / "agent-1/checkpoints/step_2/model.safetensors").read_bytes() == b"damaged"
 

@@ -124,7 +124,7 @@ def ranks(lives: Lives, folder: Path, kills: int) -> Result:
         life, before = world.start(), world.recorded()
         life.wait(ENDS, lambda life=life, before=before: world.recorded() > before)  # type: ignore[misc]
         result.injected += life.kill_child("train")
-        stops(life, result, r"rank 1 of the trainer ended .*go on with --resume")
+        stops(life, result, r"rank 1 of the trainer exited .*rerun with --resume")
     ends(world, world.start(), result)
     return result
 

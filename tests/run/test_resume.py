@@ -78,7 +78,7 @@ def test_a_broken_checkpoint_is_passed_over_and_nothing_is_lost(straight: Path, 
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.warns(UserWarning, match="step 6 is broken") as warned:
         resume(folder)
-    assert any("step 6 is broken and is replaced" in str(one.message) for one in warned)
+    assert any("step 6 is corrupt and is replaced" in str(one.message) for one in warned)
     assert_same_bits(straight, folder)
 
 

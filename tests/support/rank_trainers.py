@@ -1,6 +1,6 @@
-"""Trainers on several real processes (gloo, one machine), and the same trainer in one, to compare them.
+"""Run trainers on several real processes (gloo, one machine) and compare them with a trainer in one process.
 
-A crew of each size is started once and trains whatever it is given after that, since its start takes most of the time.
+The ranks of each world size are started once and reused by several tests, because starting them takes most of the time.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from tests.support.policy_strategies import LORA, branching_samples
 
 STEPS = 5
 TOLERANCE = 2e-5
-"""Of float32 sums in another order, five steps on: relative to the largest entry of a tensor."""
+"""Relative to the largest entry of a tensor, after five steps of float32 sums in another order."""
 OPTIMIZER = OptimizerSettings(lr=1e-2, eps=1e-3, weight_decay=0.1, warmup_steps=2)
-"""With an eps above most gradients: a step is not the sign of what a rounding left of zero."""
-_OWN = ("seconds", "computed_tokens")
-"""What a report says about how the step was computed, and not about what it was."""
+"""eps is above most gradients, so that a step is not the sign of a rounding error."""
+_NOT_COMPARED = ("seconds", "computed_tokens")
+"""Fields of a report that depend on how the step was computed."""
 
 
 OBJECTIVES: dict[str, keel.Objective] = {
@@ -44,33 +44,33 @@ CASES: dict[str, tuple[str, bool, int, dict[str, Any], dict[str, Any]]] = {
     "sequence, small micro-batches": ("sequence", False, 40, {}, {}),
     "sequence, one micro-batch, LoRA": ("sequence", True, 4096, {}, {}),
     "step, small micro-batches": ("step", False, 40, {}, {}),
-    "step, LoRA, two updates": ("step", True, 64, {}, {"updates": 2}),
-    "activations computed again": ("token", False, 40, {"gradient_checkpointing": True}, {}),
-    "each sequence for itself": ("sequence", False, 64, {}, {"share_prefixes": False}),
+    "step, LoRA, two optimizer steps": ("step", True, 64, {}, {"optimizer_steps": 2}),
+    "gradient checkpointing": ("token", False, 40, {"gradient_checkpointing": True}, {}),
+    "unshared prefixes": ("sequence", False, 64, {}, {"share_prefixes": False}),
 }
 
 
-class Crews:
-    """Crews by their size, started when first asked for."""
+class RankPool:
+    """Rank processes by world size, started on first use."""
 
     def __init__(self) -> None:
-        self._crews: dict[int, RankProcesses] = {}
+        self._processes: dict[int, RankProcesses] = {}
 
     def trainer(self, ranks: int, model: ModelSettings, **settings: Any) -> Trainer:
-        """A new trainer on so many ranks; whatever they trained before is gone."""
-        chosen = TrainerSettings.model_validate({"ranks": ranks, "optimizer": OPTIMIZER, **settings})
+        """Return a new trainer on that many ranks, replacing the previous one."""
+        trainer_settings = TrainerSettings.model_validate({"ranks": ranks, "optimizer": OPTIMIZER, **settings})
         if ranks == 1:
-            return Trainer(model, chosen)
-        if ranks not in self._crews:
-            for other in list(self._crews):
-                self._crews.pop(other).close()  # a process is in one world at a time
-            self._crews[ranks] = RankProcesses(chosen)
-            self._crews[ranks].join()
-        return Trainer(model, chosen, world=self._crews[ranks].world)
+            return Trainer(model, trainer_settings)
+        if ranks not in self._processes:
+            for size in list(self._processes):
+                self._processes.pop(size).close()  # a process can only be in one world at a time
+            self._processes[ranks] = RankProcesses(trainer_settings)
+            self._processes[ranks].join()
+        return Trainer(model, trainer_settings, world=self._processes[ranks].world)
 
     def close(self) -> None:
-        for crew in self._crews.values():
-            crew.close()
+        for processes in self._processes.values():
+            processes.close()
 
 
 def model(name: str = "tiny", *, lora: bool = False, **settings: Any) -> ModelSettings:
@@ -78,30 +78,30 @@ def model(name: str = "tiny", *, lora: bool = False, **settings: Any) -> ModelSe
 
 
 def rollouts() -> list[Sample]:
-    """Uneven groups, one of them alone, as a sampler near the policy would have written them."""
+    """Return samples of uneven groups, one of a single sample, with sampler log-probs near the policy's."""
     samples = [*branching_samples(version=2)[:10], *branching_samples(7, version=2)[3:4]]
-    recorded = Trainer(model(), TrainerSettings()).logprobs(samples)
-    chance = np.random.default_rng(5)
+    logprobs = Trainer(model(), TrainerSettings()).logprobs(samples)
+    rng = np.random.default_rng(5)
     return [
-        dataclasses.replace(sample, sampler_logprobs=np.nan_to_num(found.numpy()) + chance.normal(0, 0.4, len(sample)))
-        for sample, found in zip(samples, recorded, strict=True)
+        dataclasses.replace(sample, sampler_logprobs=np.nan_to_num(values.numpy()) + rng.normal(0, 0.4, len(sample)))
+        for sample, values in zip(samples, logprobs, strict=True)
     ]
 
 
-def numbers(report: StepReport) -> dict[str, float]:
-    return {name: value for name, value in report.scalars().items() if name not in _OWN}
+def compared_scalars(report: StepReport) -> dict[str, float]:
+    return {name: value for name, value in report.scalars().items() if name not in _NOT_COMPARED}
 
 
 def moments(trainer: Trainer, folder: Path) -> dict[str, Tensor]:
-    """The optimizer's means of gradients and of their squares, by a checkpoint that one process reads."""
-    kept = Checkpoints(folder, CheckpointSettings())
-    trainer.save(kept, 1)
-    alone = Trainer(trainer.model.settings, TrainerSettings(optimizer=OPTIMIZER))
-    alone.load(kept, 1)
-    found = {}
-    for name, weight in alone.model.parameters().items():
-        found |= {f"{entry}.{name}": value for entry, value in alone.optimizer.state[weight].items()}
-    return found
+    """Return the optimizer's moments, by a checkpoint that one process reads."""
+    checkpoints = Checkpoints(folder, CheckpointSettings())
+    trainer.save(checkpoints, 1)
+    single = Trainer(trainer.model.settings, TrainerSettings(optimizer=OPTIMIZER))
+    single.load(checkpoints, 1)
+    result = {}
+    for name, weight in single.model.parameters().items():
+        result |= {f"{entry}.{name}": value for entry, value in single.optimizer.state[weight].items()}
+    return result
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -109,68 +109,69 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def assert_same_tensors(
-    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float = TOLERANCE
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = TOLERANCE
 ) -> None:
-    assert found.keys() == wanted.keys()
-    for name, expected in wanted.items():
-        scale = max(float(expected.abs().max()), 1e-6)
-        assert float((found[name] - expected).abs().max()) <= tolerance * scale, name
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = max(float(tensor.abs().max()), 1e-6)
+        assert float((actual[name] - tensor).abs().max()) <= tolerance * scale, name
 
 
-def assert_same_reports(found: Sequence[StepReport], wanted: Sequence[StepReport]) -> None:
-    """Loss, metrics, and each token's log-prob, reason and gradient."""
-    for one, other in zip(found, wanted, strict=True):
-        here, there = numbers(one), numbers(other)
-        assert here.keys() == there.keys()
-        for name, value in there.items():
-            # a mean over nothing is NaN on both sides
-            assert here[name] == pytest.approx(value, rel=2e-4, abs=2e-6, nan_ok=True), name
-        assert torch.equal(one.tokens.reasons, other.tokens.reasons)
-        for name, column in one.tokens.columns():
-            torch.testing.assert_close(column, getattr(other.tokens, name), rtol=1e-4, atol=1e-5, msg=name)
+def assert_same_reports(actual: Sequence[StepReport], expected: Sequence[StepReport]) -> None:
+    """Assert equal losses, metrics, and log-prob, reason and gradient of each token."""
+    for report, expected_report in zip(actual, expected, strict=True):
+        scalars, expected_scalars = compared_scalars(report), compared_scalars(expected_report)
+        assert scalars.keys() == expected_scalars.keys()
+        for name, value in expected_scalars.items():
+            # the mean of no values is NaN in both
+            assert scalars[name] == pytest.approx(value, rel=2e-4, abs=2e-6, nan_ok=True), name
+        assert torch.equal(report.tokens.reasons, expected_report.tokens.reasons)
+        for name, column in report.tokens.columns():
+            torch.testing.assert_close(column, getattr(expected_report.tokens, name), rtol=1e-4, atol=1e-5, msg=name)
 
 
 def steps(trainer: Trainer, samples: list[Sample], rule: keel.Objective, count: int = STEPS) -> list[StepReport]:
     return [trainer.step(samples, rule, version=3) for _ in range(count)]
 
 
-def assert_one_process(crews: Crews, ranks: int, case: str, folder: Path) -> None:
-    """Loss, metrics, gradients and weights of five steps are those of one process with one micro-batch."""
-    objective, lora, max_tokens, shape, more = CASES[case]
+def assert_matches_one_process(pool: RankPool, ranks: int, case: str, folder: Path) -> None:
+    """Assert that five steps equal those of one process with one micro-batch: reports, weights and moments."""
+    objective, lora, max_tokens, model_options, trainer_options = CASES[case]
     rule, samples = OBJECTIVES[objective], rollouts()
-    alone = crews.trainer(1, model(lora=lora), **more)
-    wanted = steps(alone, samples, rule)
-    assert any((report.tokens.dloss_dlogprob == 0).any() for report in wanted), (
+    single = pool.trainer(1, model(lora=lora), **trainer_options)
+    expected = steps(single, samples, rule)
+    assert any((report.tokens.dloss_dlogprob == 0).any() for report in expected), (
         "nothing is dropped or clipped: a weak case"
     )
-    trainer = crews.trainer(ranks, model(lora=lora, **shape), max_tokens=max_tokens, **more)
-    assert_same_reports(steps(trainer, samples, rule), wanted)
-    assert_same_tensors(weights(trainer), weights(alone))
-    assert_same_tensors(moments(trainer, folder / "ranks"), moments(alone, folder / "alone"))
+    settings = {"max_tokens_per_micro_batch": max_tokens, **trainer_options}
+    trainer = pool.trainer(ranks, model(lora=lora, **model_options), **settings)
+    assert_same_reports(steps(trainer, samples, rule), expected)
+    assert_same_tensors(weights(trainer), weights(single))
+    assert_same_tensors(moments(trainer, folder / "ranks"), moments(single, folder / "single"))
 
 
-def assert_idle_ranks_take_part(crews: Crews, ranks: int, objective: str) -> None:
-    """One sequence, and sequences that train nothing: all ranks but one have no work, or all have none."""
+def assert_idle_ranks_take_part(pool: RankPool, ranks: int, objective: str) -> None:
+    """Assert that steps are correct when all ranks but one, or all ranks, have no work."""
     (sample,) = rollouts()[1:2]
-    silent = dataclasses.replace(sample, trainable=np.zeros(len(sample), bool))
-    alone, trainer = crews.trainer(1, model()), crews.trainer(ranks, model())
-    for samples in ([sample], [sample, silent, silent], [silent], []):
-        wanted, found = (one.step(samples, OBJECTIVES[objective], version=3) for one in (alone, trainer))
-        assert (found.stepped, found.skip_reason) == (wanted.stepped, wanted.skip_reason)
-        assert_same_reports([found], [wanted])
-    assert_same_tensors(weights(trainer), weights(alone))
+    untrainable = dataclasses.replace(sample, trainable=np.zeros(len(sample), bool))
+    single, trainer = pool.trainer(1, model()), pool.trainer(ranks, model())
+    for samples in ([sample], [sample, untrainable, untrainable], [untrainable], []):
+        expected, actual = (each.step(samples, OBJECTIVES[objective], version=3) for each in (single, trainer))
+        assert (actual.stepped, actual.skip_reason) == (expected.stepped, expected.skip_reason)
+        assert_same_reports([actual], [expected])
+    assert_same_tensors(weights(trainer), weights(single))
 
 
-def assert_gone_on_with(crews: Crews, before: int, after: int, lora: bool, folder: Path) -> None:
-    """Two steps on some ranks, saved, and two more on others are four steps of one process."""
-    samples, rule, kept = rollouts(), OBJECTIVES["sequence"], Checkpoints(folder, CheckpointSettings())
-    alone = crews.trainer(1, model(lora=lora))
-    wanted = steps(alone, samples, rule, 4)
-    first = crews.trainer(before, model(lora=lora), max_tokens=64)
+def assert_resumes_on_other_ranks(pool: RankPool, before: int, after: int, lora: bool, folder: Path) -> None:
+    """Assert that two steps, a checkpoint and two more on other ranks equal four steps of one process."""
+    samples, rule, checkpoints = rollouts(), OBJECTIVES["sequence"], Checkpoints(folder, CheckpointSettings())
+    single = pool.trainer(1, model(lora=lora))
+    expected = steps(single, samples, rule, 4)
+    first = pool.trainer(before, model(lora=lora), max_tokens_per_micro_batch=64)
     steps(first, samples, rule, 2)
-    first.save(kept, 2, {"epoch": 7})
-    second = crews.trainer(after, model(lora=lora), max_tokens=64)
-    assert second.load(kept, 2) == {"epoch": 7}
+    first.save(checkpoints, 2, {"epoch": 7})
+    second = pool.trainer(after, model(lora=lora), max_tokens_per_micro_batch=64)
+    assert second.load(checkpoints, 2) == {"epoch": 7}
     assert second.steps == 2
-    assert_same_reports(steps(second, samples, rule, 2), wanted[2:])
-    assert_same_tensors(weights(second), weights(alone))
+    assert_same_reports(steps(second, samples, rule, 2), expected[2:])
+    assert_same_tensors(weights(second), weights(single))

@@ -1,1 +1,1 @@
-"""The trainer on several ranks: process group, commands and FSDP2."""
+"""Run the trainer on several ranks: process group, commands and FSDP2."""

@@ -1,7 +1,7 @@
-"""What rank 0 sends to the other ranks: plain values, samples and an objective, as bytes and back.
+"""Encode the commands rank 0 sends to other ranks: JSON arguments, samples and an objective.
 
-The bytes are a safetensors file, so every number arrives with the bits that it had and nothing runs when it is read.
-Weights never travel this way.
+The bytes are a safetensors file, so every number keeps its bits and no code runs on reading. Weights are never sent
+this way.
 """
 
 import dataclasses
@@ -20,41 +20,41 @@ from keel.training.step.sample import Sample
 
 _ARRAY_FIELDS = ("token_ids", "trainable", "advantage", "sampler_logprobs", "version", "teacher_logprobs", "role")
 _SCALAR_FIELDS = ("group", "temperature", "name")
-_HEADER_KEY = "said"
+_HEADER_KEY = "header"
 
 
 def encode_command(samples: Sequence[Sample] = (), objective: Objective | None = None, **arguments: Any) -> bytes:
-    """`said` is whatever JSON can hold."""
+    """Encode samples, an objective and JSON-serialisable arguments."""
     assert {*_ARRAY_FIELDS, *_SCALAR_FIELDS} == {field.name for field in dataclasses.fields(Sample)}
     tensors: dict[str, Tensor] = {}
-    for number, sample in enumerate(samples):
+    for index, sample in enumerate(samples):
         for field in _ARRAY_FIELDS:
             value = getattr(sample, field)
             if value is not None:
-                tensors[f"{number}.{field}"] = torch.from_numpy(np.array(value))
-    content = {
-        "said": arguments,
+                tensors[f"{index}.{field}"] = torch.from_numpy(np.array(value))
+    header = {
+        "arguments": arguments,
         "samples": [[getattr(sample, field) for field in _SCALAR_FIELDS] for sample in samples],
         "objective": None if objective is None else [objective.name, objective.composition.model_dump(mode="json")],
     }
-    tensors[_HEADER_KEY] = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+    tensors[_HEADER_KEY] = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
     return bytes(save(tensors))
 
 
 def decode_command(payload: bytes) -> tuple[dict[str, Any], list[Sample], Objective | None]:
-    """The plain values, the samples and the objective that `pack` was given."""
+    """Return the arguments, samples and objective passed to `encode_command`."""
     tensors = load(payload)
-    found = json.loads(tensors.pop(_HEADER_KEY).numpy().tobytes())
-    arrays: list[dict[str, Any]] = [{} for _ in found["samples"]]
+    header = json.loads(tensors.pop(_HEADER_KEY).numpy().tobytes())
+    arrays: list[dict[str, Any]] = [{} for _ in header["samples"]]
     for key, tensor in tensors.items():
-        number, _, field = key.partition(".")
-        arrays[int(number)][field] = tensor.numpy()
+        index, _, field = key.partition(".")
+        arrays[int(index)][field] = tensor.numpy()
     samples = [
-        Sample(**own, **dict(zip(_SCALAR_FIELDS, plain, strict=True)))
-        for own, plain in zip(arrays, found["samples"], strict=True)
+        Sample(**array_fields, **dict(zip(_SCALAR_FIELDS, scalars, strict=True)))
+        for array_fields, scalars in zip(arrays, header["samples"], strict=True)
     ]
     objective = None
-    if found["objective"] is not None:
-        name, composition = found["objective"]
+    if header["objective"] is not None:
+        name, composition = header["objective"]
         objective = Objective(Composition.model_validate(composition), name=name)
-    return found["said"], samples, objective
+    return header["arguments"], samples, objective

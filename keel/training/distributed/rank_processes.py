@@ -1,8 +1,8 @@
-"""The processes of a trainer on several ranks: started here, or by torchrun and the like, and joined.
+"""Start the processes of a multi-rank trainer, or join those started by torchrun.
 
-A crew that was started here is on this machine and on loopback only; each process ends when rank 0 does, however that
-ends. Rank 0 watches them: one that is gone is named, with its exit code, within a second. It does not restart any: a
-run goes on from its last committed step by `--resume`.
+Processes started here run on this machine, communicate over loopback only, and end when rank 0 ends, even if it is
+killed. Rank 0 monitors them and reports an exited rank with its exit code within a second. Ranks are not restarted; a
+run resumes from its last committed step with `--resume`.
 """
 
 import os
@@ -26,18 +26,18 @@ from keel.training.distributed.world import START_TIMEOUT, RankInfo, World
 
 _LOOPBACK_ENV = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 _EXIT_TIMEOUT = 10.0
-"""Seconds that a rank may take to end when it was told to."""
+"""Seconds a rank may take to exit after the end command."""
 
 
 class RankProcesses:
-    """The ranks of a run, of which this process is rank 0. With one rank there is nothing to it."""
+    """The ranks of a run, of which this process is rank 0. With one rank this is a no-op."""
 
     def __init__(self, settings: TrainerSettings, rank_info: RankInfo | None = None) -> None:
-        """`place`: where a launcher has put this process; None: the other ranks are started here."""
+        """`rank_info` is this process's rank if a launcher started it; None starts the other ranks here."""
         if rank_info is not None and settings.ranks not in (1, rank_info.size):
             raise ConfigError(
-                f"trainer.ranks = {settings.ranks}, and the launcher started {rank_info.size} (WORLD_SIZE);"
-                " leave trainer.ranks out, or start as many"
+                f"trainer.ranks = {settings.ranks}, but the launcher started {rank_info.size} (WORLD_SIZE);"
+                " leave trainer.ranks out, or start that many"
             )
         self.size = rank_info.size if rank_info is not None else settings.ranks
         self.world: World | None = None
@@ -55,7 +55,7 @@ class RankProcesses:
         self.close()
 
     def join(self) -> World | None:
-        """All ranks, when they are there; None when this process is the only one."""
+        """Wait for all ranks and return their world; None if this process is the only rank."""
         if self.size == 1:
             return None
         try:
@@ -67,21 +67,21 @@ class RankProcesses:
                 self.world = World(self._rank_info, connect_store(self._rank_info), self._timeout)
         except RuntimeError as error:
             raise RankError(
-                self._find_exited_rank(3.0) or f"the {self.size} ranks did not come together: {error}"
+                self._find_exited_rank(3.0) or f"the {self.size} ranks could not connect: {error}"
             ) from error
         return self.world
 
     def check_alive(self) -> None:
-        """Refuse to go on when a rank is gone."""
+        """Raise `RankError` if a rank has exited."""
         if self.world is not None:
             self.world.check_alive()
 
     def close(self) -> None:
-        """End the other ranks: told first, killed when they do not listen."""
+        """End the other ranks: send the end command, then kill those that have not exited in time."""
         if self.world is not None:
             self.world.end_workers()
-        listening = self.world is not None and not self.world.broken
-        deadline = time.monotonic() + (_EXIT_TIMEOUT if listening else 0.0)
+        responsive = self.world is not None and not self.world.broken
+        deadline = time.monotonic() + (_EXIT_TIMEOUT if responsive else 0.0)
         while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
             time.sleep(0.02)
         for process in self._processes:
@@ -93,21 +93,21 @@ class RankProcesses:
         torch.set_num_threads(self._threads)
 
     def _start_ranks(self) -> Store:
-        """Start the other ranks, and the store where all meet."""
-        # a socket of our own, because the store would listen on every address of the machine
+        """Start the store and the other ranks."""
+        # an explicit socket, because the store would listen on every address of the machine
         listener = socket.create_server(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         threads = max(1, self._threads // self.size)
         torch.set_num_threads(threads)
         for rank in range(1, self.size):
-            own = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "MASTER_PORT": port}
+            rank_variables = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "MASTER_PORT": port}
             environment = {
                 **_LOOPBACK_ENV,
                 **os.environ,
                 "MASTER_ADDR": "127.0.0.1",
                 "OMP_NUM_THREADS": str(threads),
-                **{name: str(value) for name, value in own.items()},
+                **{name: str(value) for name, value in rank_variables.items()},
             }
             self._processes.append(
                 subprocess.Popen(
@@ -115,7 +115,7 @@ class RankProcesses:
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is for rank 0, which finishes the step with the others
+                    start_new_session=True,  # Ctrl-C goes to rank 0 only, which finishes the step with the others
                 )
             )
         return store
@@ -126,7 +126,7 @@ class RankProcesses:
             for rank, process in enumerate(self._processes, start=1):
                 code = process.poll()
                 if code is not None:
-                    return f"rank {rank} of the trainer ended {_describe_exit(code)}; go on with --resume"
+                    return f"rank {rank} of the trainer exited {_describe_exit(code)}; rerun with --resume"
             if time.monotonic() >= deadline or not self._processes:
                 return ""
             time.sleep(0.05)
@@ -134,7 +134,7 @@ class RankProcesses:
 
 @contextmanager
 def _loopback_only() -> Iterator[None]:
-    """While it lasts, gloo listens to this machine only; it has no other way to be told."""
+    """Make gloo listen on loopback only, until the block ends; it can only be configured by the environment."""
     added = {name: value for name, value in _LOOPBACK_ENV.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -145,12 +145,12 @@ def _loopback_only() -> Iterator[None]:
 
 
 def connect_store(rank_info: RankInfo) -> Store:
-    """The store where all ranks meet, which the launcher or rank 0 keeps."""
-    host = rank_info.rank == 0 and not rank_info.has_agent_store
+    """Connect to the store of all ranks, which the launcher or rank 0 hosts."""
+    is_host = rank_info.rank == 0 and not rank_info.has_agent_store
     return TCPStore(
         rank_info.address,
         rank_info.port,
-        is_master=host,
+        is_master=is_host,
         wait_for_workers=False,
         timeout=timedelta(seconds=START_TIMEOUT),
     )
@@ -160,6 +160,6 @@ def _describe_exit(exit_code: int) -> str:
     if exit_code >= 0:
         return f"with exit code {exit_code}"
     try:
-        return f"by {signal.Signals(-exit_code).name}"
+        return f"after {signal.Signals(-exit_code).name}"
     except ValueError:
-        return f"by signal {-exit_code}"
+        return f"after signal {-exit_code}"

@@ -1,8 +1,8 @@
-"""What a rank other than 0 does: wait for a command, do its part with its own shard, and wait again.
+"""Run a rank other than 0: wait for a command, execute it on its shard, and repeat.
 
-It gets its settings from rank 0, so that command lines cannot disagree, and holds the same trainer as rank 0 does. It
-owns no run folder and no terminal. It ends when rank 0 says so or is gone; an error that rank 0 does not have too ends
-it with a message.
+A worker gets its settings from rank 0, so command lines cannot disagree, and has the same trainer as rank 0. It owns
+neither the run folder nor the terminal. It exits on the end command or when rank 0 has exited; an error that does not
+also occur on rank 0 ends it with a message.
 """
 
 import logging
@@ -22,53 +22,55 @@ from keel.training.step.sample import Sample
 from keel.training.step.trainer import Trainer
 
 COLLECTIVE_TIMEOUT = 3600.0
-"""Seconds to wait for the others in a collective: rank 0 has the patience that the settings say, and ends this process
-when it has run out."""
+"""Seconds to wait for other ranks in a collective. The configured trainer.rank_timeout applies on rank 0, which ends
+this process when it expires."""
 
 
 def run_rank_worker(rank_info: RankInfo) -> None:
-    """Take part in a run as one of its other ranks, to its end."""
-    logging.getLogger("keel").setLevel(logging.ERROR)  # rank 0 says the same
+    """Execute the commands of rank 0 until the run ends."""
+    logging.getLogger("keel").setLevel(logging.ERROR)  # rank 0 logs the same warnings
     world = World(rank_info, connect_store(rank_info), COLLECTIVE_TIMEOUT)
-    follower = RankWorker(world)
+    worker = RankWorker(world)
     try:
-        for command, content in world.commands():
+        for command, payload in world.commands():
             try:
-                follower.execute(command, content)
+                worker.execute(command, payload)
             except KeelError as error:
                 world.report_refusal(error)
             else:
                 world.acknowledge()
     except RuntimeError as error:
         world.report_failure(error)
-        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        raise RankError(f"rank {rank_info.rank} cannot go on ({why}); rank 0 is gone, or says more") from error
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise RankError(
+            f"rank {rank_info.rank} failed ({reason}); rank 0 has exited, or see its message for details"
+        ) from error
     world.shutdown()
 
 
 class RankWorker:
-    """The trainer of one rank, and how it does what is asked of all."""
+    """The trainer of one rank and its handlers for the commands of rank 0."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.trainer: Trainer | None = None
 
     def execute(self, command: str, payload: bytes) -> None:
-        """This rank's part of a command."""
-        said, samples, objective = decode_command(payload)
-        if command == "begin":
-            self._create_trainer(**said)
+        """Execute this rank's part of a command."""
+        arguments, samples, objective = decode_command(payload)
+        if command == "create":
+            self._create_trainer(**arguments)
             return
         assert self.trainer is not None
-        parts: dict[str, Callable[..., Any]] = {
+        handlers: dict[str, Callable[..., Any]] = {
             "step": lambda version, steps: self._step(samples, objective, version, steps),
             "score": lambda: self._loaded_trainer.logprobs(samples),
-            "refer": self._set_references,
+            "set_references": self._set_references,
             "save": lambda folder, step: write_rank_checkpoint(Path(folder), *self._model_and_optimizer, step),
             "load": lambda folder: restore_checkpoint(Path(folder), *self._model_and_optimizer),
             "gather": lambda adapter: gather_weights(self._loaded_trainer.model, adapter=adapter),
         }
-        parts[command](**said)
+        handlers[command](**arguments)
 
     @property
     def _loaded_trainer(self) -> Trainer:
@@ -80,7 +82,7 @@ class RankWorker:
         return self._loaded_trainer.model, self._loaded_trainer.optimizer
 
     def _create_trainer(self, model: Any, trainer: Any, teacher: Any, seed: int) -> None:
-        self.trainer = None  # the one before, first: its memory is needed
+        self.trainer = None  # free the previous trainer's memory first
         settings = TrainerSettings.model_validate(trainer)
         self.world.timeout = settings.rank_timeout
         self.trainer = Trainer(
@@ -93,9 +95,9 @@ class RankWorker:
 
     def _step(self, samples: list[Sample], objective: Objective | None, version: int | None, steps: int) -> None:
         assert objective is not None
-        self._loaded_trainer.steps = steps  # rank 0 counts: the learning rate is a function of it
+        self._loaded_trainer.steps = steps  # the count of rank 0, because the learning rate depends on it
         self._loaded_trainer.step(samples, objective, version=version)
 
-    def _set_references(self, named: dict[str, Any], checkpoints: str) -> None:
-        settings = {name: ReferenceSettings.model_validate(one) for name, one in named.items()}
+    def _set_references(self, references: dict[str, Any], checkpoints: str) -> None:
+        settings = {name: ReferenceSettings.model_validate(values) for name, values in references.items()}
         self._loaded_trainer.set_references(settings, Checkpoints(Path(checkpoints), CheckpointSettings()))

@@ -1,9 +1,9 @@
-"""Several processes that train one model: who is here, what rank 0 wants done, and sums over all.
+"""Coordinate the ranks that train one model: process group, commands of rank 0, and sums over all ranks.
 
-Rank 0 decides; the others wait until it names a command, and then all ranks do the same work on the same arguments
-(`together`). Between two commands nobody is inside a collective, so that hours of sampling need no long timeout. A rank
-that dies, hangs or fails alone becomes a `RankError` on rank 0 that names it. Nothing travels as pickle. What the
-commands are, and how processes are started, is not known here.
+Rank 0 decides; the other ranks wait for a command, and then all ranks do the same work with the same arguments
+(`run_on_all_ranks`). Between commands no rank is inside a collective, so hours of sampling need no long timeout. A rank
+that dies, hangs or fails on its own raises a `RankError` on rank 0 that names it. Nothing is pickled. The commands
+themselves are defined in `rank_worker`, and processes are started in `rank_processes`.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from keel.errors import ConfigError, KeelError, RankError
 
 END_COMMAND = "end"
-"""The command after which a rank leaves."""
+"""The command after which a rank exits."""
 START_TIMEOUT = 600.0
-"""Seconds in which all ranks must be there."""
+"""Seconds within which all ranks must have started."""
 FAILURE_GRACE = 60.0
-"""Seconds that a rank which failed alone waits for rank 0 to fail too, before it takes itself for the only one."""
+"""Seconds a failed rank waits for rank 0 to fail with the same error before it concludes that it failed alone."""
 _POLL_INTERVAL = timedelta(seconds=5)
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A process among those that train together, in the words of torchrun."""
+    """The rank of a process, with the fields of torchrun."""
 
     rank: int
     size: int
@@ -43,12 +43,12 @@ class RankInfo:
     address: str
     port: int
     has_agent_store: bool = False
-    """The launcher keeps the store that all meet at; else rank 0 does."""
+    """Whether the launcher hosts the store; otherwise rank 0 does."""
     attempt: str = "0"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "RankInfo | None":
-        """From the variables that torchrun sets; None when they are not there."""
+        """Read the variables that torchrun sets; return None if they are not set."""
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if any(name not in environment for name in names):
             return None
@@ -56,7 +56,7 @@ class RankInfo:
             rank, size, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
             local = int(environment.get("LOCAL_RANK", rank))
         except ValueError as error:
-            raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be whole numbers: {error}") from error
+            raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be integers: {error}") from error
         if not 0 <= rank < size:
             raise ConfigError(f"RANK = {rank} must be from 0 to WORLD_SIZE - 1 = {size - 1}")
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -65,7 +65,7 @@ class RankInfo:
 
 
 class World:
-    """The ranks, seen from one of them."""
+    """All ranks, as seen from one of them."""
 
     def __init__(
         self,
@@ -74,7 +74,10 @@ class World:
         timeout: float,
         find_exited_rank: Callable[[float], str] = lambda _seconds: "",
     ) -> None:
-        """Returns when all ranks are here. `missing` says in words which rank is gone, within so many seconds."""
+        """Return when all ranks have connected.
+
+        `find_exited_rank` waits up to the given seconds and returns a message that names an exited rank, or "".
+        """
         self.rank, self.size, self.local_rank = rank_info.rank, rank_info.size, rank_info.local_rank
         self.timeout, self.find_exited_rank = timeout, find_exited_rank
         self._store = PrefixStore(f"keel/{rank_info.attempt}", store)
@@ -83,9 +86,9 @@ class World:
         self._broken_reason = ""
         self._meshes: dict[str, DeviceMesh] = {}
         self._wait_for_all_ranks()
-        both = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(
-            both,
+            backend,
             store=PrefixStore("group", self._store),
             rank=self.rank,
             world_size=self.size,
@@ -93,25 +96,26 @@ class World:
         )
 
     def _wait_for_all_ranks(self) -> None:
-        """Wait for all ranks before the first collective: to start takes longer than to answer may."""
-        self._store.set(f"here/{self.rank}", "1")
+        """Wait for all ranks before the first collective, because starting may take longer than the timeout."""
+        self._store.set(f"started/{self.rank}", "1")
         deadline = time.monotonic() + START_TIMEOUT
         for rank in range(self.size):
-            while not self._store.check([f"here/{rank}"]):
-                gone = self.find_exited_rank(0.0)
-                if gone or time.monotonic() > deadline:
+            while not self._store.check([f"started/{rank}"]):
+                exited = self.find_exited_rank(0.0)
+                if exited or time.monotonic() > deadline:
                     raise RankError(
-                        gone or f"rank {rank} of {self.size} was not there after {START_TIMEOUT:g} s; was it started?"
+                        exited
+                        or f"rank {rank} of {self.size} did not connect within {START_TIMEOUT:g} s; was it started?"
                     )
                 time.sleep(0.05)
 
-    # -- what is done together ----------------------------------------------------------------------------------------
+    # -- commands -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def run_on_all_ranks(self, command: str, payload: Callable[[], bytes] | None = None) -> Iterator[None]:
-        """Work of all ranks: rank 0 names it and sends its arguments, the others are in `commands` already.
+        """Run a block on all ranks: rank 0 sends the command and its arguments to the ranks waiting in `commands`.
 
-        Within such a block another one is a part of it, and says nothing. Threads take turns.
+        A nested call is part of the outer command and sends nothing. Threads take turns.
         """
         if self.rank:
             yield
@@ -126,16 +130,16 @@ class World:
             try:
                 self._send(command, payload() if payload is not None else b"")
                 yield
-                # a rank that failed where no other had to wait for it is found here
+                # detect a rank that failed outside a collective
                 self.all_reduce_sum(torch.zeros(1))
             except KeelError:
-                raise  # the other ranks have it too: the same code refused the same samples or files
+                raise  # the same code raises the same error for the same samples or files on the other ranks
             except BaseException as error:
-                self._broken_reason = f"rank 0 failed at '{command}': {type(error).__name__}: {error}"
-                why = self._explain_failure(error) if isinstance(error, RuntimeError) else ""
-                if not why:
+                self._broken_reason = f"rank 0 failed in command '{command}': {type(error).__name__}: {error}"
+                cause = self._explain_failure(error) if isinstance(error, RuntimeError) else ""
+                if not cause:
                     raise
-                self._broken_reason = f"while all ranks were at work on '{command}': {why}"
+                self._broken_reason = f"while all ranks ran command '{command}': {cause}"
                 raise RankError(self._broken_reason) from error
             finally:
                 self._depth = 0
@@ -143,76 +147,79 @@ class World:
                     self._store.set(f"done/{self._command_number}", "1")
 
     def commands(self) -> Iterator[tuple[str, bytes]]:
-        """What rank 0 wants, for another rank; ends when it says so. The body of the loop is the work."""
+        """Yield the commands of rank 0 and their payloads, on another rank, until the end command.
+
+        The loop body must execute the command.
+        """
         while True:
             self._command_number += 1
-            said = json.loads(self._wait_for_key(f"said/{self._command_number}"))
-            if said["command"] == END_COMMAND:
+            header = json.loads(self._wait_for_key(f"command/{self._command_number}"))
+            if header["command"] == END_COMMAND:
                 return
-            content = torch.empty(said["bytes"], dtype=torch.uint8)
-            if len(content):
-                dist.broadcast(content, 0)
-            yield said["command"], content.numpy().tobytes()
+            payload = torch.empty(header["bytes"], dtype=torch.uint8)
+            if len(payload):
+                dist.broadcast(payload, 0)
+            yield header["command"], payload.numpy().tobytes()
 
     def acknowledge(self) -> None:
-        """Another rank has done its part of a command."""
+        """Report from another rank that its part of a command is complete."""
         self.all_reduce_sum(torch.zeros(1))
 
     def report_refusal(self, error: KeelError) -> None:
-        """Another rank refuses its part of a command, which is well when rank 0 does too."""
+        """Report from another rank that a command raised a `KeelError`, which is expected if rank 0 raises it too."""
         self.report_failure(error)
         try:
             self._store.wait([f"done/{self._command_number}"], timedelta(seconds=FAILURE_GRACE))
         except dist.DistStoreError:
-            raise RankError(f"rank {self.rank} failed, and rank 0 did not: {error}") from error
+            raise RankError(f"rank {self.rank} failed, but rank 0 did not: {error}") from error
         self._store.delete_key(f"error/{self.rank}")
 
     def report_failure(self, error: Exception) -> None:
-        """Another rank leaves word of why it cannot go on."""
-        with contextlib.suppress(RuntimeError):  # the store may be what is gone
+        """Store the reason why another rank failed, for rank 0 to read."""
+        with contextlib.suppress(RuntimeError):  # the store itself may be unreachable
             self._store.set(f"error/{self.rank}", f"{type(error).__name__}: {error}")
 
     @property
     def broken(self) -> bool:
-        """Whether the ranks are no longer in step with each other: nothing more can be done together."""
+        """Whether the ranks are out of sync, so that no further command can run."""
         return bool(self._broken_reason)
 
     def end_workers(self) -> None:
-        """Rank 0 lets the others go."""
+        """Send the end command from rank 0 to the other ranks."""
         if not self.rank and not self._broken_reason:
             with contextlib.suppress(RuntimeError):
                 self._send(END_COMMAND, b"")
 
     def shutdown(self) -> None:
-        """This process is no rank any more."""
+        """Leave the process group."""
         if dist.is_initialized() and not self._broken_reason:
             dist.destroy_process_group()
 
     def check_alive(self) -> None:
-        """Refuse to go on when a rank is gone, also while no command is under way."""
-        gone = self.find_exited_rank(0.0)
-        if gone:
-            self._broken_reason = self._broken_reason or gone
+        """Raise `RankError` if a rank has exited, also while no command is running."""
+        exited = self.find_exited_rank(0.0)
+        if exited:
+            self._broken_reason = self._broken_reason or exited
             raise RankError(self._broken_reason)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def mesh(self, device: str) -> DeviceMesh:
-        """All ranks in one row, on their devices of this type."""
+        """Return the one-dimensional mesh of all ranks on devices of this type."""
         if device not in self._meshes:
             self._meshes[device] = init_device_mesh(device, (self.size,))
         return self._meshes[device]
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """Over all ranks, in place."""
+        """Sum values over all ranks, in place."""
         dist.all_reduce(values)
         return values
 
-    # -- small things -------------------------------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------------------------------
 
     def _send(self, command: str, payload: bytes) -> None:
         self._command_number += 1
-        self._store.set(f"said/{self._command_number}", json.dumps({"command": command, "bytes": len(payload)}))
+        self._store.set(f"command/{self._command_number}", json.dumps({"command": command, "bytes": len(payload)}))
         if payload:
             dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0)
 
@@ -221,19 +228,19 @@ class World:
             try:
                 self._store.wait([key], _POLL_INTERVAL)
             except dist.DistStoreError:
-                continue  # rank 0 samples, and may take hours; when it is gone, so is the store, which is another error
+                continue  # rank 0 may sample for hours; if it has exited, so has the store, and another error is raised
             return bytes(self._store.get(key))
 
     def _explain_failure(self, error: RuntimeError) -> str:
-        """Which rank an error of a collective came from; empty when it is no such error."""
-        gone = self.find_exited_rank(3.0)
-        said = "; ".join(filter(None, (self._rank_failure(rank) for rank in range(1, self.size))))
-        if gone or said:
-            return "; ".join(filter(None, (said, gone)))
+        """Describe the rank that caused an error in a collective; "" if the error has another cause."""
+        exited = self.find_exited_rank(3.0)
+        failures = "; ".join(filter(None, (self._rank_failure(rank) for rank in range(1, self.size))))
+        if exited or failures:
+            return "; ".join(filter(None, (failures, exited)))
         if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
             return ""
         return (
-            f"another rank was lost, or did not answer within trainer.rank_timeout = {self.timeout:g} s"
+            f"another rank was lost, or did not respond within trainer.rank_timeout = {self.timeout:g} s"
             f" ({str(error).splitlines()[0]})"
         )
 
@@ -247,7 +254,7 @@ class World:
 
 
 def end_with_parent() -> None:
-    """End this process when the one that started it does: one that was killed cannot say so."""
+    """Exit this process when its parent exits; a killed parent could not end it explicitly."""
     parent = os.getppid()
 
     def watch() -> None:

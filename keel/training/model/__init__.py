@@ -1,1 +1,1 @@
-"""Models, checkpoints, references and exports."""
+"""Load models and references; write and read checkpoints and exports."""

@@ -1,14 +1,14 @@
-"""Checkpoints of a run: `checkpoints/step_N/`, each complete, checked and enough to go on bit for bit.
+"""Write and read the checkpoints of a run, `checkpoints/step_N/`; each is sufficient to resume bit for bit.
 
-A checkpoint holds the weights in the layout of Hugging Face or PEFT (vLLM, transformers and peft load the folder as it
-is), `keel.json` (whose weights, which versions), and in `training/`, where loaders of weights do not look, the
-optimizer's moments, the random states and the caller's own state as JSON. `manifest.json` has a hash of each file.
-There is no pickle in it.
+A checkpoint contains the weights in Hugging Face or PEFT layout (vLLM, transformers and peft load the folder
+directly), `keel.json` (which model the weights belong to, which versions wrote them), and a `training/` folder, which
+weight loaders do not read, with the optimizer's moments, the random states and the caller's state as JSON.
+`manifest.json` has a hash of each file. Nothing is pickled.
 
-Guarantees: a checkpoint appears by one rename after its bytes are on the disk, whatever happens on the way; damage is
-found by hash and the checkpoint before it used, with a warning; the one saved last is never removed to make room.
-One run writes at a time; of several ranks each writes its own shards (`shards.py`), in a folder that all of them see,
-and any number of ranks can go on from what any number has written.
+Guarantees: a checkpoint appears by one rename after its bytes are on disk, even if the process is killed in between;
+corruption is detected by hash and the previous checkpoint is used, with a warning; the newest checkpoint is never
+removed to free space. One run writes at a time. Of several ranks each writes its own shards (`sharded_checkpoint`) to a
+folder all ranks share, and a checkpoint can be loaded on a different number of ranks.
 """
 
 import json
@@ -37,15 +37,15 @@ from keel.training.model.optimizer_state import (
 from keel.training.model.sharded_checkpoint import SHARDS_FOLDER, read_shards, write_shards
 
 TRAINING_FOLDER = "training"
-"""A folder of its own: vLLM takes every safetensors file beside config.json for weights of the model."""
+"""A separate folder, because vLLM loads every safetensors file next to config.json as model weights."""
 OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
-    A step is written once. To save one that exists and is good is refused, since two different checkpoints of one step
-    mean that a run went back; `rewind` says so. One that exists and is broken is replaced.
+    A step is written once. Saving a step whose checkpoint exists and is intact raises, since two checkpoints of one
+    step mean that the run went back to an earlier step; call `rewind` first. A corrupt checkpoint is replaced.
     """
 
     def __init__(self, folder: Path, settings: CheckpointSettings) -> None:
@@ -54,40 +54,40 @@ class Checkpoints:
         self._pinned: set[int] = set()
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Return the folder of a step's checkpoint, whether or not it exists."""
         return self.folder / f"step_{step}"
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, in order, by name alone: nothing incomplete ever has such a name."""
+        """Return the steps that have a checkpoint, sorted; incomplete checkpoints never have a step's folder name."""
         if not self.folder.is_dir():
             return []
-        found = (re.fullmatch(r"step_(0|[1-9]\d*)", path.name) for path in self.folder.iterdir() if path.is_dir())
-        return sorted(int(match[1]) for match in found if match)
+        matches = (re.fullmatch(r"step_(0|[1-9]\d*)", path.name) for path in self.folder.iterdir() if path.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
 
     def verify(self, step: int) -> None:
-        """Read the whole checkpoint and refuse it, by the file's name, if anything is missing, truncated or changed."""
+        """Read the complete checkpoint and raise, naming the file, if anything is missing, truncated or changed."""
         if not self.path(step).is_dir():
-            there = ", ".join(map(str, self.steps())) or "none"
-            raise ModelError(f"there is no checkpoint of step {step} in {self.folder}; steps that exist: {there}")
+            existing = ", ".join(map(str, self.steps())) or "none"
+            raise ModelError(f"there is no checkpoint of step {step} in {self.folder}; steps that exist: {existing}")
         atomic_files.verify_manifest(self.path(step))
 
     def latest(self) -> int | None:
-        """The newest step whose checkpoint is whole. Each broken one on the way is a warning that names the file."""
+        """Return the newest step whose checkpoint is intact. Warn about each newer corrupt one, naming the file."""
         for step in reversed(self.steps()):
             try:
                 self.verify(step)
             except atomic_files.UnreadableFile:
-                raise  # to go back without asking would throw away training that is still there
+                raise  # falling back silently would discard training that is still on disk
             except ModelError as error:
-                warnings.warn(f"checkpoint of step {step} is broken and not used: {error}", stacklevel=2)
+                warnings.warn(f"checkpoint of step {step} is corrupt and not used: {error}", stacklevel=2)
             else:
                 return step
         return None
 
     def save(self, step: int, model: Model, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Path:
-        """Write the checkpoint of a step, then remove those that `keep_last` and `keep_every` do not keep.
+        """Write the checkpoint of a step, then remove checkpoints not covered by `keep_last` and `keep_every`.
 
-        Whatever goes wrong is a `ModelError`, and all earlier checkpoints are as they were.
+        Any failure raises `ModelError` and leaves all earlier checkpoints unchanged.
         """
         target = self.path(step)
         text = _to_json(state)
@@ -112,11 +112,11 @@ class Checkpoints:
     def load(self, step: int, model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Restore weights, optimizer and random states, and return the caller's state.
 
-        Everything is read and checked before anything is set: a checkpoint that is refused leaves the model as it was.
+        Everything is read and checked before anything is set: an invalid checkpoint leaves the model unchanged.
         """
         self.verify(step)
         folder = self.path(step)
-        said = atomic_files.read_json(folder / TRAINING_FOLDER / "state.json")
+        state = atomic_files.read_json(folder / TRAINING_FOLDER / "state.json")
         ranks = (
             nullcontext()
             if model.world is None
@@ -124,16 +124,16 @@ class Checkpoints:
         )
         with ranks:
             restore_checkpoint(folder, model, optimizer)
-        # last: reading networks may draw numbers for weights that are then replaced
+        # last, because loading a network may draw random numbers for weights that are then replaced
         restore_rng_state(folder / TRAINING_FOLDER / "random.safetensors")
-        return said
+        return state
 
     def pin(self, step: int) -> None:
-        """Keep the checkpoint of a step for as long as this object saves: something refers to it."""
+        """Never remove the checkpoint of this step in `save`, because something refers to it."""
         self._pinned.add(step)
 
     def rewind(self, step: int) -> None:
-        """Remove every checkpoint after a step, because the run goes on from there and will write others."""
+        """Remove every checkpoint after a step, because the run resumes from it and will write them again."""
         for later in self.steps():
             if later > step:
                 self._remove(later)
@@ -144,18 +144,18 @@ class Checkpoints:
         except atomic_files.UnreadableFile:
             raise
         except ModelError as error:
-            warnings.warn(f"checkpoint of step {step} is broken and is replaced: {error}", stacklevel=3)
+            warnings.warn(f"checkpoint of step {step} is corrupt and is replaced: {error}", stacklevel=3)
             self._remove(step)
         else:
             raise ModelError(
-                f"{self.path(step)} exists and is whole, and is not written over; a run that went back to an earlier"
-                " step rewinds its checkpoints first"
+                f"{self.path(step)} exists, is intact and is not overwritten; after going back to an earlier step call"
+                " Checkpoints.rewind first"
             )
 
     def _remove_old(self, saved_step: int) -> None:
-        """Remove what is older than the newest `keep_last` whole ones; a broken one is not counted among them."""
-        whole = [step for step in self.steps() if step == saved_step or self._has_expected_sizes(step)]
-        kept = set(whole[-self.settings.keep_last :]) | {saved_step}
+        """Remove checkpoints older than the newest `keep_last` intact ones; corrupt ones do not count."""
+        intact = [step for step in self.steps() if step == saved_step or self._has_expected_sizes(step)]
+        kept = set(intact[-self.settings.keep_last :]) | {saved_step}
         every = self.settings.keep_every
         for step in self.steps():
             if step < min(kept) and step not in self._pinned and not (every and step % every == 0):
@@ -165,7 +165,7 @@ class Checkpoints:
                     warnings.warn(str(error), stacklevel=3)
 
     def _has_expected_sizes(self, step: int) -> bool:
-        # sizes only: reading gigabytes of old checkpoints at every save would be felt
+        # sizes only: hashing gigabytes of old checkpoints at every save would take too long
         try:
             atomic_files.verify_manifest(self.path(step), check_hashes=False)
         except ModelError:
@@ -180,14 +180,14 @@ class Checkpoints:
 
 
 def write_rank_checkpoint(folder: Path, model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """One rank's part of a checkpoint; rank 0's has the whole weights in it, as engines and others read them."""
+    """Write one rank's part of a checkpoint; rank 0 also writes the full weights, which engines and loaders read."""
     assert model.world is not None
     weights_io.write_weights(folder, model, step=step)
     write_shards(folder / TRAINING_FOLDER, model.parameters(), optimizer, is_first_rank=model.world.rank == 0)
 
 
 def restore_checkpoint(folder: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Weights and moments from a checkpoint, whole or in shards, into a model that is the one or the other."""
+    """Restore weights and moments from a full or sharded checkpoint into a full or sharded model."""
     parameters = model.parameters()
     if not (folder / TRAINING_FOLDER / SHARDS_FOLDER).is_dir():
         values = weights_io.read_weights(folder, model)
@@ -208,5 +208,5 @@ def _to_json(content: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(dict(content), indent=2) + "\n"
     except (TypeError, ValueError) as error:
-        raise ModelError(f"the state of a checkpoint must be JSON: {error}") from error
+        raise ModelError(f"the state of a checkpoint must be JSON-serialisable: {error}") from error
     return text

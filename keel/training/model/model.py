@@ -1,8 +1,9 @@
-"""A causal language model ready to be trained: weights, tokenizer, what of it trains, and its adapters.
+"""Load a causal language model for training: network, tokenizer, trainable parameters and adapters.
 
-Guarantees that log-probs are functions of the tokens alone (no dropout, no routing noise, no cache), that every weight
-came from the checkpoint or from the seed, and that an adapter lent to a reference pass leaves the trained one exactly
-as it was. On several ranks each holds its shard of the network. It takes no step and computes no loss.
+Guarantees that log-probs depend on the tokens alone (no dropout, no routing noise, no cache), that every weight comes
+from the checkpoint or from the seed, and that switching adapters for a reference pass leaves the trained adapter
+unchanged. On several ranks each rank holds its shard of the network. Optimizer steps and losses are not part of this
+module.
 """
 
 from collections.abc import Iterator
@@ -32,14 +33,14 @@ from keel.training.model.device import find_device, find_dtype, rank_device, wei
 from keel.training.model.model_source import ModelSource, resolve_model, suppress_hf_output
 
 TRAINED_ADAPTER = "default"
-"""peft's name of the adapter that trains."""
+"""peft's name for the trained adapter."""
 
 _LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
 
 
 @dataclass
 class Model:
-    """A network on its device. With LoRA, peft has wrapped its linear layers and all but the adapter is frozen."""
+    """A network on its device. With LoRA, peft wraps its linear layers and only the adapter trains."""
 
     source: ModelSource
     settings: ModelSettings
@@ -48,49 +49,49 @@ class Model:
     peft: PeftModel | None
     device: torch.device
     dtype: torch.dtype
-    """What it computes in; master weights are float32 whatever this is."""
+    """Compute dtype; master weights are float32 regardless."""
     world: World | None = None
-    """The ranks that hold the network's shards; None: it is whole, in this process."""
+    """Ranks that hold the network's shards; None if the full network is in this process."""
     reduce_dtype: torch.dtype = torch.float32
-    """In which gradients are summed over ranks."""
+    """Dtype in which gradients are summed over ranks."""
 
     def __post_init__(self) -> None:
         self._trainable_names = [name for name, weight in self.network.named_parameters() if weight.requires_grad]
 
     @property
     def body(self) -> nn.Module:
-        """From tokens to the hidden states before the output head."""
+        """Return the module that maps tokens to the hidden states before the output head."""
         body: nn.Module = self.network.get_decoder()  # type: ignore[no-untyped-call]
         return body if body is not self.network else self.network.base_model
 
     @property
     def head(self) -> nn.Linear:
-        """From hidden states to logits, before any soft-capping."""
+        """Return the linear layer that maps hidden states to logits, before any soft-capping."""
         head = self.network.get_output_embeddings()  # type: ignore[no-untyped-call]
         if not isinstance(head, nn.Linear):
-            raise ModelError(f"model {self.source.name} has no linear output head: {type(head).__name__}")
+            raise ModelError(f"model {self.source.name} has no linear output head: it is a {type(head).__name__}")
         return head
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What trains, by name, in the network's order; tied weights once."""
-        # looked up each time: sharding replaces the objects and keeps the names
+        """Return the trainable parameters by name, in the network's order; tied weights appear once."""
+        # looked up on each call: sharding replaces the parameter objects and keeps the names
         weights = dict(self.network.named_parameters())
         return {name: weights[name] for name in self._trainable_names}
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        """The base model, with every adapter switched off."""
+        """Return a context manager that disables every adapter, leaving the base model."""
         return self._adapter_switched(None)
 
     def with_adapter(self, name: str) -> AbstractContextManager[None]:
-        """Another adapter in place of the active one; it gets no gradient unless it is the trained one."""
+        """Return a context manager that activates another adapter, frozen unless it is the trained one."""
         return self._adapter_switched(name)
 
     def add_adapter(self, name: str, folder: Path) -> None:
-        """Load a frozen adapter, after checking that it was made for this base model and fits it."""
+        """Load a frozen adapter after checking that it was trained on this base model and that its shapes match."""
         wrapper = self._require_lora("add_adapter")
         if name in wrapper.peft_config or not name or "." in name:
             raise ModelError(
-                f'adapter name "{name}" is taken, empty or has a dot; loaded: {sorted(wrapper.peft_config)}'
+                f'adapter name "{name}" is already used, empty or contains a dot; loaded: {sorted(wrapper.peft_config)}'
             )
         _check_base(folder, self.source)
         _check_shapes(folder, _layer_widths(self.network))
@@ -99,7 +100,7 @@ class Model:
                 result = wrapper.load_adapter(str(folder), adapter_name=name, torch_device=str(self.device))
                 missing = [key for key in result.missing_keys if f".{name}." in key]
                 if missing:
-                    raise RuntimeError(f"it has no {missing[0]}")
+                    raise RuntimeError(f"{missing[0]} is missing")
             except _LOAD_ERRORS as error:
                 if name in wrapper.peft_config:
                     wrapper.delete_adapter(name)
@@ -107,7 +108,7 @@ class Model:
 
     def _require_lora(self, operation: str) -> PeftModel:
         if self.peft is None:
-            raise ModelError(f"{operation} needs model.lora: with full training the base weights are not kept apart")
+            raise ModelError(f"{operation} needs model.lora: full training does not keep the base weights separately")
         return self.peft
 
     @contextmanager
@@ -123,7 +124,7 @@ class Model:
             for layer in layers:
                 layer.enable_adapters(not disable)
             if to != TRAINED_ADAPTER:
-                # enabling makes the active adapter trainable, whatever was said before
+                # enable_adapters makes the active adapter trainable, overriding inference_mode
                 wrapper.set_requires_grad(to, False)
 
         with self._preserve_requires_grad():
@@ -135,7 +136,7 @@ class Model:
 
     @contextmanager
     def _preserve_requires_grad(self) -> Iterator[None]:
-        # peft decides requires_grad anew at each switch; a weight that trained must come out as it went in
+        # peft sets requires_grad again at each switch; restore the values from before
         before = {id(weight): weight.requires_grad for weight in self.network.parameters()}
         try:
             yield
@@ -147,50 +148,52 @@ class Model:
 def load_model(
     settings: ModelSettings, seed: int = 0, *, world: World | None = None, trainer: TrainerSettings | None = None
 ) -> Model:
-    """The model that the settings name. Equal settings and seed give equal bits on the same machine.
+    """Load the model named by the settings. Equal settings and seed give identical bits on the same machine.
 
-    With a world, each of its ranks calls this and gets its shard; `trainer` then says in which precision shards are
-    kept and summed.
+    With a world, every rank must call this and gets its shard; `trainer` then sets the precision in which shards are
+    stored and gradients are summed.
     """
     device = find_device(settings.device)
     dtype = find_dtype(settings.dtype, device)
     kept, reduce = weight_and_reduce_dtypes(dtype, trainer)
     if settings.sft_warmup_steps and settings.name not in tiny_models.MODEL_NAMES:
         raise ConfigError(
-            f"model.sft_warmup_steps = {settings.sft_warmup_steps} cannot act on model.name = {settings.name}: "
-            f"it is for {', '.join(tiny_models.MODEL_NAMES)}"
+            f"model.sft_warmup_steps = {settings.sft_warmup_steps} has no effect with model.name = {settings.name}; "
+            f"it applies to {', '.join(tiny_models.MODEL_NAMES)} only"
         )
     source = resolve_model(settings.name, seed, settings.sft_warmup_steps)
     network, tokenizer = _load_pretrained(source, kept)
     if world is None:
-        nn.Module.to(network, device)  # not network.to, whose annotation is lost in a decorator
+        nn.Module.to(network, device)  # network.to loses its type annotation in a decorator
     _make_deterministic(network)
     wrapper = _add_lora(network, settings.lora, source, seed) if settings.lora else None
     network.train(settings.gradient_checkpointing)
     if settings.gradient_checkpointing:
         if not network.supports_gradient_checkpointing:
-            raise ConfigError(f"model.gradient_checkpointing = true: {type(network).__name__} does not support it")
-        # not reentrant: the inputs of a frozen base need no gradient of their own. It acts in train mode only, which
-        # differs from eval mode in nothing else once dropout is gone
+            raise ConfigError(
+                f"model.gradient_checkpointing = true is not supported by {type(network).__name__}; set it to false"
+            )
+        # non-reentrant, because the inputs of a frozen base require no gradient. Checkpointing is active in train mode
+        # only; without dropout, train mode does not differ from eval mode otherwise
         network.gradient_checkpointing_enable({"use_reentrant": False})
     model = Model(source, settings, network, tokenizer, wrapper, device, dtype, world, reduce)
     if world is not None:
-        # from the CPU, layer by layer: no device ever holds more than its shard and one layer
+        # sharded from the CPU layer by layer, so that a device never holds more than its shard and one layer
         model.device = rank_device(world, device, settings.device)
         apply_fsdp(network, model.body, world.mesh(device.type), dtype, reduce)
     return model
 
 
 def _dequantize_options(source: ModelSource) -> dict[str, Any]:
-    """What to tell transformers about weights that are stored in another form than they train in."""
-    stored = read_json(source.folder / "config.json").get("quantization_config")
-    if not isinstance(stored, dict):
+    """Return the from_pretrained arguments that dequantise weights stored in a quantised format."""
+    quantization = read_json(source.folder / "config.json").get("quantization_config")
+    if not isinstance(quantization, dict):
         return {}
-    if stored.get("quant_method") == "mxfp4":  # as gpt-oss is published
+    if quantization.get("quant_method") == "mxfp4":  # the format gpt-oss is published in
         return {"quantization_config": Mxfp4Config(dequantize=True)}
     raise ModelError(
-        f"model {source.name} is quantised ({stored.get('quant_method')}), which cannot be trained: use the version "
-        "that is not"
+        f"model {source.name} is quantised ({quantization.get('quant_method')}) and cannot be trained; use the "
+        "unquantised version"
     )
 
 
@@ -204,7 +207,7 @@ def _load_pretrained(
                 source.folder,
                 dtype=dtype,
                 local_files_only=True,
-                use_safetensors=True,  # never a pickle
+                use_safetensors=True,  # never load pickled weights
                 output_loading_info=True,
                 **_dequantize_options(source),
             )
@@ -213,8 +216,10 @@ def _load_pretrained(
             raise ModelError(f"model {source.name} in {source.folder} could not be loaded: {error}") from error
     missing = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
     if missing:
-        # transformers would fill these in at random and only log it
-        raise ModelError(f"model {source.name}: {source.folder} lacks {len(missing)} weights, such as {missing[0]}")
+        # transformers would initialise these randomly and only log it
+        raise ModelError(
+            f"model {source.name}: {len(missing)} weights are missing from {source.folder}, such as {missing[0]}"
+        )
     return network, tokenizer
 
 
@@ -244,56 +249,58 @@ def _add_lora(
         if not any(name == target or name.endswith(f".{target}") for name in linear):
             known = {name.rpartition(".")[2] for name in linear}
             raise ConfigError(
-                f'model.lora.targets: "{target}" is no linear layer of {source.name}; it has {", ".join(sorted(known))}'
+                f'model.lora.targets: "{target}" is not a linear layer of {source.name}; choose from '
+                f"{', '.join(sorted(known))}"
             )
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.rank,
-        # a whole number where it can be: other readers of adapter_config.json expect one
+        # an int where possible: other readers of adapter_config.json expect one
         lora_alpha=int(settings.alpha) if settings.alpha.is_integer() else settings.alpha,  # type: ignore[arg-type]
         target_modules=settings.targets,
         lora_dropout=0.0,
         bias="none",
     )
-    # peft draws on the CPU and then moves: the same adapter on every device, and no other generator to disturb
+    # peft initialises on the CPU and then moves the adapter: it is the same on every device, and only the CPU generator
+    # has to be forked
     with suppress_hf_output(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
             wrapper = get_peft_model(network, config)
         except ValueError as error:
             raise ConfigError(f"model.lora does not fit {source.name}: {error}") from error
-    assert isinstance(wrapper, PeftModel)  # its other class is for adapters that are mixed in one forward pass
+    assert isinstance(wrapper, PeftModel)  # get_peft_model returns PeftMixedModel for mixed=True only
     return wrapper
 
 
 def _check_base(folder: Path, source: ModelSource) -> None:
-    """An adapter belongs to this base by its fingerprint where Keel wrote one, by the base's name elsewhere."""
+    """Raise if the adapter belongs to another base: by fingerprint if Keel wrote one, by the base's name otherwise."""
     config = check_adapter(folder)
-    note = folder / "keel.json"
-    marked = read_json(note).get("base_fingerprint") if note.is_file() else None
-    if marked is not None:
-        if marked != source.fingerprint:
+    identity = folder / "keel.json"
+    base_fingerprint = read_json(identity).get("base_fingerprint") if identity.is_file() else None
+    if base_fingerprint is not None:
+        if base_fingerprint != source.fingerprint:
             raise ModelError(
-                f"adapter {folder} was made for another base model: fingerprint {marked}, and {source.name} "
-                f"has {source.fingerprint}"
+                f"adapter {folder} was trained on another base model: its fingerprint is {base_fingerprint}, that of "
+                f"{source.name} is {source.fingerprint}"
             )
         return
     base = str(config.get("base_model_name_or_path") or "")
-    # the same model has one path here and another there: only the last part of its name says which it is
+    # paths differ between machines, so only the last component of the base's name is compared
     names = {Path(name).name.lower() for name in (source.name, str(source.folder))}
     if base and Path(base).name.lower() not in names:
-        raise ModelError(f"adapter {folder} was made for another base model: {base}, and this is {source.name}")
+        raise ModelError(f"adapter {folder} was trained on another base model: {base}, not {source.name}")
 
 
 def _layer_widths(network: nn.Module) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of every layer that an adapter can sit on, by its name in the model without adapters."""
+    """Return (in_features, out_features) of every layer an adapter can wrap, by its name in the base model."""
     widths = {
         name.removesuffix(".base_layer"): (layer.in_features, layer.out_features)
         for name, layer in network.named_modules()
         if isinstance(layer, nn.Linear)
     }
     for name, layer in network.named_modules():
-        # fused experts are parameters, not linear layers: their width shows only in the adapter that they carry
+        # fused experts are parameters, not linear layers: their widths are only visible in their adapter
         if isinstance(layer, LoraLayer) and TRAINED_ADAPTER in layer.lora_A:
             first, second = layer.lora_A[TRAINED_ADAPTER], layer.lora_B[TRAINED_ADAPTER]
             assert isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
@@ -310,9 +317,9 @@ def _check_shapes(folder: Path, widths: dict[str, tuple[int, int]]) -> None:
     for key, shape in shapes.items():
         name, _, part = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
         if part not in ("lora_A", "lora_B") or name not in widths:
-            raise ModelError(f"adapter {folder} holds {key}, for which this model has no linear layer")
+            raise ModelError(f"adapter {folder} contains {key}, but the model has no such linear layer")
         inputs, outputs = widths[name]
         if len(shape) != 2 or (shape[1] != inputs if part == "lora_A" else shape[0] != outputs):
             raise ModelError(
-                f"adapter {folder}: {key} has shape {shape}, and its layer takes {inputs} inputs to {outputs} outputs"
+                f"adapter {folder}: {key} has shape {shape}, but its layer has {inputs} inputs and {outputs} outputs"
             )

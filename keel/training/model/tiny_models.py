@@ -1,8 +1,8 @@
-"""A family of tiny causal language models for tests and CI, one per architecture that Keel has to get right.
+"""Build tiny causal language models for tests and CI, one per supported architecture.
 
-Each has a few hundred thousand parameters at most, a byte-level tokenizer with a ChatML template, and weights that are
-a function of a seed: the same seed gives the same bits. Optionally it is warmed up on single-digit comparisons, so that
-its samples earn some rewards. None of them is a language model of any use.
+Each has at most a few hundred thousand parameters, a byte-level tokenizer with a ChatML template, and weights that
+depend only on a seed: the same seed gives the same bits. Optionally the model is warmed up by supervised training on
+single-digit comparisons, so that some of its completions earn a reward. The models are useful for tests only.
 """
 
 import random
@@ -15,10 +15,10 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FORMAT = 2
-"""Raised whenever the same seed would give other weights or files."""
+"""Version of the written folder; increase it whenever the same seed would give different weights or files."""
 
 PAD_TOKEN, IM_START, IM_END, END_OF_TEXT = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"
-# id b is byte b, and every id is a token: whatever is sampled can be decoded
+# id b is byte b, and every id is a valid token, so any sampled sequence can be decoded
 SPECIAL_TOKENS = {PAD_TOKEN: 256, IM_START: 257, IM_END: 258, END_OF_TEXT: 259}
 VOCAB_SIZE = 260
 
@@ -30,7 +30,7 @@ _BASE_CONFIG: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "num_hidden_layers": 2,
-    # the usual 0.02 makes a model of this width answer almost uniformly, which would hide mistakes in log-probs
+    # the usual 0.02 gives an almost uniform distribution at this width, which would hide errors in log-probs
     "initializer_range": 0.15,
     "pad_token_id": SPECIAL_TOKENS[PAD_TOKEN],
     "bos_token_id": SPECIAL_TOKENS[IM_START],
@@ -43,7 +43,7 @@ _TRANSFORMER_CONFIG: dict[str, Any] = _BASE_CONFIG | {
     "head_dim": 16,
     "max_position_embeddings": 2048,
 }
-# shorter than any conversation, so that a wrong window shows
+# shorter than any conversation, so that a wrong window changes the results
 _SLIDING_CONFIG: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
 _CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
@@ -58,7 +58,7 @@ _CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         **_TRANSFORMER_CONFIG,
         **_SLIDING_CONFIG,
         query_pre_attn_scalar=16,
-        # low enough to bend the logits and scores of so small a model
+        # low enough to affect the logits and scores of such a small model
         final_logit_softcapping=5.0,
         attn_logit_softcapping=4.0,
     ),
@@ -70,7 +70,7 @@ _CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         **_SLIDING_CONFIG,
         num_local_experts=4,
         num_experts_per_tok=2,
-        # the default stretches positions for 128k tokens
+        # the default scales positions for contexts of 128k tokens
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
     "tiny-mixtral": lambda: transformers.MixtralConfig(
@@ -85,57 +85,57 @@ MODEL_NAMES = tuple(_CONFIGS)
 
 
 def write_model(name: str, seed: int, sft_warmup_steps: int, folder: Path) -> None:
-    """The model of that name and seed, warmed up if asked, with its tokenizer, as a Hugging Face folder."""
-    network, words = build_model(name, seed), build_tokenizer()
+    """Write the model of that name and seed, warmed up if requested, and its tokenizer as a Hugging Face folder."""
+    network, tokenizer = build_model(name, seed), build_tokenizer()
     if sft_warmup_steps:
-        sft_warmup(network, words, sft_warmup_steps, seed)
+        sft_warmup(network, tokenizer, sft_warmup_steps, seed)
     network.save_pretrained(folder)
-    words.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def build_model(name: str, seed: int) -> transformers.PreTrainedModel:
-    """The network, float32 on the CPU, with weights drawn from the seed. The caller's random state is left alone."""
+    """Return the network in float32 on the CPU with weights drawn from the seed, leaving the global RNG unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        kind = transformers.AutoModelForCausalLM
-        network: transformers.PreTrainedModel = kind.from_config(_CONFIGS[name]())  # type: ignore[no-untyped-call]
+        auto_model = transformers.AutoModelForCausalLM
+        network: transformers.PreTrainedModel = auto_model.from_config(_CONFIGS[name]())  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for parameter in network.parameters():
                 if parameter.dim() == 1:
-                    # biases start at zero and norms at one: a path that forgets them would go unseen
+                    # biases start at zero and norms at one; code that ignores them would not be noticed
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
     network.train(False)
     return network
 
 
 def build_tokenizer() -> transformers.PreTrainedTokenizerBase:
-    """One token per byte of UTF-8, and four special ones: decoding gives back any text exactly."""
+    """Return a tokenizer with one token per UTF-8 byte and four special tokens; it round-trips any text exactly."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    words = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=core,
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend,
         pad_token=PAD_TOKEN,
         bos_token=IM_START,
         eos_token=IM_END,
         additional_special_tokens=[END_OF_TEXT],
         clean_up_tokenization_spaces=False,
     )
-    words.chat_template = _CHATML
-    return words
+    tokenizer.chat_template = _CHATML
+    return tokenizer
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in the ByteLevel alphabet (as in GPT-2)."""
+    """Return the printable character that represents each byte in the ByteLevel alphabet (as in GPT-2)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    spare = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+    replacements = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(replacements)) for byte in range(256)]
 
 
 def comparison_question(rng: random.Random) -> tuple[str, str, str]:
-    """A question whose answer is one digit, the right answer and the wrong one."""
+    """Return a question whose answer is one digit, the correct answer and the incorrect one."""
     first, second = rng.sample(range(10), 2)
     return f"Which is larger, {first} or {second}?", str(max(first, second)), str(min(first, second))
 
@@ -143,19 +143,19 @@ def comparison_question(rng: random.Random) -> tuple[str, str, str]:
 def sft_warmup(
     network: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase, steps: int, seed: int
 ) -> None:
-    """Supervised steps on comparisons: cross entropy on the answer and the token that ends it.
+    """Take supervised steps on comparisons: cross entropy on the answer and the end token.
 
-    Four answers in ten are wrong on purpose. The model learns the form of an answer and a leaning towards the right
-    one, and reinforcement learning has groups with both outcomes and something left to teach, after however many steps.
+    Four answers in ten are deliberately wrong. The model learns the answer format and a preference for the correct
+    answer, so that reinforcement learning gets groups with mixed rewards and room to improve after any number of steps.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.0)
     threads = torch.get_num_threads()
-    # one thread: sums then have one order, whatever the machine, and matrices of this size gain nothing from more
+    # one thread makes the summation order the same on every machine; matrices this small do not benefit from more
     torch.set_num_threads(1)
     try:
         for _ in range(steps):
-            inputs, labels = _sft_examples(tokenizer, chance, 8)
+            inputs, labels = _sft_examples(tokenizer, rng, 8)
             logits = network(input_ids=inputs, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
             optimizer.zero_grad()
@@ -178,5 +178,5 @@ def _sft_examples(
         completion = tokenizer.encode(answer + IM_END)
         inputs.append(torch.tensor([*prompt, *completion]))
         labels.append(torch.tensor([*[-100] * len(prompt), *completion]))
-    # every question has the same length in bytes: nothing to pad
+    # every question has the same length in bytes, so no padding is needed
     return torch.stack(inputs), torch.stack(labels)

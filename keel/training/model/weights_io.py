@@ -1,8 +1,9 @@
-"""A model's weights in a folder that others load as it is, and back.
+"""Write a model's weights to a folder other libraries can load, and read them back.
 
 Full training writes the Hugging Face layout (config, safetensors, generation config, tokenizer with chat template);
-LoRA writes the PEFT layout, which is the adapter alone. `keel.json` beside them says which model they belong to.
-Reading puts every bit back and refuses weights of another model, by name. It leaves out optimizer and random states.
+LoRA writes the PEFT layout, the adapter only. `keel.json` in the same folder identifies the model they belong to.
+Reading restores every bit and raises an error that names both models if the weights belong to another one. Optimizer
+and random states are handled by `optimizer_state`.
 """
 
 import importlib.metadata
@@ -32,7 +33,7 @@ _PACKAGES = {"keel": "keel-rl", "torch": "torch", "transformers": "transformers"
 
 
 def model_identity(model: Model) -> dict[str, Any]:
-    """What `keel.json` says: whose weights these are, and which versions wrote them."""
+    """Return the content of `keel.json`: which model the weights belong to and which versions wrote them."""
     return {
         "format": _FORMAT,
         "kind": "full" if model.peft is None else "adapter",
@@ -45,7 +46,10 @@ def model_identity(model: Model) -> dict[str, Any]:
 
 
 def write_weights(folder: Path, model: Model, **extra: Any) -> None:
-    """The weights that train, the tokenizer, and `keel.json` with `more` in it. Several ranks give, rank 0 writes."""
+    """Write the trained weights, the tokenizer, and `keel.json` with the keys of `extra`.
+
+    On several ranks every rank must call it; rank 0 writes.
+    """
     if model.peft is None:
         tensors = full_state_dict(model) if model.world is not None else None
     else:
@@ -56,7 +60,7 @@ def write_weights(folder: Path, model: Model, **extra: Any) -> None:
 
 
 def write_gathered(folder: Path, model: Model, tensors: dict[str, torch.Tensor] | None, **extra: Any) -> None:
-    """The same with weights that `gather` gave: training may go on meanwhile. None: all that the network has."""
+    """Write weights returned by `gather_weights`, while training may continue; None writes the network's own."""
     write_json(folder / IDENTITY_FILE, model_identity(model) | extra)
     if model.peft is None:
         write_network(folder, model.network, model.tokenizer, model.source.folder, tensors)
@@ -71,40 +75,41 @@ def write_gathered(folder: Path, model: Model, tensors: dict[str, torch.Tensor] 
 
 
 def full_state_dict(model: Model) -> dict[str, torch.Tensor]:
-    """A copy of all weights by the names of the network's state, whole and on the CPU: training may go on at once.
+    """Return a copy of all weights on the CPU, unsharded, by their state dict names; training may continue meanwhile.
 
-    On several ranks one tensor after another is gathered; rank 0 gets them, and the others nothing.
+    On several ranks the tensors are gathered one after another; rank 0 gets them, other ranks an empty dict.
     """
     return gather_weights(model, adapter=False)
 
 
 def _adapter_state_dict(model: Model) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(
+    state: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(
         model.peft, adapter_name=TRAINED_ADAPTER, save_embedding_layers=False
     )
-    return found
+    return state
 
 
 def gather_weights(model: Model, *, adapter: bool) -> dict[str, torch.Tensor]:
-    """Whole weights on the CPU, of the adapter or of all; each tensor once, so that what is tied stays tied.
+    """Return unsharded weights on the CPU, of the adapter or of the network. Tied weights share one tensor.
 
-    Other ranks than 0 call it when rank 0 does, and get nothing.
+    All ranks must call it; ranks other than 0 get an empty dict.
     """
     ranks = (
         nullcontext()
         if model.world is None
         else model.world.run_on_all_ranks("gather", lambda: encode_command(adapter=adapter))
     )
-    # master weights are more precise than what anyone else computes with
+    # float32 master weights are written in the compute dtype, which is what engines load
     dtype = None if adapter or model.world is None else model.dtype
-    found: dict[int, torch.Tensor] = {}
+    other_rank = model.world is not None and model.world.rank != 0
+    gathered: dict[int, torch.Tensor] = {}
     with ranks:
         tensors = _adapter_state_dict(model) if adapter else model.network.state_dict(keep_vars=True)
         for tensor in tensors.values():
-            if id(tensor) not in found:
-                one = full_tensor(tensor, dtype)
-                found[id(tensor)] = one[:0] if model.world is not None and model.world.rank else one.cpu().contiguous()
-    return {} if model.world is not None and model.world.rank else {name: found[id(t)] for name, t in tensors.items()}
+            if id(tensor) not in gathered:
+                full = full_tensor(tensor, dtype)
+                gathered[id(tensor)] = full[:0] if other_rank else full.cpu().contiguous()
+    return {} if other_rank else {name: gathered[id(tensor)] for name, tensor in tensors.items()}
 
 
 def write_network(
@@ -114,48 +119,51 @@ def write_network(
     base: Path,
     state: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """A plain Hugging Face folder, with the settings of the base's config that training switched off as they were.
+    """Write a plain Hugging Face folder, restoring the base's config values that training disables.
 
-    `state`: the weights, where the network has only shards of them.
+    `state` has the weights if the network holds only shards of them.
     """
     with suppress_hf_output():
         network.save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(folder)
     config = read_json(folder / "config.json")
-    config.pop("quantization_config", None)  # of a base that was stored quantised: these weights are not
+    config.pop("quantization_config", None)  # the base may have been quantised; these weights are not
     write_json(folder / "config.json", _restore_base_config(config, read_json(base / "config.json")))
 
 
 def read_weights(folder: Path, model: Model) -> dict[str, torch.Tensor]:
-    """The weights in a folder of the same model, by the names of its state; nothing is set yet."""
+    """Read the weights from a folder of the same model, by state dict name, without setting them."""
     check_compatible(folder, model)
     if model.peft is None:
         return read_network(folder, type(model.network), model.dtype).state_dict()
     tensors, _ = read_tensors(folder / ADAPTER_FILE)
     expected = _adapter_state_dict(model)
-    strangers = sorted(tensors.keys() ^ expected.keys())
-    if strangers:
-        raise ModelError(f"{folder / ADAPTER_FILE} is of another adapter: it and the model's differ by {strangers[0]}")
+    unmatched = sorted(tensors.keys() ^ expected.keys())
+    if unmatched:
+        raise ModelError(
+            f"{folder / ADAPTER_FILE} belongs to another adapter: only one of it and the model has {unmatched[0]}"
+        )
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
             raise ModelError(
-                f"{folder / ADAPTER_FILE}: {name} has shape {tuple(tensor.shape)}, the model {tuple(expected[name].shape)}"
+                f"{folder / ADAPTER_FILE}: {name} has shape {tuple(tensor.shape)}, in the model"
+                f" {tuple(expected[name].shape)}"
             )
     return tensors
 
 
 def check_compatible(folder: Path, model: Model) -> None:
-    """Refuse weights of another model, or of an adapter of another kind."""
+    """Raise if the weights belong to another model or to an adapter with other LoRA settings."""
     check_identity(folder, model)
     if model.peft is not None:
         _check_adapter_config(folder, model.peft.peft_config[TRAINED_ADAPTER])
 
 
 def set_weights(weights: dict[str, torch.Tensor], model: Model) -> None:
-    """Put what `read_weights` gave in its place, in the tensors that are there: an optimizer keeps hold of them."""
+    """Copy weights from `read_weights` into the existing parameters, which the optimizer refers to."""
     if model.world is not None:
-        there = model.network.state_dict() if model.peft is None else _adapter_state_dict(model)
-        weights = {name: shard_like(tensor, there[name]) for name, tensor in weights.items()}
+        current = model.network.state_dict() if model.peft is None else _adapter_state_dict(model)
+        weights = {name: shard_like(tensor, current[name]) for name, tensor in weights.items()}
     if model.peft is None:
         model.network.load_state_dict(weights)
     else:
@@ -164,7 +172,7 @@ def set_weights(weights: dict[str, torch.Tensor], model: Model) -> None:
 
 
 def read_network(folder: Path, model_class: Any, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """The network in a Hugging Face folder, on the CPU, by transformers itself; only safetensors are read."""
+    """Load the network in a Hugging Face folder on the CPU with transformers; only safetensors are read."""
     try:
         with suppress_hf_output():
             network, info = model_class.from_pretrained(
@@ -174,21 +182,21 @@ def read_network(folder: Path, model_class: Any, dtype: torch.dtype) -> transfor
         raise ModelError(f"the weights in {folder} cannot be loaded: {error}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(problem):
-            raise ModelError(f"the weights in {folder} do not fit their config: {problem} {sorted(info[problem])[0]}")
+            raise ModelError(f"the weights in {folder} do not match its config: {problem} {sorted(info[problem])[0]}")
     result: transformers.PreTrainedModel = network
     return result
 
 
 def check_identity(folder: Path, model: Model) -> None:
-    """Refuse a folder whose weights belong to another model, and name both."""
+    """Raise an error that names both models if the weights in a folder belong to another model."""
     theirs, ours = read_json(folder / IDENTITY_FILE), model_identity(model)
     if theirs.get("format") != _FORMAT:
         raise ModelError(f"{folder} has format {theirs.get('format')}; this version of keel reads format {_FORMAT}")
     for key, advice in {
         "architecture": "load the model that was trained",
-        "base_fingerprint": "load the model that was trained; a name may stand for other weights than it did",
-        "kind": "set model.lora as it was when the checkpoint was written",
-        "dtype": "set model.dtype as it was when the checkpoint was written",
+        "base_fingerprint": "load the model that was trained; its name may now refer to other weights",
+        "kind": "set model.lora as when the checkpoint was written",
+        "dtype": "set model.dtype as when the checkpoint was written",
     }.items():
         if theirs.get(key) != ours[key]:
             raise ModelError(
@@ -197,7 +205,7 @@ def check_identity(folder: Path, model: Model) -> None:
 
 
 def base_path(source: ModelSource) -> str:
-    """How others find the base model: the hub's name where it has one, else the folder."""
+    """Return the base model's hub name if it has one, its folder otherwise."""
     local = source.name in builtin_names() or Path(source.name).expanduser().is_dir()
     return str(source.folder) if local else source.name
 
@@ -206,28 +214,29 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _describe_identity(identity_info: dict[str, Any]) -> str:
-    kind = "an adapter of" if identity_info.get("kind") == "adapter" else "all weights of"
-    fingerprint = str(identity_info.get("base_fingerprint"))[:12]
-    return f"{kind} {identity_info.get('base')} ({identity_info.get('architecture')}, {identity_info.get('dtype')}, fingerprint {fingerprint})"
+def _describe_identity(identity: dict[str, Any]) -> str:
+    kind = "an adapter of" if identity.get("kind") == "adapter" else "all weights of"
+    details = f"{identity.get('architecture')}, {identity.get('dtype')}"
+    fingerprint = str(identity.get("base_fingerprint"))[:12]
+    return f"{kind} {identity.get('base')} ({details}, fingerprint {fingerprint})"
 
 
 def _check_adapter_config(folder: Path, ours: PeftConfig) -> None:
-    theirs, mine = read_json(folder / ADAPTER_CONFIG_FILE), ours.to_dict()
+    stored_config, expected_config = read_json(folder / ADAPTER_CONFIG_FILE), ours.to_dict()
     for key in ("peft_type", "r", "lora_alpha", "target_modules", "target_parameters"):
-        there, here = _to_json_value(theirs.get(key)), _to_json_value(mine.get(key))
-        if there != here:
-            raise ModelError(f"{folder / ADAPTER_CONFIG_FILE} has {key} = {there}, the model has {here}")
+        stored, expected = _to_json_value(stored_config.get(key)), _to_json_value(expected_config.get(key))
+        if stored != expected:
+            raise ModelError(f"{folder / ADAPTER_CONFIG_FILE} has {key} = {stored}, the model has {expected}")
 
 
 def _restore_base_config(config: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    # cache, dropout and routing noise are off while training; whoever loads the result should find them as usual
-    off = ("use_cache", "dropout", "pdrop", "jitter_noise")
+    # training disables cache, dropout and routing noise; users of the exported model expect the base's values
+    disabled = ("use_cache", "dropout", "pdrop", "jitter_noise")
     result = {}
     for key, value in config.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
             result[key] = _restore_base_config(value, base[key])
-        elif not key.endswith(off):
+        elif not key.endswith(disabled):
             result[key] = value
         elif key in base:
             result[key] = base[key]
@@ -235,7 +244,7 @@ def _restore_base_config(config: dict[str, Any], base: dict[str, Any]) -> dict[s
 
 
 def _to_json_value(value: Any) -> Any:
-    """As JSON would have it; sets become sorted lists, so that equal adapters are equal bytes."""
+    """Convert to JSON types; sets become sorted lists, so that equal adapters give identical bytes."""
     if isinstance(value, set | frozenset | list | tuple):
         items = [_to_json_value(item) for item in value]
         return sorted(items, key=str) if isinstance(value, set | frozenset) else items

@@ -1,1 +1,1 @@
-"""One training step: packing, forward, loss, backward and optimizer step."""
+"""Take one training step: packing, forward, loss, backward and optimizer step."""

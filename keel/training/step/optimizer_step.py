@@ -1,12 +1,12 @@
-"""One optimizer step: log-probs, the objective's gradient by each of them, backward, checks, AdamW.
+"""Take one optimizer step: log-probs, the objective's gradient with respect to them, backward, checks, AdamW.
 
-Where the objective is token-local, each micro-batch is computed once and its gradient formed in the same pass.
-Elsewhere the objective needs the log-probs of the whole step first: one micro-batch keeps its graph and forms the
-logits of kept tokens again; several are computed without a graph, and then again, without the samples that nothing is
-learned from.
+If the objective is token-local, each micro-batch is computed once and its gradient formed in the same pass. Otherwise
+the objective needs the log-probs of the full step first: a single micro-batch keeps its graph and recomputes the logits
+of kept tokens; several micro-batches are computed without a graph, and then again with one, without the samples that
+have no gradient.
 
-On several ranks each computes its share of the micro-batches; log-probs are then known to all, and every rank evaluates
-the objective on the whole step, refuses the same samples and takes the same step on its shard.
+On several ranks each rank computes its share of the micro-batches. Log-probs are then exchanged, and every rank
+evaluates the objective on the full step, raises the same errors and takes the same step on its shard.
 """
 
 import math
@@ -29,7 +29,7 @@ from keel.training.step.step_report import StepColumns
 
 @dataclass(frozen=True, eq=False)
 class OptimizerStepResult:
-    """What one optimizer step was."""
+    """The result of one optimizer step."""
 
     stepped: bool
     skip_reason: str
@@ -43,7 +43,7 @@ class OptimizerStepResult:
 
 
 class OptimizerStep:
-    """One optimizer step over some of a step's samples."""
+    """One optimizer step over some of a training step's samples."""
 
     def __init__(
         self,
@@ -59,38 +59,38 @@ class OptimizerStep:
         self.world = forward.world
         self.columns, self.samples = columns, list(samples)
         tokens = columns.tokens
-        places = [np.arange(tokens.slice_of(number).start, tokens.slice_of(number).stop) for number in self.samples]
-        self.token_index = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *places])).to(
-            columns.logprobs.device
-        )
-        """Which of the step's tokens belong to this update."""
+        slices = [tokens.slice_of(index) for index in self.samples]
+        ranges = [np.arange(part.start, part.stop) for part in slices]
+        token_index = np.concatenate([np.zeros(0, np.int64), *ranges])
+        self.token_index = torch.from_numpy(token_index).to(columns.logprobs.device)
+        """Indices of this optimizer step's tokens among the training step's."""
         zeros = torch.zeros_like(columns.logprobs)
         proximal = columns.proximal_logprobs
-        known = {
+        optional = {
             "reference_logprobs": columns.reference_logprobs,
             "proximal_logprobs": proximal,
             "teacher_logprobs": columns.teacher_logprobs,
         }
         self.template_batch = tokens.to_batch(
-            zeros, version, **{name: value for name, value in known.items() if value is not None}
+            zeros, version, **{name: value for name, value in optional.items() if value is not None}
         )
         self.policy_is_proximal = proximal is None and objective.composition.reads("proximal")
 
     def run(self, steps_taken: int) -> OptimizerStepResult:
-        """The whole of it. `steps` is how many optimizer steps were taken before."""
+        """Compute gradients and step the optimizer. `steps_taken` is the number of optimizer steps before this one."""
         self.optimizer.zero_grad(set_to_none=True)
         plan = self.forward.plan(self.columns.tokens, self.samples)
         with self.forward.tree_attention_enabled():
             result = self.backward(plan)
             norm = self._finite_grad_norm()
         lr = adamw.learning_rate(self.settings.optimizer, steps_taken)
-        why_not = self._skip_reason(result)
-        if not why_not:
+        skip_reason = self._skip_reason(result)
+        if not skip_reason:
             self._apply(norm, lr)
         self.optimizer.zero_grad(set_to_none=True)
         return OptimizerStepResult(
-            stepped=not why_not,
-            skip_reason=why_not,
+            stepped=not skip_reason,
+            skip_reason=skip_reason,
             loss=float(result.loss),
             terms={name: float(value) for name, value in result.terms.items()},
             grad_norm=norm,
@@ -103,30 +103,30 @@ class OptimizerStep:
     # gradients
 
     def backward(self, plan: Sequence[MicroBatch]) -> ObjectiveResult:
-        """Forward and backward of the whole plan: gradients in the parameters, accounts in the ledger."""
+        """Run forward and backward of all micro-batches, filling parameter gradients and the step's columns."""
         return self._single_pass(plan) if self.objective.token_local else self._two_pass(plan)
 
     def _single_pass(self, plan: Sequence[MicroBatch]) -> ObjectiveResult:
-        """Every micro-batch once: log-probs, their worth and the gradients in one pass over the logits."""
-        # counts and centres do not depend on the policy's log-probs here; only a count of kept tokens does, and that
-        # is one factor for the whole step, put right at the end
+        """Compute every micro-batch once: log-probs, dloss/dlogprob and gradients in one pass over the logits."""
+        # totals do not depend on the policy's log-probs here, except a denominator that counts kept tokens; that is one
+        # factor for the full step, corrected at the end
         totals = self.objective.totals([self.template_batch.take(self.token_index)])
         for batch in plan:
             hidden = self.forward.hidden(batch)
 
-            def worth(logprobs: Tensor, rows: slice, tokens: Tensor = batch.token_index) -> Tensor:
+            def logprob_grad(logprobs: Tensor, rows: slice, tokens: Tensor = batch.token_index) -> Tensor:
                 if not len(logprobs):
                     return logprobs
                 if self.world is None:
                     self._check_finite(logprobs, tokens[rows])
                     return self.objective(self._make_batch(tokens[rows], logprobs), totals).gradient
-                # other ranks are in the same pass: what is not finite is left out here, and refused by all after it
+                # other ranks are in the same pass, so non-finite log-probs are masked here; all ranks raise after it
                 finite = logprobs.isfinite()
-                known = torch.where(finite, logprobs, 0)
-                return self.objective(self._make_batch(tokens[rows], known), totals).gradient * finite
+                masked = torch.where(finite, logprobs, 0)
+                return self.objective(self._make_batch(tokens[rows], masked), totals).gradient * finite
 
             scores, gradients = self.forward.head.score_and_grad(
-                hidden.detach(), batch.targets, batch.temperature, worth, entropy=self.settings.compute_entropy
+                hidden.detach(), batch.targets, batch.temperature, logprob_grad, entropy=self.settings.compute_entropy
             )
             self._store_scores(batch, scores.logprobs, scores.entropy)
             if self.world is not None or gradients.hidden.any():
@@ -141,7 +141,7 @@ class OptimizerStep:
         return result
 
     def _two_pass(self, plan: Sequence[MicroBatch]) -> ObjectiveResult:
-        """Log-probs of all first; then the gradient, whose value by each log-prob is known."""
+        """Compute the log-probs of all micro-batches first, then gradients from the known dloss/dlogprob."""
         if len(plan) == 1:
             (batch,) = plan
             hidden = self.forward.hidden(batch)
@@ -166,7 +166,7 @@ class OptimizerStep:
         return result
 
     def _backward_known_gradient(self, plan: Sequence[MicroBatch], hidden: Tensor | None = None) -> None:
-        """Backward of micro-batches whose gradient by each log-prob is known; `hidden`: of the only one."""
+        """Run the backward of micro-batches with known dloss/dlogprob; `hidden` is that of a single micro-batch."""
         head = self.forward.head
         for batch in plan:
             gradient = self.columns.dloss_dlogprob[batch.token_index]
@@ -177,20 +177,20 @@ class OptimizerStep:
 
     def _make_batch(self, tokens: Tensor, logprobs: Tensor) -> TokenBatch:
         batch = self.template_batch.take(tokens)
-        # with one update the policy at its start is the policy itself
+        # with a single optimizer step the proximal policy is the policy itself
         proximal = {"proximal_logprobs": logprobs} if self.policy_is_proximal else {}
         return batch.replace(logprobs=logprobs, **proximal)
 
     def _evaluate_objective(self) -> ObjectiveResult:
-        """The objective on all tokens of the update: their reasons, their gradient, the loss, the metrics."""
-        ledger = self.columns
-        self._check_finite(ledger.logprobs[self.token_index], self.token_index)
-        batch = self._make_batch(self.token_index, ledger.logprobs[self.token_index])
-        if ledger.entropy is not None:
-            batch = batch.replace(entropy=ledger.entropy[self.token_index])
+        """Evaluate the objective on all tokens of this optimizer step and store their reasons and gradients."""
+        columns = self.columns
+        self._check_finite(columns.logprobs[self.token_index], self.token_index)
+        batch = self._make_batch(self.token_index, columns.logprobs[self.token_index])
+        if columns.entropy is not None:
+            batch = batch.replace(entropy=columns.entropy[self.token_index])
         result = self.objective(batch)
-        ledger.reasons[self.token_index] = result.reasons
-        ledger.dloss_dlogprob[self.token_index] = result.gradient
+        columns.reasons[self.token_index] = result.reasons
+        columns.dloss_dlogprob[self.token_index] = result.gradient
         return result
 
     def _store_scores(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> None:
@@ -199,47 +199,47 @@ class OptimizerStep:
             self.columns.entropy[batch.token_index] = entropy
 
     def _merge_ranks(self, plan: Sequence[MicroBatch]) -> None:
-        """On several ranks: what each has found out about its tokens, to all."""
+        """Exchange the scores of each rank's tokens between all ranks; a no-op on one rank."""
         if self.world is None:
             return
-        ledger = self.columns
+        columns = self.columns
         own = torch.cat([batch.token_index for batch in plan]) if plan else self.token_index[:0]
-        entropy = None if ledger.entropy is None else ledger.entropy[own]
-        found = merge_scores_across_ranks(Scores(ledger.logprobs[own], entropy), own, len(ledger.tokens), self.world)
-        ledger.logprobs[self.token_index] = found.logprobs[self.token_index]
-        if ledger.entropy is not None and found.entropy is not None:
-            ledger.entropy[self.token_index] = found.entropy[self.token_index]
+        entropy = None if columns.entropy is None else columns.entropy[own]
+        own_scores = Scores(columns.logprobs[own], entropy)
+        scores = merge_scores_across_ranks(own_scores, own, len(columns.tokens), self.world)
+        columns.logprobs[self.token_index] = scores.logprobs[self.token_index]
+        if columns.entropy is not None and scores.entropy is not None:
+            columns.entropy[self.token_index] = scores.entropy[self.token_index]
 
     def _sum_over_ranks(self, count: int) -> int:
         return count if self.world is None else int(self.world.all_reduce_sum(torch.tensor(count)))
 
     def _samples_with_gradient(self) -> list[int]:
-        """The samples with any token that has a gradient."""
-        tokens, worth = self.columns.tokens, self.columns.dloss_dlogprob.cpu()
-        return [number for number in self.samples if worth[tokens.slice_of(number)].any()]
+        """Return the samples with at least one token that has a gradient."""
+        tokens, gradient = self.columns.tokens, self.columns.dloss_dlogprob.cpu()
+        return [index for index in self.samples if gradient[tokens.slice_of(index)].any()]
 
-    # checks and the step itself
+    # checks and the optimizer step
 
     def _check_finite(self, logprobs: Tensor, tokens: Tensor) -> None:
-        bad = tokens[~logprobs.isfinite()].cpu().numpy()
-        if not len(bad):
+        non_finite = tokens[~logprobs.isfinite()].cpu().numpy()
+        if not len(non_finite):
             return
         self.optimizer.zero_grad(set_to_none=True)
-        found = self.columns.tokens
-        suspects = sorted(set(found.sample[bad].tolist()))
-        # a NaN spreads to all that is computed in one row with it, so each suspect is asked alone
-        numbers = [number for number in suspects if not self._score_alone(number).isfinite().all()] or suspects
+        suspects = sorted(set(self.columns.tokens.sample[non_finite].tolist()))
+        # NaN spreads to everything computed in the same row, so each suspect is computed separately
+        offenders = [index for index in suspects if not self._score_separately(index).isfinite().all()] or suspects
         raise StepRefused(
-            f"the policy's log-probs are not finite for {self._describe_samples(numbers)}; this update was not taken",
-            numbers,
+            f"the policy's log-probs are not finite for {self._describe_samples(offenders)};"
+            " this optimizer step was not taken",
+            offenders,
         )
 
-    def _score_alone(self, sample_index: int) -> Tensor:
-        """The log-probs of one sample, computed with no other."""
+    def _score_separately(self, sample_index: int) -> Tensor:
+        """Return the log-probs of one sample, computed without the others."""
         tokens = self.columns.tokens
-        return self.forward.score(tokens, plan=self.forward.plan(tokens, [sample_index])).logprobs[
-            tokens.slice_of(sample_index)
-        ]
+        scores = self.forward.score(tokens, plan=self.forward.plan(tokens, [sample_index]))
+        return scores.logprobs[tokens.slice_of(sample_index)]
 
     def _finite_grad_norm(self) -> float:
         norm = self._grad_norm()
@@ -247,22 +247,22 @@ class OptimizerStep:
             return norm
         offenders = self._non_finite_samples()
         self.optimizer.zero_grad(set_to_none=True)
-        whose = self._describe_samples(offenders) if offenders else "no sample alone, but all of them together"
-        raise StepRefused(f"the gradient is not finite, from {whose}; this update was not taken", offenders)
+        origin = self._describe_samples(offenders) if offenders else "all samples together, but no single one"
+        raise StepRefused(f"the gradient is not finite, from {origin}; this optimizer step was not taken", offenders)
 
     def _non_finite_samples(self) -> list[int]:
-        """The samples whose gradient alone is not finite."""
+        """Return the samples whose own gradient is not finite."""
         offenders = []
-        for number in self._samples_with_gradient():
+        for index in self._samples_with_gradient():
             self.optimizer.zero_grad(set_to_none=True)
-            self._backward_known_gradient(self.forward.plan(self.columns.tokens, [number]))
+            self._backward_known_gradient(self.forward.plan(self.columns.tokens, [index]))
             if not math.isfinite(self._grad_norm()):
-                offenders.append(number)
+                offenders.append(index)
         return offenders
 
     def _describe_samples(self, sample_indices: Sequence[int]) -> str:
         samples = self.columns.tokens.samples
-        names = [samples[number].name or f"number {number}" for number in sample_indices]
+        names = [samples[index].name or f"number {index}" for index in sample_indices]
         rest = f" and {len(names) - 8} more" if len(names) > 8 else ""
         return f"sample{'s' if len(names) > 1 else ''} {', '.join(names[:8])}{rest}"
 
@@ -278,7 +278,7 @@ class OptimizerStep:
         if not len(self.token_index):
             return "no sample has a trainable token"
         if not result.kept_tokens:
-            return "every token was refused by the objective"
+            return "every token was dropped by the objective"
         if not self.columns.dloss_dlogprob[self.token_index].any():
             return "no token has a gradient"
         return ""

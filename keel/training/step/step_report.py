@@ -1,4 +1,4 @@
-"""What a training step did: numbers for the log, and for every trainable token whether it trained and why."""
+"""Report a training step: metrics for the log, and for every trainable token whether it trained and why."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,18 +15,18 @@ from keel.training.step.sample import TrainableTokens
 
 @dataclass(frozen=True, eq=False)
 class TokenReport:
-    """The step's trainable tokens, sample after sample, one tensor per column, on CPU."""
+    """The step's trainable tokens in sample order, one CPU tensor per column."""
 
     sample: Int[Tensor, "N"]
-    """Which sample, by its place in the step."""
+    """Index of the sample in the step."""
     position: Int[Tensor, "N"]
-    """Where in the sample."""
+    """Position in the sample."""
     logprobs: Float[Tensor, "N"]
-    """Under the policy before the update."""
+    """Log-probs of the policy before the optimizer step."""
     reasons: UInt8[Tensor, "N"]
-    """0: trained; else why not, by the names in `StepReport.reasons`."""
+    """0 if the token trained; otherwise the drop reason, an index into `StepReport.reasons`."""
     dloss_dlogprob: Float[Tensor, "N"]
-    """d loss / d logprob: what the token contributed."""
+    """Gradient of the loss with respect to the log-prob."""
     entropy: Float[Tensor, "N"] | None = None
     reference_logprobs: Float[Tensor, "N"] | None = None
 
@@ -34,9 +34,9 @@ class TokenReport:
         return len(self.sample)
 
     def for_sample(self, sample: int) -> dict[str, Tensor]:
-        """The columns of one sample."""
-        here = self.sample == sample
-        return {name: column[here] for name, column in self.columns()}
+        """Return the columns of one sample."""
+        rows = self.sample == sample
+        return {name: column[rows] for name, column in self.columns()}
 
     def columns(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in vars(self).items():
@@ -46,51 +46,51 @@ class TokenReport:
 
 @dataclass(frozen=True, eq=False)
 class StepReport:
-    """One call of `Trainer.step`."""
+    """The result of one call of `Trainer.step`."""
 
     steps: int
-    """Optimizer steps taken since the start, this one included."""
+    """Optimizer steps taken since the start, including this one."""
     stepped: bool
     skip_reason: str
-    """Why the optimizer did not step; empty when it did."""
+    """Why no optimizer step was taken; empty if one was."""
     loss: float
     terms: dict[str, float]
-    """The loss by term."""
+    """Loss by term."""
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
     lr: float
     metrics: Metrics
     tokens: TokenReport
     reasons: tuple[str, ...]
-    """The meaning of the numbers in `tokens.reasons`."""
+    """Names of the values in `tokens.reasons`."""
     samples: int
     computed_tokens: int
-    """Tokens that went through the model, in one pass over the step."""
+    """Tokens computed by the model in one pass over the step."""
     unshared_tokens: int
-    """What it would have been had each sample been computed alone."""
+    """Tokens that would be computed without shared prefixes."""
     micro_batches: int
     seconds: float
     reference_kl: dict[str, Metric] = field(default_factory=dict)
-    """Mean of l - f for each reference."""
+    """Mean of (policy log-prob - reference log-prob) for each reference."""
 
     @property
     def kept_tokens(self) -> int:
         return int((self.tokens.reasons == 0).sum())
 
     def scalars(self) -> dict[str, float]:
-        """Everything that fits a log line."""
-        own: dict[str, Any] = {
+        """Return all scalar values by metric name."""
+        values: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("steps", "loss", "grad_norm", "lr", "samples", "computed_tokens", "unshared_tokens", "seconds")
         }
-        own |= {f"loss/{name}": value for name, value in self.terms.items()}
-        own |= {f"kl_ref/{name}": metric.mean for name, metric in self.reference_kl.items()}
-        return {name: float(value) for name, value in own.items()} | self.metrics.means()
+        values |= {f"loss/{name}": value for name, value in self.terms.items()}
+        values |= {f"kl_ref/{name}": metric.mean for name, metric in self.reference_kl.items()}
+        return {name: float(value) for name, value in values.items()} | self.metrics.means()
 
 
 @dataclass(eq=False)
 class StepColumns:
-    """The columns of a step while it is being taken: tensors over all of its trainable tokens."""
+    """Per-token columns of a step in progress: tensors over all of its trainable tokens."""
 
     tokens: TrainableTokens
     logprobs: Tensor
@@ -99,17 +99,18 @@ class StepColumns:
     entropy: Tensor | None
     reference_logprobs: Tensor | None = None
     proximal_logprobs: Tensor | None = None
-    """Under the policy before the first of several updates; None when there is only one."""
+    """Log-probs of the policy before the first of several optimizer steps; None if there is only one."""
     teacher_logprobs: Tensor | None = None
-    """Under the trainer's own teacher; None when samples bring theirs, or none is needed."""
+    """Log-probs of the trainer's teacher; None if the samples have teacher log-probs or none are needed."""
 
     @classmethod
     def empty(
         cls, tokens: TrainableTokens, dtype: torch.dtype, device: torch.device, *, entropy: bool
     ) -> "StepColumns":
-        blank = torch.full((len(tokens),), torch.nan, dtype=dtype, device=device)
+        """Return columns to be filled: log-probs and entropy are NaN, gradients and reasons zero."""
+        nans = torch.full((len(tokens),), torch.nan, dtype=dtype, device=device)
         reasons = torch.zeros(len(tokens), dtype=torch.uint8, device=device)
-        return cls(tokens, blank, torch.zeros_like(blank), reasons, blank.clone() if entropy else None)
+        return cls(tokens, nans, torch.zeros_like(nans), reasons, nans.clone() if entropy else None)
 
     def to_token_report(self) -> TokenReport:
         columns = [self.logprobs, self.reasons, self.dloss_dlogprob]

@@ -1,9 +1,9 @@
-"""Plain attention over a prefix tree by torch's flash kernel for CPU, tile by tile.
+"""Compute plain attention over a prefix tree tile by tile with torch's flash kernel for CPU.
 
-In depth-first order the descendants of a node stand together. So everything that is attended to is tiled, each pair of
-query and key once, by squares of nodes with themselves and rectangles of their descendants against them: neither keys
-nor queries are copied. Each tile is a call of the kernel; partial results are merged by their log-sum-exp, and the
-backward of a tile under the merged one is its exact part of the gradient. Leaves out windows, soft caps and sinks.
+In depth-first order the descendants of a node are contiguous. The visible query-key pairs are therefore covered, each
+exactly once, by squares (nodes against themselves) and rectangles (descendants against ancestors), without copying keys
+or queries. Each tile is one kernel call; partial results are merged by their log-sum-exp, and the backward of a tile
+with the merged log-sum-exp is its exact part of the gradient. Sliding windows, soft caps and sinks are not supported.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from keel.training.step.prefix_tree import IntArray, PrefixTree
 
 MAX_SQUARE = 128
-"""A longer square is halved: the kernel computes much of the half that a causal mask then throws away."""
+"""Longer squares are split in half: the kernel computes much of the half that the causal mask discards."""
 SMALL_SUBTREE = 64
-"""Neighbouring subtrees of so many tokens in all share a square, under a mask: calls would cost more than pairs."""
+"""Adjacent subtrees of up to this many tokens in total share one masked square, which is cheaper than more calls."""
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -27,7 +27,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """Queries against keys, both neighbours in the tree's order. All are visible unless it is causal or has a mask."""
+    """Contiguous queries against contiguous keys. All pairs are visible unless the tile is causal or has a mask."""
 
     queries: slice
     keys: slice
@@ -37,40 +37,40 @@ class Tile:
 
 
 def build_tiles(tree: PrefixTree, dtype: torch.dtype) -> tuple[list[Tile], list[Tile]]:
-    """Squares, one for each query, and rectangles: together every visible pair once."""
+    """Return squares, exactly one per query, and rectangles; together they cover every visible pair once."""
     squares: list[Tile] = []
     rectangles: list[Tile] = []
-    place, end = 0, tree.subtree_end
-    while place < len(tree):
-        first, last = place, int(end[place])
-        if last - first > SMALL_SUBTREE:
-            place = _tile_chain(end, first, squares, rectangles)
+    position, end = 0, tree.subtree_end
+    while position < len(tree):
+        start, stop = position, int(end[position])
+        if stop - start > SMALL_SUBTREE:
+            position = _tile_chain(end, start, squares, rectangles)
             continue
-        while last < len(tree) and end[last] - first <= SMALL_SUBTREE:
-            last = int(end[last])
-        squares.append(_masked_square(tree, first, last, dtype))
-        place = last
+        while stop < len(tree) and end[stop] - start <= SMALL_SUBTREE:
+            stop = int(end[stop])
+        squares.append(_masked_square(tree, start, stop, dtype))
+        position = stop
     return squares, rectangles
 
 
 def _tile_chain(end: IntArray, start: int, squares: list[Tile], rectangles: list[Tile]) -> int:
-    """A node, its first child, the first child of that, and so on, while they have many descendants; gives its end.
+    """Tile a chain: a node, its first child, the first child of that, and so on, while subtrees are large.
 
-    They are neighbours, so that whoever branches off sees all of the line before in one rectangle.
+    The chain is contiguous, so a branch attends to all of the chain before it in one rectangle. Return its end.
     """
-    after, branches = start, []
-    while after < len(end) and (last := int(end[after])) - after > SMALL_SUBTREE:
-        others = (end[after:last] != last).nonzero()[0]
-        after = after + int(others[0]) if len(others) else last
-        if after == last:
+    chain_end, branches = start, []
+    while chain_end < len(end) and (stop := int(end[chain_end])) - chain_end > SMALL_SUBTREE:
+        branch_points = (end[chain_end:stop] != stop).nonzero()[0]
+        chain_end = chain_end + int(branch_points[0]) if len(branch_points) else stop
+        if chain_end == stop:
             break
-        branches.append((after, last))
-    _tile_causal(start, after, squares, rectangles)
-    begin = after
-    for branch, last in reversed(branches):
-        rectangles.append(Tile(slice(begin, last), slice(start, branch)))
-        begin = last
-    return after
+        branches.append((chain_end, stop))
+    _tile_causal(start, chain_end, squares, rectangles)
+    first_query = chain_end
+    for branch, stop in reversed(branches):
+        rectangles.append(Tile(slice(first_query, stop), slice(start, branch)))
+        first_query = stop
+    return chain_end
 
 
 def _tile_causal(start: int, stop: int, squares: list[Tile], rectangles: list[Tile]) -> None:
@@ -84,90 +84,97 @@ def _tile_causal(start: int, stop: int, squares: list[Tile], rectangles: list[Ti
 
 
 def _masked_square(tree: PrefixTree, start: int, stop: int, dtype: torch.dtype) -> Tile:
-    here = slice(start, stop)
-    if (tree.subtree_end[here] == stop).all():
-        return Tile(here, here, causal=True)
-    seen = torch.from_numpy(tree.visible(start, stop, np.arange(start, stop)))
-    return Tile(here, here, mask=torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf))
+    rows = slice(start, stop)
+    if (tree.subtree_end[rows] == stop).all():
+        return Tile(rows, rows, causal=True)
+    visible = torch.from_numpy(tree.visible(start, stop, np.arange(start, stop)))
+    return Tile(rows, rows, mask=torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf))
 
 
 class TileAttention(torch.autograd.Function):
-    """softmax(q k) v over the tiles: query [heads, T, D], key and value [key heads, T, D]; gives [T, heads, D]."""
+    """softmax(q k) v over the tiles; query [heads, T, D], key and value [key heads, T, D]; returns [T, heads, D]."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiled: tuple[list[Tile], list[Tile]], scale: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: tuple[list[Tile], list[Tile]], scale: float
     ) -> Tensor:
-        squares, rectangles = tiled
+        squares, rectangles = tiles
         query, key, value = map(_unit_stride, (query, key, value))
-        grouped, keys, values = _group_heads(query, key, value)
-        groups, each, size, width = grouped.shape
-        out, norm = query.new_empty(size, groups * each, width), query.new_empty(groups, each, size)
-        mixed = _view_by_head(out, grouped)
+        queries, keys, values = _group_heads(query, key, value)
+        key_heads, heads_per_key, size, width = queries.shape
+        out = query.new_empty(size, key_heads * heads_per_key, width)
+        logsumexp = query.new_empty(key_heads, heads_per_key, size)
+        out_by_head = _view_by_head(out, queries)
         for tile in squares:
-            part, total = _attend_tile(tile, grouped, keys, values, scale)
-            mixed[:, :, tile.queries], norm[:, :, tile.queries] = part, total
+            part, part_lse = _attend_tile(tile, queries, keys, values, scale)
+            out_by_head[:, :, tile.queries], logsumexp[:, :, tile.queries] = part, part_lse
         for tile in rectangles:
-            part, total = _attend_tile(tile, grouped, keys, values, scale)
-            before = norm[:, :, tile.queries]
-            mixed[:, :, tile.queries].lerp_(part, torch.sigmoid(total - before)[..., None])
-            norm[:, :, tile.queries] = torch.logaddexp(before, total)
-        ctx.save_for_backward(query, key, value, out, norm)
-        ctx.rest = tiled, scale
+            part, part_lse = _attend_tile(tile, queries, keys, values, scale)
+            before = logsumexp[:, :, tile.queries]
+            out_by_head[:, :, tile.queries].lerp_(part, torch.sigmoid(part_lse - before)[..., None])
+            logsumexp[:, :, tile.queries] = torch.logaddexp(before, part_lse)
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        ctx.rest = tiles, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, norm = ctx.saved_tensors
+        query, key, value, out, logsumexp = ctx.saved_tensors
         (squares, rectangles), scale = ctx.rest
-        grouped, keys, values = _group_heads(query, key, value)
-        mixed, grad_output = _view_by_head(out, grouped), _view_by_head(_unit_stride(grad_output), grouped)
-        d_query, d_key, d_value = torch.empty_like(grouped), torch.zeros_like(key), torch.zeros_like(value)
+        queries, keys, values = _group_heads(query, key, value)
+        out_by_head, grad_output = _view_by_head(out, queries), _view_by_head(_unit_stride(grad_output), queries)
+        d_query, d_key, d_value = torch.empty_like(queries), torch.zeros_like(key), torch.zeros_like(value)
         for tile in squares + rectangles:
-            here, there = tile.queries, tile.keys
-            of_queries, of_keys, of_values = _flash_backward(
-                grad_output[:, :, here],
-                grouped[:, :, here],
-                keys[:, :, there],
-                values[:, :, there],
-                mixed[:, :, here],
-                norm[:, :, here],
+            q_rows, k_rows = tile.queries, tile.keys
+            tile_d_query, tile_d_key, tile_d_value = _flash_backward(
+                grad_output[:, :, q_rows],
+                queries[:, :, q_rows],
+                keys[:, :, k_rows],
+                values[:, :, k_rows],
+                out_by_head[:, :, q_rows],
+                logsumexp[:, :, q_rows],
                 0.0,
                 tile.causal,
                 attn_mask=tile.mask,
                 scale=scale,
             )
-            if here == there:  # a square: each query has one, and it comes first
-                d_query[:, :, here] = of_queries
+            if q_rows == k_rows:  # a square: each query has exactly one, and squares come first
+                d_query[:, :, q_rows] = tile_d_query
             else:
-                d_query[:, :, here] += of_queries
-            d_key[:, there] += of_keys.sum(1)
-            d_value[:, there] += of_values.sum(1)
+                d_query[:, :, q_rows] += tile_d_query
+            d_key[:, k_rows] += tile_d_key.sum(1)
+            d_value[:, k_rows] += tile_d_value.sum(1)
         return d_query.view_as(query), d_key, d_value, None, None
 
 
 def _unit_stride(state: Tensor) -> Tensor:
-    """With the numbers of a head side by side: the kernel takes that for granted, and is wrong without a word else."""
+    """Make the last dimension contiguous: the kernel assumes it and silently returns wrong results otherwise."""
     return state if state.stride(-1) == 1 else state.contiguous()
 
 
 def _group_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All as [key heads, query heads of each, T, D]; keys and values are the same memory for every query head."""
+    """View all as [key heads, query heads per key head, T, D]; keys and values are expanded without a copy."""
     heads, size, width = query.shape
-    each = heads // len(key)
-    shape = len(key), each, size, width
+    shape = len(key), heads // len(key), size, width
     return query.view(shape), key[:, None].expand(shape), value[:, None].expand(shape)
 
 
-def _view_by_head(state: Tensor, grouped: Tensor) -> Tensor:
-    """[T, heads, D] seen as the grouped queries are."""
-    return state.view(-1, *grouped.shape[:2], grouped.shape[-1]).permute(1, 2, 0, 3)
+def _view_by_head(state: Tensor, queries: Tensor) -> Tensor:
+    """View [T, heads, D] with the dimensions of the grouped queries."""
+    return state.view(-1, *queries.shape[:2], queries.shape[-1]).permute(1, 2, 0, 3)
 
 
 def _attend_tile(tile: Tile, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    here, there = tile.queries, tile.keys
-    found: tuple[Tensor, Tensor] = _flash_forward(
-        query[:, :, here], key[:, :, there], value[:, :, there], 0.0, tile.causal, attn_mask=tile.mask, scale=scale
+    """Return the output and log-sum-exp of one tile."""
+    q_rows, k_rows = tile.queries, tile.keys
+    result: tuple[Tensor, Tensor] = _flash_forward(
+        query[:, :, q_rows],
+        key[:, :, k_rows],
+        value[:, :, k_rows],
+        0.0,
+        tile.causal,
+        attn_mask=tile.mask,
+        scale=scale,
     )
-    return found
+    return result

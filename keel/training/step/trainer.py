@@ -1,9 +1,9 @@
-"""One training step: from samples and an objective to new weights, with an account of every token.
+"""Train a model on samples with an objective, and report on every token.
 
-Guarantees that the gradient does not depend on how the step was cut into micro-batches, that a gradient which is not
-finite is never stepped on and names the samples it came from, that nothing moves when nothing trained, and that the
-report says of each token whether it trained and why. On several ranks this is what rank 0 is asked; the others take
-part in each call through `follow`. It does not decide what to train on.
+Guarantees that the gradient does not depend on how the step is split into micro-batches; that a non-finite gradient is
+never applied and raises an error that names the samples it came from; that weights and moments stay unchanged if no
+token trained; and that the report says for each token whether it trained and why. On several ranks, rank 0 calls these
+methods and the other ranks take part through `rank_worker`. Choosing the samples is up to the caller.
 """
 
 import json
@@ -29,13 +29,13 @@ from keel.training.model.references import References, load_references
 from keel.training.step import optimizer as adamw
 from keel.training.step.forward import Forward
 from keel.training.step.malloc import retain_freed_memory
-from keel.training.step.optimizer_step import OptimizerStep
+from keel.training.step.optimizer_step import OptimizerStep, OptimizerStepResult
 from keel.training.step.sample import Sample, TrainableTokens
 from keel.training.step.step_report import StepColumns, StepReport
 
 
 class Trainer:
-    """A model, its optimizer, and how to take a step."""
+    """A model and its optimizer."""
 
     def __init__(
         self,
@@ -47,104 +47,103 @@ class Trainer:
         seed: int = 0,
         world: World | None = None,
     ) -> None:
-        """`world`: the ranks to train on; each gets its shard of the model and of the teacher by their settings."""
+        """With `world`, each rank loads its shard of the model and the teacher, which must be given as settings."""
         self.settings, self.seed, self.world = settings or TrainerSettings(), seed, world
         _check_ranks(self.settings, world)
         retain_freed_memory(self.settings.retain_freed_memory)
         if isinstance(model, str):
             model = ModelSettings(name=model)
-        with self._on_all_ranks("begin", lambda: _begin_command(model, self.settings, teacher, seed)):
+        with self._on_all_ranks("create", lambda: _create_command(model, self.settings, teacher, seed)):
             self.model = model if isinstance(model, Model) else self._load_model(model)
             self.references = references
             self.teacher = teacher if isinstance(teacher, Model | None) else self._load_model(teacher)
-            """Scores samples that bring no teacher log-probs, for objectives with `teacher_tau`."""
+            """Computes teacher log-probs for samples without them, for objectives with `teacher_tau`."""
             self.forward = self._make_forward(self.model)
         self.optimizer = adamw.build_optimizer(self.settings.optimizer, self.model.parameters().values())
         self.steps = 0
-        """Optimizer steps taken."""
+        """Number of optimizer steps taken."""
         self._forwards: dict[int, Forward] = {id(self.model): self.forward}
 
     def step(self, samples: Sequence[Sample], objective: Objective | str, *, version: int | None = None) -> StepReport:
-        """Train on these samples once. `version` is the version being trained, from which staleness counts."""
+        """Train on these samples once. `version` is the trainer's version, from which staleness is counted."""
         objective = make_objective(objective) if isinstance(objective, str) else objective
         with self._on_all_ranks("step", lambda: encode_command(samples, objective, version=version, steps=self.steps)):
             return self._step(samples, objective, version)
 
     def _step(self, samples: Sequence[Sample], objective: Objective, version: int | None) -> StepReport:
-        began = time.perf_counter()
+        start = time.perf_counter()
         tokens = TrainableTokens(samples)
         dtype = torch.promote_types(self.model.dtype, torch.float32)
-        ledger = StepColumns.empty(tokens, dtype, self.model.device, entropy=self.settings.compute_entropy)
+        columns = StepColumns.empty(tokens, dtype, self.model.device, entropy=self.settings.compute_entropy)
         parts = _split_samples(samples, self.settings.optimizer_steps)
-        references = self._reference_logprobs(ledger, objective)
-        taught = objective.composition.reads("teacher") and tokens.gather_field("teacher_logprobs") is None
-        if taught and self.teacher is not None:
-            ledger.teacher_logprobs = self._frozen_logprobs(self.teacher, tokens)
+        references = self._reference_logprobs(columns, objective)
+        needs_teacher = objective.composition.reads("teacher") and tokens.gather_field("teacher_logprobs") is None
+        if needs_teacher and self.teacher is not None:
+            columns.teacher_logprobs = self._frozen_logprobs(self.teacher, tokens)
         if len(parts) > 1 and objective.composition.reads("proximal"):
-            ledger.proximal_logprobs = self.forward.score(tokens).logprobs
-        done = []
+            columns.proximal_logprobs = self.forward.score(tokens).logprobs
+        results: list[OptimizerStepResult] = []
         for part in parts:
-            update = OptimizerStep(self.forward, self.optimizer, self.settings, objective, ledger, part, version)
+            step = OptimizerStep(self.forward, self.optimizer, self.settings, objective, columns, part, version)
             try:
-                done.append(update.run(self.steps))
+                results.append(step.run(self.steps))
             except StepRefused as error:
-                if not done:
+                if not results:
                     raise
-                taken = (
-                    f"{sum(one.stepped for one in done)} of trainer.optimizer_steps = {len(parts)} were taken before"
-                )
-                raise StepRefused(f"{error}; {taken}", error.samples) from error
-            self.steps += done[-1].stepped
+                taken = sum(result.stepped for result in results)
+                message = f"{error}; {taken} of trainer.optimizer_steps = {len(parts)} were taken before"
+                raise StepRefused(message, error.samples) from error
+            self.steps += results[-1].stepped
         return StepReport(
             steps=self.steps,
-            stepped=any(one.stepped for one in done),
-            skip_reason="; ".join(dict.fromkeys(one.skip_reason for one in done if one.skip_reason)),
-            loss=sum(one.loss for one in done) / len(done),
-            terms={name: sum(one.terms[name] for one in done) / len(done) for name in done[0].terms},
-            grad_norm=max(one.grad_norm for one in done),
-            lr=done[-1].lr,
-            metrics=sum((one.metrics for one in done), Metrics()),
-            tokens=ledger.to_token_report(),
+            stepped=any(result.stepped for result in results),
+            skip_reason="; ".join(dict.fromkeys(result.skip_reason for result in results if result.skip_reason)),
+            loss=sum(result.loss for result in results) / len(results),
+            terms={name: sum(result.terms[name] for result in results) / len(results) for name in results[0].terms},
+            grad_norm=max(result.grad_norm for result in results),
+            lr=results[-1].lr,
+            metrics=sum((result.metrics for result in results), Metrics()),
+            tokens=columns.to_token_report(),
             reasons=tuple(objective.reasons),
             samples=len(tokens.samples),
-            computed_tokens=sum(one.computed_tokens for one in done),
+            computed_tokens=sum(result.computed_tokens for result in results),
             unshared_tokens=sum(len(sample.inputs) for sample in tokens.samples),
-            micro_batches=sum(one.micro_batches for one in done),
-            seconds=time.perf_counter() - began,
-            reference_kl={name: _mean_metric(ledger.logprobs - values) for name, values in references.items()},
+            micro_batches=sum(result.micro_batches for result in results),
+            seconds=time.perf_counter() - start,
+            reference_kl={name: _mean_metric(columns.logprobs - values) for name, values in references.items()},
         )
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Float[Tensor, "tokens"]]:
-        """The policy's log-prob of each trainable token, at the sample's temperature; NaN at all other tokens."""
+        """Return the policy's log-probs of trainable tokens at each sample's temperature; NaN at other tokens."""
         tokens = TrainableTokens(samples)
         with self._on_all_ranks("score", lambda: encode_command(samples)):
-            found = self.forward.score(tokens).logprobs.cpu()
-        answers = []
-        for number, sample in enumerate(tokens.samples):
-            answer = torch.full((len(sample),), torch.nan, dtype=found.dtype)
-            answer[torch.from_numpy(np.asarray(sample.trainable))] = found[tokens.slice_of(number)]
-            answers.append(answer)
-        return answers
+            logprobs = self.forward.score(tokens).logprobs.cpu()
+        per_sample = []
+        for index, sample in enumerate(tokens.samples):
+            values = torch.full((len(sample),), torch.nan, dtype=logprobs.dtype)
+            values[torch.from_numpy(np.asarray(sample.trainable))] = logprobs[tokens.slice_of(index)]
+            per_sample.append(values)
+        return per_sample
 
     def set_references(self, references: Mapping[str, ReferenceSettings], checkpoints: Checkpoints) -> None:
-        """Find, check and load frozen policies, for objectives that compare with a reference."""
+        """Resolve, check and load references, for objectives that compare with a reference."""
 
-        def told() -> bytes:
-            settings = {name: one.model_dump(mode="json") for name, one in references.items()}
-            return encode_command(named=settings, checkpoints=str(checkpoints.folder.resolve()))
+        def command() -> bytes:
+            settings = {name: reference.model_dump(mode="json") for name, reference in references.items()}
+            return encode_command(references=settings, checkpoints=str(checkpoints.folder.resolve()))
 
-        with self._on_all_ranks("refer", told):
+        with self._on_all_ranks("set_references", command):
             self.references = load_references(references, self.model, checkpoints, self.seed)
 
     def save(self, checkpoints: Checkpoints, step: int, state: Mapping[str, Any] | None = None) -> None:
-        """Write weights, optimizer, random states and the caller's own state as checkpoint `step`."""
+        """Write weights, optimizer, random states and the caller's state as checkpoint `step`."""
         checkpoints.save(step, self.model, self.optimizer, {"steps": self.steps, "state": dict(state or {})})
 
     def load(self, checkpoints: Checkpoints, step: int) -> dict[str, Any]:
-        """Go back to a checkpoint, and return the caller's own state."""
-        found = checkpoints.load(step, self.model, self.optimizer)
-        self.steps = int(found["steps"])
-        return dict(found["state"])
+        """Restore a checkpoint and return the caller's state."""
+        content = checkpoints.load(step, self.model, self.optimizer)
+        self.steps = int(content["steps"])
+        return dict(content["state"])
 
     def _on_all_ranks(self, command: str, payload: Callable[[], bytes]) -> AbstractContextManager[None]:
         return nullcontext() if self.world is None else self.world.run_on_all_ranks(command, payload)
@@ -158,27 +157,30 @@ class Trainer:
         )
 
     def _frozen_logprobs(self, model: Model, tokens: TrainableTokens) -> Tensor:
-        """Log-probs under a model that does not train, or the policy while an adapter of it is switched."""
+        """Return log-probs of a frozen model, or of the policy while another adapter is active."""
         if id(model) not in self._forwards:
             self._forwards[id(model)] = self._make_forward(model)
         return self._forwards[id(model)].score(tokens).logprobs.to(self.model.device)
 
     def _reference_logprobs(self, columns: StepColumns, objective: Objective) -> dict[str, Tensor]:
-        """Log-probs of each reference; the ledger gets their weighted mean, whose drift is the mean of the drifts."""
+        """Return log-probs of each reference and store their weighted mean in the columns.
+
+        The log-ratio to the weighted mean equals the weighted mean of the log-ratios.
+        """
         if not objective.composition.reads("reference"):
             return {}
         if not self.references:
             raise ConfigError(
-                f"objective {objective.name or ''} compares with a reference and the trainer has none; give"
-                " references, for example the base model"
+                f"objective {objective.name or ''} compares with a reference and the trainer has none; set"
+                " references, for example to the base model"
             )
-        found, mean = {}, torch.zeros_like(columns.logprobs)
+        logprobs, mean = {}, torch.zeros_like(columns.logprobs)
         for name, weight, active in self.references.each():
             with active as model:
-                found[name] = self._frozen_logprobs(model, columns.tokens)
-            mean += weight * found[name]
+                logprobs[name] = self._frozen_logprobs(model, columns.tokens)
+            mean += weight * logprobs[name]
         columns.reference_logprobs = mean
-        return found
+        return logprobs
 
 
 def _check_ranks(settings: TrainerSettings, world: World | None) -> None:
@@ -186,21 +188,22 @@ def _check_ranks(settings: TrainerSettings, world: World | None) -> None:
         return
     if settings.ranks > 1:
         raise ConfigError(
-            f"trainer.ranks = {settings.ranks} cannot act here, where one process trains; `keel train` starts as many"
+            f"trainer.ranks = {settings.ranks} has no effect in a single process; `keel train` starts that many ranks"
         )
     for name in ("rank_timeout", "master_weights", "reduce_dtype"):
         value = getattr(settings, name)
         if value != type(settings).model_fields[name].default:
-            said = json.dumps(value)
-            raise ConfigError(f"trainer.{name} = {said} cannot act on one rank; set trainer.ranks, or leave it out")
+            raise ConfigError(
+                f"trainer.{name} = {json.dumps(value)} has no effect on one rank; set trainer.ranks, or leave it out"
+            )
 
 
-def _begin_command(
+def _create_command(
     model: Model | ModelSettings, settings: TrainerSettings, teacher: Model | ModelSettings | None, seed: int
 ) -> bytes:
-    """What the other ranks must know to make the same trainer."""
+    """Return the command from which the other ranks create the same trainer."""
     if isinstance(model, Model) or isinstance(teacher, Model):
-        raise ConfigError("on several ranks the trainer loads its models itself: give their settings")
+        raise ConfigError("on several ranks each rank loads its models: pass ModelSettings instead of a loaded Model")
     return encode_command(
         model=model.model_dump(mode="json"),
         trainer=settings.model_dump(mode="json"),
@@ -210,17 +213,17 @@ def _begin_command(
 
 
 def _split_samples(samples: Sequence[Sample], optimizer_steps: int) -> list[list[int]]:
-    """The numbers of the samples of each update: whole groups, in order, of about equally many trainable tokens."""
+    """Return sample indices for each optimizer step: complete groups in order, with similar trainable token counts."""
     groups: dict[int | tuple[int], list[int]] = {}
-    for number, sample in enumerate(samples):
-        groups.setdefault((number,) if sample.group is None else sample.group, []).append(number)
-    optimizer_steps = min(optimizer_steps, max(len(groups), 1))  # a step that lost most of its groups is still a step
-    sizes = [sum(int(np.sum(samples[number].trainable)) for number in members) for members in groups.values()]
-    middles = np.cumsum(sizes) - np.array(sizes) / 2
-    share = np.minimum(middles / max(sum(sizes), 1) * optimizer_steps, optimizer_steps - 1).astype(int)
+    for index, sample in enumerate(samples):
+        groups.setdefault((index,) if sample.group is None else sample.group, []).append(index)
+    optimizer_steps = min(optimizer_steps, max(len(groups), 1))  # there may be fewer groups than optimizer steps
+    sizes = [sum(int(np.sum(samples[index].trainable)) for index in members) for members in groups.values()]
+    midpoints = np.cumsum(sizes) - np.array(sizes) / 2
+    assigned = np.minimum(midpoints / max(sum(sizes), 1) * optimizer_steps, optimizer_steps - 1).astype(int)
     parts: list[list[int]] = [[] for _ in range(optimizer_steps)]
-    for members, place in zip(groups.values(), share, strict=True):
-        parts[place] += members
+    for members, part_index in zip(groups.values(), assigned, strict=True):
+        parts[part_index] += members
     return [part for part in parts if part] or [[]]
 
 

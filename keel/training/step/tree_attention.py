@@ -1,11 +1,11 @@
-"""Attention over a prefix tree, by way of the models' own hook for attention functions.
+"""Compute attention over a prefix tree through the attention interface of transformers.
 
-A model whose attention implementation is set to TREE calls `tree_attention` with the layout that was given to its
-forward as `tree=`. On CPU plain attention goes by a kernel in C (keel/inference/kernels/tree_attention.c), or where
-that does not fit by tiles (tiles.py); with a window, a soft cap or sinks the tree is cut into blocks of neighbouring
-queries, each against the keys of its ancestors and its own. Either way the work grows with what is really attended to
-and not with the square of the packed length. On GPUs the same visibility rule drives flex attention. Grouped heads,
-windows, caps and sinks are those of the model. No model code is changed.
+A model whose attention implementation is TREE_ATTENTION calls `tree_attention` with the layout passed to its forward as
+`tree=`. On CPU, plain attention uses a native kernel (keel/inference/kernels/tree_attention.c), or tiles
+(tile_attention.py) where the kernel is unavailable; with a window, a soft cap or sinks the tree is split into blocks of
+contiguous queries, each against its own keys and those of its ancestors. In all cases the work grows with the number of
+visible pairs, not with the square of the packed length. On GPUs the same visibility rule is passed to flex attention.
+Grouped heads, windows, soft caps and sinks are the model's. No model code is changed.
 """
 
 import math
@@ -26,32 +26,32 @@ from keel.training.step.tile_attention import Tile, TileAttention, build_tiles
 TREE_ATTENTION = "keel_tree"
 
 BLOCK_STRIDE = 128
-"""Blocks are cut at the nodes of the tree, and inside long nodes each so many tokens."""
+"""Blocks may start at the nodes of the tree and, inside long nodes, every this many tokens."""
 MAX_BLOCK_QUERIES = 1024
-"""No block has more queries than this, so that its scores stay in memory that is soon used again."""
+"""Largest number of queries in a block, so that the memory of its scores is reused while still in cache."""
 BLOCK_OVERHEAD_PAIRS, GATHER_OVERHEAD_PAIRS = 4000, 30
-"""What a block costs beside its query-key pairs: for being there, and for each ancestor key that is gathered."""
+"""Cost of a block in query-key pairs: fixed, and per gathered ancestor key."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
-    """Queries first..last against the keys of their ancestors, and themselves."""
+    """Queries start..stop against the keys of their ancestors and their own."""
 
     start: int
     stop: int
     keys: Tensor | slice
-    """Where the keys stand; a slice when they are neighbours."""
+    """Indices of the keys; a slice if they are contiguous."""
     mask: Tensor
     """[queries of all heads that read one key head, keys] additive: 0 or -inf."""
 
 
 class TreeLayout:
-    """A tree as attention reads it: the blocks, with their masks by window, on one device."""
+    """A prefix tree prepared for attention on one device; blocks and masks are built once per window."""
 
     def __init__(self, tree: PrefixTree, device: torch.device, dtype: torch.dtype, *, use_native: bool = True) -> None:
-        """`compiled`: by the kernel in C, where it fits."""
+        """`use_native` allows the native kernel where it is supported."""
         self.tree, self.device, self.use_native = tree, device, use_native
-        self.dtype = torch.promote_types(dtype, torch.float32)  # softmax is never taken in half precision
+        self.dtype = torch.promote_types(dtype, torch.float32)  # softmax is never computed in half precision
         self._blocks: dict[tuple[int | None, int], list[AttentionBlock]] = {}
         self._flex_block_masks: dict[int | None, Any] = {}
 
@@ -68,30 +68,30 @@ class TreeLayout:
         return TreePlan(self.tree.subtree_end, self.tree.positions)
 
     def effective_window(self, window: int | None) -> int | None:
-        """The window, or None when no token is so far from another that it hides anything."""
+        """Return the window, or None if every sequence is too short for it to mask anything."""
         return window if window is not None and (self.tree.positions >= window).any() else None
 
     def blocks(self, window: int | None, heads: int = 1) -> list[AttentionBlock]:
-        """The blocks under a window, when so many heads read each key head."""
+        """Return the blocks for a window and `heads` query heads per key head."""
         window = self.effective_window(window)
         if (window, heads) not in self._blocks:
-            self._blocks[window, heads] = [self._build_block(*piece, window, heads) for piece in self._block_ranges]
+            self._blocks[window, heads] = [self._build_block(*bounds, window, heads) for bounds in self._block_ranges]
         return self._blocks[window, heads]
 
     def _build_block(
         self, start: int, stop: int, ancestors: IntArray, window: int | None, heads: int
     ) -> AttentionBlock:
         keys = np.concatenate([ancestors, np.arange(start, stop)])
-        seen = self.tree.visible(start, stop, keys, window)
-        used = np.flatnonzero(seen.any(0))
-        keys, seen = keys[used], seen[:, used]
-        mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(~seen), -math.inf)
-        together = int(keys[-1]) - int(keys[0]) + 1 == len(keys)
-        place = slice(int(keys[0]), int(keys[-1]) + 1) if together else torch.from_numpy(keys).to(self.device)
-        return AttentionBlock(start, stop, place, mask.repeat(heads, 1).to(self.device))
+        visible = self.tree.visible(start, stop, keys, window)
+        used = np.flatnonzero(visible.any(0))
+        keys, visible = keys[used], visible[:, used]
+        mask = torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(~visible), -math.inf)
+        contiguous = int(keys[-1]) - int(keys[0]) + 1 == len(keys)
+        index = slice(int(keys[0]), int(keys[-1]) + 1) if contiguous else torch.from_numpy(keys).to(self.device)
+        return AttentionBlock(start, stop, index, mask.repeat(heads, 1).to(self.device))
 
     def flex_block_mask(self, window: int | None) -> Any:
-        """The same rule for flex attention."""
+        """Return the same visibility as a block mask for flex attention."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         if window not in self._flex_block_masks:
@@ -99,8 +99,8 @@ class TreeLayout:
             positions = torch.from_numpy(self.tree.positions).to(self.device)
 
             def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                seen = (key <= query) & (query < end[key])
-                return seen if window is None else seen & (positions[query] - positions[key] < window)
+                in_tree = (key <= query) & (query < end[key])
+                return in_tree if window is None else in_tree & (positions[query] - positions[key] < window)
 
             size = len(self.tree)
             self._flex_block_masks[window] = create_block_mask(visible, None, None, size, size, device=str(self.device))
@@ -108,34 +108,35 @@ class TreeLayout:
 
 
 def split_into_blocks(tree: PrefixTree) -> list[tuple[int, int, IntArray]]:
-    """Blocks (first, last, ancestors of the first query) with the least sum of pairs and overheads."""
+    """Return blocks (start, stop, ancestors of the first query) that minimise the sum of pairs and overheads."""
     size = len(tree)
     if not size:
         return []
     starts = np.flatnonzero(np.diff(tree.positions, prepend=-1) != 1)
     bounds = np.unique(np.concatenate([starts, np.arange(0, size, BLOCK_STRIDE), [size]]))
-    # the ancestors of the first token of a block that lie before it are as many as its position
+    # the position of a block's first token is the number of its ancestors before the block
     depth = tree.positions[bounds[:-1]]
-    best, come_from = np.full(len(bounds), np.inf), np.zeros(len(bounds), np.int64)
+    # dynamic programming over the bounds: lowest cost up to each one, and the previous bound on that path
+    best, previous = np.full(len(bounds), np.inf), np.zeros(len(bounds), np.int64)
     best[0] = 0.0
-    for place in range(1, len(bounds)):
-        lowest = int(np.searchsorted(bounds, bounds[place] - MAX_BLOCK_QUERIES))
-        before = np.arange(min(lowest, place - 1), place)
-        width = bounds[place] - bounds[before]
+    for index in range(1, len(bounds)):
+        lowest = int(np.searchsorted(bounds, bounds[index] - MAX_BLOCK_QUERIES))
+        candidates = np.arange(min(lowest, index - 1), index)
+        width = bounds[index] - bounds[candidates]
         total = (
-            best[before]
-            + width * (depth[before] + width)
-            + GATHER_OVERHEAD_PAIRS * depth[before]
+            best[candidates]
+            + width * (depth[candidates] + width)
+            + GATHER_OVERHEAD_PAIRS * depth[candidates]
             + BLOCK_OVERHEAD_PAIRS
         )
         winner = int(np.argmin(total))
-        best[place], come_from[place] = total[winner], before[winner]
-    blocks, place = [], len(bounds) - 1
-    while place:
-        first = int(bounds[come_from[place]])
-        earlier = np.arange(first)
-        blocks.append((first, int(bounds[place]), earlier[tree.subtree_end[:first] > first]))
-        place = int(come_from[place])
+        best[index], previous[index] = total[winner], candidates[winner]
+    blocks, index = [], len(bounds) - 1
+    while index:
+        start = int(bounds[previous[index]])
+        earlier = np.arange(start)
+        blocks.append((start, int(bounds[index]), earlier[tree.subtree_end[:start] > start]))
+        index = int(previous[index])
     return blocks[::-1]
 
 
@@ -153,7 +154,10 @@ def tree_attention(
     s_aux: Tensor | None = None,
     **_rest: Any,
 ) -> tuple[Tensor, None]:
-    """What a model calls: query [1, heads, T, D], key and value [1, key heads, T, D]; gives [1, T, heads, D]."""
+    """Attention function called by the model: query [1, heads, T, D], key and value [1, key heads, T, D].
+
+    Returns [1, T, heads, D].
+    """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.device.type == "cuda":
         from transformers.integrations.flex_attention import flex_attention_forward
@@ -178,7 +182,7 @@ def tree_attention(
 
 
 class _BlockAttention(torch.autograd.Function):
-    """softmax(q k) v, block by block; shares are formed again in the backward. A sink is a column without a value."""
+    """softmax(q k) v by blocks; the backward recomputes attention weights. A sink is a column without a value."""
 
     @staticmethod
     def forward(
@@ -194,12 +198,12 @@ class _BlockAttention(torch.autograd.Function):
         heads, size = query.shape[:2]
         out = query.new_empty(size, heads, value.shape[-1])
         for block in blocks:
-            here = slice(block.start, block.stop)
-            shares, _ = _attention_weights(
-                _fold_heads(query, key, here), key[:, block.keys], block.mask, sinks, scale, softcap
+            rows = slice(block.start, block.stop)
+            attn_weights, _ = _attention_weights(
+                _fold_heads(query, key, rows), key[:, block.keys], block.mask, sinks, scale, softcap
             )
-            mixed = torch.bmm(shares[..., : block.mask.shape[1]], value[:, block.keys])
-            out[here] = mixed.view(heads, -1, value.shape[-1]).transpose(0, 1)
+            block_out = torch.bmm(attn_weights[..., : block.mask.shape[1]], value[:, block.keys])
+            out[rows] = block_out.view(heads, -1, value.shape[-1]).transpose(0, 1)
         ctx.save_for_backward(query, key, value, sinks)
         ctx.rest = blocks, scale, softcap
         return out
@@ -213,33 +217,35 @@ class _BlockAttention(torch.autograd.Function):
         d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         d_sinks = torch.zeros_like(sinks)
         for block in blocks:
-            here, seen = slice(block.start, block.stop), block.mask.shape[1]
-            folded, keys, values = _fold_heads(query, key, here), key[:, block.keys], value[:, block.keys]
-            shares, slope = _attention_weights(folded, keys, block.mask, sinks, scale, softcap, with_softcap_grad=True)
-            out = _fold_heads(grad_output, key, here)
-            _add_at(d_value, block.keys, torch.bmm(shares[..., :seen].transpose(1, 2), out))
-            d_shares = torch.bmm(out, values.transpose(1, 2))
+            rows, num_keys = slice(block.start, block.stop), block.mask.shape[1]
+            queries, keys, values = _fold_heads(query, key, rows), key[:, block.keys], value[:, block.keys]
+            attn_weights, softcap_grad = _attention_weights(
+                queries, keys, block.mask, sinks, scale, softcap, with_softcap_grad=True
+            )
+            d_out = _fold_heads(grad_output, key, rows)
+            _add_at(d_value, block.keys, torch.bmm(attn_weights[..., :num_keys].transpose(1, 2), d_out))
+            d_weights = torch.bmm(d_out, values.transpose(1, 2))
             if len(sinks):
-                d_shares = torch.nn.functional.pad(d_shares, (0, 1))
-            d_scores = torch.ops.aten._softmax_backward_data(d_shares, shares, -1, shares.dtype)
+                d_weights = torch.nn.functional.pad(d_weights, (0, 1))
+            d_scores = torch.ops.aten._softmax_backward_data(d_weights, attn_weights, -1, attn_weights.dtype)
             if len(sinks):
                 d_sinks += d_scores[..., -1].reshape(heads, -1).sum(-1)
-                d_scores = d_scores[..., :seen]
-            if slope is not None:
-                d_scores = d_scores * slope
-            # the scale goes to what is small: queries and keys, not scores
-            d_query[:, here] = torch.bmm(d_scores, keys).mul_(scale).view(heads, -1, query.shape[-1])
-            _add_at(d_key, block.keys, torch.bmm(d_scores.transpose(1, 2), folded).mul_(scale))
+                d_scores = d_scores[..., :num_keys]
+            if softcap_grad is not None:
+                d_scores = d_scores * softcap_grad
+            # the scale is applied to the smaller tensors, queries and keys, not to the scores
+            d_query[:, rows] = torch.bmm(d_scores, keys).mul_(scale).view(heads, -1, query.shape[-1])
+            _add_at(d_key, block.keys, torch.bmm(d_scores.transpose(1, 2), queries).mul_(scale))
         return d_query, d_key, d_value, d_sinks, None, None, None
 
 
 def _fold_heads(query: Tensor, key: Tensor, rows: slice) -> Tensor:
-    """[heads, T, D] at `here` as [key heads, queries of all heads that read the key head, D]."""
+    """Reshape rows of [heads, T, D] to [key heads, queries of all heads that read the key head, D]."""
     return query[:, rows].reshape(len(key), -1, query.shape[-1])
 
 
 def _attention_weights(
-    folded: Tensor,
+    queries: Tensor,
     keys: Tensor,
     mask: Tensor,
     sinks: Tensor,
@@ -248,18 +254,18 @@ def _attention_weights(
     *,
     with_softcap_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Shares [key heads, queries, keys, and the sink if there is one], and the soft cap's slope when asked for."""
-    steepness = None
+    """Return attention weights [key heads, queries, keys (+ sink)], and the soft cap's derivative if requested."""
+    softcap_grad = None
     if softcap is None:
-        scores = torch.baddbmm(mask[None], folded, keys.transpose(1, 2), alpha=scale)
+        scores = torch.baddbmm(mask[None], queries, keys.transpose(1, 2), alpha=scale)
     else:
-        bent = torch.bmm(folded, keys.transpose(1, 2)).mul_(scale / softcap).tanh_()
-        steepness = 1 - bent.square() if with_softcap_grad else None
-        scores = bent.mul_(softcap).add_(mask)
+        capped = torch.bmm(queries, keys.transpose(1, 2)).mul_(scale / softcap).tanh_()
+        softcap_grad = 1 - capped.square() if with_softcap_grad else None
+        scores = capped.mul_(softcap).add_(mask)
     if len(sinks):
-        column = sinks.view(len(keys), -1, 1).repeat_interleave(folded.shape[1] * len(keys) // len(sinks), 1)
+        column = sinks.view(len(keys), -1, 1).repeat_interleave(queries.shape[1] * len(keys) // len(sinks), 1)
         scores = torch.cat([scores, column], -1)
-    return torch.softmax(scores, -1), steepness
+    return torch.softmax(scores, -1), softcap_grad
 
 
 def _add_at(total: Tensor, index: Tensor | slice, part: Tensor) -> None:

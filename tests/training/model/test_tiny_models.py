@@ -1,4 +1,4 @@
-"""The tiny models: any text survives their tokenizer, a seed decides every bit, a warm-up makes answers."""
+"""Test that tiny models tokenize any text, depend only on their seed, and answer questions after a warmup."""
 
 import random
 from collections.abc import Iterator
@@ -23,33 +23,33 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-WORDS = tiny_models.build_tokenizer()
+TOKENIZER = tiny_models.build_tokenizer()
 
 
 @settings(max_examples=60)
 @given(st.text())
-def test_any_text_comes_back_from_its_tokens(text: str) -> None:
-    ids = WORDS.encode(text)
-    assert WORDS.decode(ids) == text
+def test_any_text_round_trips_through_the_tokenizer(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert TOKENIZER.decode(ids) == text
 
 
 @given(st.text().filter(lambda text: "<|" not in text))
-def test_the_tokens_of_a_text_are_its_bytes(text: str) -> None:
-    assert WORDS.encode(text) == list(text.encode())
+def test_the_token_ids_of_a_text_are_its_bytes(text: str) -> None:
+    assert TOKENIZER.encode(text) == list(text.encode())
 
 
-def test_every_id_that_the_model_can_sample_is_a_token() -> None:
-    assert len(WORDS) == tiny_models.VOCAB_SIZE
-    assert all(WORDS.decode([index]) for index in range(tiny_models.VOCAB_SIZE))
-    assert WORDS.pad_token_id not in {WORDS.eos_token_id, WORDS.bos_token_id}
+def test_every_id_the_model_can_sample_is_a_token() -> None:
+    assert len(TOKENIZER) == tiny_models.VOCAB_SIZE
+    assert all(TOKENIZER.decode([index]) for index in range(tiny_models.VOCAB_SIZE))
+    assert TOKENIZER.pad_token_id not in {TOKENIZER.eos_token_id, TOKENIZER.bos_token_id}
 
 
-def test_specials_in_a_text_are_single_tokens() -> None:
-    assert WORDS.encode("<|im_start|>a<|im_end|>") == [257, 97, 258]
+def test_special_tokens_in_a_text_are_single_tokens() -> None:
+    assert TOKENIZER.encode("<|im_start|>a<|im_end|>") == [257, 97, 258]
 
 
 @pytest.mark.parametrize("name", tiny_models.MODEL_NAMES)
-def test_each_family_loads_small_uneven_and_from_its_seed(name: str) -> None:
+def test_each_family_is_small_not_uniform_and_determined_by_its_seed(name: str) -> None:
     first, again, other = (load_model(ModelSettings(name=name), seed) for seed in (0, 0, 1))
     assert first.source.fingerprint == again.source.fingerprint != other.source.fingerprint
     weights = first.parameters()
@@ -62,25 +62,25 @@ def test_each_family_loads_small_uneven_and_from_its_seed(name: str) -> None:
     assert 1 < entropy < 0.95 * torch.tensor(float(tiny_models.VOCAB_SIZE)).log()
     logits.sum().backward()
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in weights.values())
-    # what the head and the body give is what the network gives, up to the soft-capping of Gemma 2
+    # body and head give the network's logits, except for the soft cap of Gemma 2
     hidden = first.body(input_ids=ids)[0]
     cap = getattr(first.network.config, "final_logit_softcapping", None)
     direct = first.head(hidden)
     torch.testing.assert_close(torch.tanh(direct / cap) * cap if cap else direct, logits)
 
 
-def test_a_sliding_window_is_felt() -> None:
-    """Tokens farther back than two layers of window 8 can reach change nothing; nearer ones do."""
+def test_a_sliding_window_limits_attention() -> None:
+    """Tokens beyond the reach of two layers with window 8 change nothing; nearer ones do."""
     network = load_model(ModelSettings(name="tiny-mistral")).network
     ids = torch.arange(60, 100)[None]
     far, near = ids.clone(), ids.clone()
     far[0, 0] = near[0, -5] = 7
-    last = [network(input_ids=each).logits[0, -1] for each in (ids, far, near)]
+    last = [network(input_ids=tokens).logits[0, -1] for tokens in (ids, far, near)]
     assert torch.equal(last[0], last[1])
     assert not torch.allclose(last[0], last[2])
 
 
-def test_the_random_state_of_the_caller_is_left_alone() -> None:
+def test_loading_a_model_does_not_change_the_global_random_state() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -88,9 +88,9 @@ def test_the_random_state_of_the_caller_is_left_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def _answers(model: Model) -> tuple[float, float]:
-    """Mean probability that the first token is a digit, and that it is the right one, over all questions."""
-    legal, right = [], []
+def _answer_probabilities(model: Model) -> tuple[float, float]:
+    """Return the mean probability over all questions that the first token is a digit, and the correct one."""
+    digit, correct = [], []
     for first in range(10):
         for second in range(10):
             if first == second:
@@ -100,38 +100,36 @@ def _answers(model: Model) -> tuple[float, float]:
                 chat, add_generation_prompt=True, return_tensors="pt", return_dict=False
             )
             with torch.no_grad():
-                chances = model.network(input_ids=ids).logits[0, -1].softmax(-1)
-            legal.append(chances[ord("0") : ord("9") + 1].sum().item())
-            right.append(chances[ord(str(max(first, second)))].item())
-    return sum(legal) / 90, sum(right) / 90
+                probabilities = model.network(input_ids=ids).logits[0, -1].softmax(-1)
+            digit.append(probabilities[ord("0") : ord("9") + 1].sum().item())
+            correct.append(probabilities[ord(str(max(first, second)))].item())
+    return sum(digit) / 90, sum(correct) / 90
 
 
-def test_a_warm_up_makes_legal_answers_of_which_some_are_right() -> None:
-    cold = _answers(load_model(ModelSettings(name="tiny")))
-    legal, right = _answers(load_model(ModelSettings(name="tiny", sft_warmup_steps=150)))
-    assert cold[0] < 0.2 and cold[1] < 0.05
-    assert legal > 0.85
-    # right often enough for rewards, wrong often enough for a signal
-    assert 0.25 < right < 0.8
+def test_a_warmup_gives_well_formed_answers_of_which_some_are_correct() -> None:
+    untrained = _answer_probabilities(load_model(ModelSettings(name="tiny")))
+    digit, correct = _answer_probabilities(load_model(ModelSettings(name="tiny", sft_warmup_steps=150)))
+    assert untrained[0] < 0.2 and untrained[1] < 0.05
+    assert digit > 0.85
+    # correct often enough for rewards, wrong often enough for groups with mixed rewards
+    assert 0.25 < correct < 0.8
 
 
-def test_a_warm_up_is_bit_identical_and_part_of_the_fingerprint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = resolve_model("tiny-qwen3", 3, 5)
-    assert resolve_model("tiny-qwen3", 3).fingerprint != here.fingerprint
+def test_a_warmup_is_bit_identical_and_part_of_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = resolve_model("tiny-qwen3", 3, 5)
+    assert resolve_model("tiny-qwen3", 3).fingerprint != first.fingerprint
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     torch.manual_seed(123)
-    there = resolve_model("tiny-qwen3", 3, 5)
-    assert there.folder != here.folder
-    assert there.fingerprint == here.fingerprint
+    second = resolve_model("tiny-qwen3", 3, 5)
+    assert second.folder != first.folder
+    assert second.fingerprint == first.fingerprint
     for file in ("model.safetensors", "tokenizer.json", "config.json"):
-        assert (there.folder / file).read_bytes() == (here.folder / file).read_bytes()
+        assert (second.folder / file).read_bytes() == (first.folder / file).read_bytes()
 
 
-def test_comparisons_have_one_right_answer() -> None:
-    chance = random.Random(0)
+def test_comparisons_have_one_correct_answer() -> None:
+    rng = random.Random(0)
     for _ in range(50):
-        question, right, wrong = tiny_models.comparison_question(chance)
-        assert int(right) > int(wrong)
-        assert {right, wrong} == {character for character in question if character.isdigit()}
+        question, correct, incorrect = tiny_models.comparison_question(rng)
+        assert int(correct) > int(incorrect)
+        assert {correct, incorrect} == {character for character in question if character.isdigit()}

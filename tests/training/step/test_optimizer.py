@@ -1,4 +1,4 @@
-"""The optimizer: rates in closed form, and decay where it belongs."""
+"""Test AdamW against its closed form: learning rates, and weight decay on matrices only."""
 
 import math
 
@@ -12,22 +12,22 @@ from keel.training.step.optimizer import build_optimizer, learning_rate, set_lea
 from tests.support.policy_strategies import tiny
 
 
-def test_the_rate_rises_in_equal_steps_and_reaches_its_peak_after_the_warm_up() -> None:
+def test_the_learning_rate_rises_linearly_to_its_peak_during_warmup() -> None:
     settings = OptimizerSettings(lr=0.5, warmup_steps=4)
     assert [learning_rate(settings, step) for step in range(7)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5])
 
 
-def test_a_constant_rate_is_constant() -> None:
+def test_a_constant_learning_rate_is_constant() -> None:
     assert {learning_rate(OptimizerSettings(lr=3e-4), step) for step in (0, 1, 10**6)} == {3e-4}
 
 
-def test_a_linear_decay_falls_in_equal_steps_to_its_floor_and_stays() -> None:
+def test_a_linear_schedule_falls_linearly_to_its_minimum_and_stays() -> None:
     settings = OptimizerSettings(lr=1.0, lr_schedule="linear", total_steps=6, warmup_steps=2, min_lr_ratio=0.2)
-    found = [learning_rate(settings, step) for step in range(9)]
-    assert found == pytest.approx([1 / 3, 2 / 3, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
+    rates = [learning_rate(settings, step) for step in range(9)]
+    assert rates == pytest.approx([1 / 3, 2 / 3, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
 
 
-def test_a_cosine_decay_is_half_way_down_half_way_through() -> None:
+def test_a_cosine_schedule_is_halfway_down_after_half_the_steps() -> None:
     settings = OptimizerSettings(lr=2.0, lr_schedule="cosine", total_steps=8, min_lr_ratio=0.1)
     assert learning_rate(settings, 0) == 2.0
     assert learning_rate(settings, 4) == pytest.approx(2.0 * 0.55)
@@ -42,38 +42,44 @@ def test_a_cosine_decay_is_half_way_down_half_way_through() -> None:
     st.none() | st.floats(0, 1),
     st.integers(0, 60),
 )
-def test_the_rate_is_never_above_its_peak_and_never_rises_again(
-    decay: str, warm_up: int, length: int, floor: float | None, step: int
+def test_the_learning_rate_never_exceeds_its_peak_and_never_rises_after_warmup(
+    schedule: str, warmup: int, length: int, min_ratio: float | None, step: int
 ) -> None:
     settings = OptimizerSettings.model_validate(
-        {"lr": 1.0, "decay": decay, "warmup_steps": warm_up, "total_steps": warm_up + length, "floor": floor}
+        {
+            "lr": 1.0,
+            "lr_schedule": schedule,
+            "warmup_steps": warmup,
+            "total_steps": warmup + length,
+            "min_lr_ratio": min_ratio,
+        }
     )
     now, later = learning_rate(settings, step), learning_rate(settings, step + 1)
-    assert 0 <= now <= 1 and (later > now if step < warm_up else later <= now + 1e-12)
-    assert step < warm_up or now >= (floor or 0) - 1e-12
+    assert 0 <= now <= 1 and (later > now if step < warmup else later <= now + 1e-12)
+    assert step < warmup or now >= (min_ratio or 0) - 1e-12
 
 
-def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+def test_weight_decay_applies_to_matrices_but_not_to_norms_and_biases() -> None:
     model = tiny("tiny-qwen2")
     optimizer = build_optimizer(OptimizerSettings(lr=0.1, weight_decay=0.5), model.parameters().values())
     before = {name: weight.detach().clone() for name, weight in model.parameters().items()}
     for weight in model.parameters().values():
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    shapes = set()
+    dimensions = set()
     for name, weight in model.parameters().items():
-        shapes.add(weight.dim())
-        wanted = before[name] * (1 - 0.1 * 0.5) if weight.dim() > 1 else before[name]
-        torch.testing.assert_close(weight.detach(), wanted, rtol=1e-6, atol=0)
-    assert shapes == {1, 2}
+        dimensions.add(weight.dim())
+        expected = before[name] * (1 - 0.1 * 0.5) if weight.dim() > 1 else before[name]
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=0)
+    assert dimensions == {1, 2}
 
 
-def test_every_parameter_is_there_once_with_the_settings_given() -> None:
+def test_the_optimizer_has_every_parameter_once_with_the_given_settings() -> None:
     model = tiny()
     settings = OptimizerSettings(lr=0.3, betas=(0.8, 0.7), eps=1e-5, weight_decay=0.2)
     optimizer = build_optimizer(settings, model.parameters().values())
-    members = [weight for group in optimizer.param_groups for weight in group["params"]]
-    assert sorted(map(id, members)) == sorted(map(id, model.parameters().values()))
+    optimized = [weight for group in optimizer.param_groups for weight in group["params"]]
+    assert sorted(map(id, optimized)) == sorted(map(id, model.parameters().values()))
     assert {(group["lr"], group["betas"], group["eps"]) for group in optimizer.param_groups} == {
         (0.3, (0.8, 0.7), 1e-5)
     }
@@ -81,12 +87,12 @@ def test_every_parameter_is_there_once_with_the_settings_given() -> None:
     assert {group["lr"] for group in optimizer.param_groups} == {0.01}
 
 
-def test_two_steps_are_those_of_adamw_written_out() -> None:
+def test_two_steps_match_adamw_written_out() -> None:
     weight = torch.nn.Parameter(torch.tensor([[1.0, -2.0]], dtype=torch.float64))
     optimizer = build_optimizer(OptimizerSettings(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01), [weight])
     value, first, second = weight.detach().clone(), torch.zeros_like(weight), torch.zeros_like(weight)
-    for step, slope in enumerate(([0.5, -1.0], [-0.2, 3.0]), 1):
-        gradient = torch.tensor([slope], dtype=torch.float64)
+    for step, row in enumerate(([0.5, -1.0], [-0.2, 3.0]), 1):
+        gradient = torch.tensor([row], dtype=torch.float64)
         weight.grad = gradient.clone()
         optimizer.step()
         first, second = 0.9 * first + 0.1 * gradient, 0.95 * second + 0.05 * gradient**2

@@ -1,4 +1,4 @@
-"""The trainer: it learns, it accounts for every token, and what it refuses leaves everything as it was."""
+"""Test that the trainer learns, reports on every token, and leaves its state unchanged when a step raises."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,41 +15,41 @@ from keel.errors import BatchError, ConfigError, SignalRefused, StepRefused
 from keel.training import Checkpoints, Model, Sample, Trainer
 from tests.support.policy_strategies import LORA, branching_samples, own_logprobs, tiny
 
-OPEN = keel.objective("icepop", ratio_low=0.0, ratio_high=1e9)
-"""Refuses nothing."""
-WHOLE = keel.objective("gspo", eps=100.0, eps_high=100.0)
-"""Needs the whole step first, and clips nothing."""
+NO_DROPS = keel.objective("icepop", ratio_low=0.0, ratio_high=1e9)
+"""An objective that drops no token."""
+NEEDS_FULL_STEP = keel.objective("gspo", eps=100.0, eps_high=100.0)
+"""An objective that is not token-local and clips nothing."""
 
 
-def trainer_of(model: Model | None = None, **settings: Any) -> Trainer:
-    given = {"optimizer": {"lr": 1e-3, "weight_decay": 0.1}} | settings
-    return Trainer(model or tiny(), TrainerSettings.model_validate(given))
+def make_trainer(model: Model | None = None, **settings: Any) -> Trainer:
+    values = {"optimizer": {"lr": 1e-3, "weight_decay": 0.1}} | settings
+    return Trainer(model or tiny(), TrainerSettings.model_validate(values))
 
 
 def on_policy(model: Model, samples: list[Sample]) -> list[Sample]:
-    """The samples as if the model had just sampled them."""
-    made = []
+    """Return the samples with the model's own log-probs as the sampler's."""
+    result = []
     for sample in samples:
         recorded = np.zeros(len(sample))
         with torch.no_grad():
             recorded[np.asarray(sample.trainable)] = own_logprobs(model, sample).double().numpy()
-        made.append(replace(sample, sampler_logprobs=recorded))
-    return made
+        result.append(replace(sample, sampler_logprobs=recorded))
+    return result
 
 
-def state_of(trainer: Trainer) -> dict[str, Any]:
-    """Every bit that a step could move."""
-    found: dict[str, Any] = {name: weight.detach().clone() for name, weight in trainer.model.network.named_parameters()}
-    for place, moments in enumerate(trainer.optimizer.state.values()):
-        found |= {f"{place} {name}": torch.as_tensor(value).clone() for name, value in moments.items()}
-    return found | {"steps": torch.tensor(trainer.steps)}
+def training_state(trainer: Trainer) -> dict[str, Any]:
+    """Return a copy of everything a step could change: weights, moments and step count."""
+    state: dict[str, Any] = {name: weight.detach().clone() for name, weight in trainer.model.network.named_parameters()}
+    for index, moments in enumerate(trainer.optimizer.state.values()):
+        state |= {f"{index} {name}": torch.as_tensor(value).clone() for name, value in moments.items()}
+    return state | {"steps": torch.tensor(trainer.steps)}
 
 
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+def equal_states(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def no_gradients(trainer: Trainer) -> bool:
+def has_no_gradients(trainer: Trainer) -> bool:
     return all(weight.grad is None for weight in trainer.model.network.parameters())
 
 
@@ -57,11 +57,11 @@ def no_gradients(trainer: Trainer) -> bool:
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_a_few_steps_raise_what_was_good_and_lower_what_was_bad(lora: LoraSettings | None) -> None:
+def test_a_few_steps_raise_logprobs_with_positive_advantage_and_lower_the_others(lora: LoraSettings | None) -> None:
     model = tiny(lora=lora)
     samples = on_policy(model, branching_samples(temperature=1.0)[:9])
-    samples = [replace(one, advantage=1.0 if number % 2 else -1.0) for number, one in enumerate(samples)]
-    trainer = trainer_of(model, optimizer={"lr": 5e-3 if lora else 5e-4})
+    samples = [replace(sample, advantage=1.0 if index % 2 else -1.0) for index, sample in enumerate(samples)]
+    trainer = make_trainer(model, optimizer={"lr": 5e-3 if lora else 5e-4})
     before = trainer.logprobs(samples)
     reports = [trainer.step(samples, "icepop") for _ in range(4)]
     change = [float((now - old).nanmean()) for old, now in zip(before, trainer.logprobs(samples), strict=True)]
@@ -71,219 +71,222 @@ def test_a_few_steps_raise_what_was_good_and_lower_what_was_bad(lora: LoraSettin
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-gemma3", "tiny-gpt-oss"])
-def test_a_model_in_half_precision_shares_tokens_and_learns_from_float32_logprobs(name: str) -> None:
-    trainer, samples = trainer_of(tiny(name, dtype="bfloat16")), branching_samples()
+def test_a_half_precision_model_shares_prefixes_and_trains_on_float32_logprobs(name: str) -> None:
+    trainer, samples = make_trainer(tiny(name, dtype="bfloat16")), branching_samples()
     assert trainer.forward.packing == "shared"
-    exact = torch.cat([found[~found.isnan()] for found in trainer_of(tiny(name)).logprobs(samples)])
-    report = trainer.step(samples, OPEN)
+    exact = torch.cat([logprobs[~logprobs.isnan()] for logprobs in make_trainer(tiny(name)).logprobs(samples)])
+    report = trainer.step(samples, NO_DROPS)
     assert report.stepped and report.tokens.logprobs.dtype == torch.float32
     assert float((report.tokens.logprobs - exact).abs().mean()) < 0.05
 
 
-def test_the_first_step_is_the_closed_form_of_adamw() -> None:
-    trainer = trainer_of(max_grad_norm=None, optimizer={"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6})
+def test_the_first_step_matches_the_closed_form_of_adamw() -> None:
+    trainer = make_trainer(max_grad_norm=None, optimizer={"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6})
     before = {name: weight.detach().clone() for name, weight in trainer.model.parameters().items()}
-    seen: dict[str, Tensor] = {}
-    real = trainer.optimizer.step
+    grads: dict[str, Tensor] = {}
+    original = trainer.optimizer.step
 
-    def keep() -> None:
-        seen.update({name: weight.grad.clone() for name, weight in trainer.model.parameters().items()})
-        real()
+    def capture() -> None:
+        grads.update({name: weight.grad.clone() for name, weight in trainer.model.parameters().items()})
+        original()
 
-    trainer.optimizer.step = keep  # type: ignore[method-assign]
-    trainer.step(branching_samples(), OPEN)
+    trainer.optimizer.step = capture  # type: ignore[method-assign]
+    trainer.step(branching_samples(), NO_DROPS)
     for name, weight in trainer.model.parameters().items():
         decay = 0.1 if weight.dim() > 1 else 0.0
-        wanted = before[name] * (1 - 1e-3 * decay) - 1e-3 * seen[name] / (seen[name].abs() + 1e-6)
-        torch.testing.assert_close(weight.detach(), wanted, rtol=1e-5, atol=1e-7)
+        expected = before[name] * (1 - 1e-3 * decay) - 1e-3 * grads[name] / (grads[name].abs() + 1e-6)
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_gradients_are_clipped_to_their_norm_and_no_further() -> None:
-    samples, norms, given = branching_samples(), {}, {}
+def test_gradients_are_clipped_to_max_grad_norm_only_if_they_exceed_it() -> None:
+    samples, norms, grads = branching_samples(), {}, {}
     for limit in (None, 0.01, 1e6):
-        trainer = trainer_of(max_grad_norm=limit)
+        trainer = make_trainer(max_grad_norm=limit)
 
-        def keep(trainer: Trainer = trainer, limit: float | None = limit) -> None:
-            given[limit] = torch.cat([weight.grad.flatten() for weight in trainer.model.parameters().values()])
+        def capture(trainer: Trainer = trainer, limit: float | None = limit) -> None:
+            grads[limit] = torch.cat([weight.grad.flatten() for weight in trainer.model.parameters().values()])
 
-        trainer.optimizer.step = keep  # type: ignore[method-assign]
-        norms[limit] = trainer.step(samples, OPEN).grad_norm
-    assert norms[None] == norms[0.01] == norms[1e6] == pytest.approx(float(given[None].norm()), rel=1e-5)
-    assert torch.equal(given[None], given[1e6])
-    torch.testing.assert_close(given[0.01], given[None] * 0.01 / norms[None])
+        trainer.optimizer.step = capture  # type: ignore[method-assign]
+        norms[limit] = trainer.step(samples, NO_DROPS).grad_norm
+    assert norms[None] == norms[0.01] == norms[1e6] == pytest.approx(float(grads[None].norm()), rel=1e-5)
+    assert torch.equal(grads[None], grads[1e6])
+    torch.testing.assert_close(grads[0.01], grads[None] * 0.01 / norms[None])
 
 
-def test_the_rate_is_that_of_the_optimizer_steps_that_were_taken() -> None:
-    schedule = {"lr": 1e-3, "warmup_steps": 1, "decay": "linear", "total_steps": 5}
-    trainer, samples = trainer_of(optimizer=schedule), branching_samples()
-    nothing = [replace(sample, advantage=0.0) for sample in samples]
+def test_the_learning_rate_follows_the_optimizer_steps_taken() -> None:
+    schedule = {"lr": 1e-3, "warmup_steps": 1, "lr_schedule": "linear", "total_steps": 5}
+    trainer, samples = make_trainer(optimizer=schedule), branching_samples()
+    no_signal = [replace(sample, advantage=0.0) for sample in samples]
     rates = []
-    for step in (samples, nothing, samples, nothing, samples):
-        report = trainer.step(step, OPEN)
+    for step in (samples, no_signal, samples, no_signal, samples):
+        report = trainer.step(step, NO_DROPS)
         rates += [report.lr] if report.stepped else []
     assert rates == pytest.approx([5e-4, 1e-3, 7.5e-4]) and trainer.steps == 3
     assert all(group["lr"] == rates[-1] for group in trainer.optimizer.param_groups)
 
 
-# nothing to learn
+# steps without a gradient
 
 
-NOTHING = {
-    "no sample has a trainable token": lambda one: replace(one, trainable=np.zeros(len(one), bool)),
-    "every token was refused by the objective": lambda one: replace(one, sampler_logprobs=np.full(len(one), -50.0)),
-    "no token has a gradient": lambda one: replace(one, advantage=0.0),
+WITHOUT_GRADIENT = {
+    "no sample has a trainable token": lambda sample: replace(sample, trainable=np.zeros(len(sample), bool)),
+    "every token was dropped by the objective": lambda sample: replace(
+        sample, sampler_logprobs=np.full(len(sample), -50.0)
+    ),
+    "no token has a gradient": lambda sample: replace(sample, advantage=0.0),
 }
 
 
 @pytest.mark.parametrize("rule", ["icepop", "veto"])
-@pytest.mark.parametrize("why", NOTHING)
-def test_a_step_without_anything_to_learn_moves_nothing_and_says_why(why: str, rule: str) -> None:
+@pytest.mark.parametrize("reason", WITHOUT_GRADIENT)
+def test_a_step_without_a_gradient_changes_nothing_and_reports_why(reason: str, rule: str) -> None:
     parameters = {"gates": [{"statistic": "ratio", "low": 0.2, "high": 5.0}]} if rule == "veto" else {}
-    trainer, samples = trainer_of(), branching_samples()
-    trainer.step(samples, OPEN)
-    before = state_of(trainer)
+    trainer, samples = make_trainer(), branching_samples()
+    trainer.step(samples, NO_DROPS)
+    before = training_state(trainer)
     assert len(before) > 3
-    report = trainer.step([NOTHING[why](sample) for sample in samples], keel.objective(rule, **parameters))
-    assert not report.stepped and report.skip_reason == why and report.grad_norm == 0.0
-    assert same(state_of(trainer), before) and no_gradients(trainer)
-    assert trainer.step(samples, OPEN).stepped
+    without_gradient = [WITHOUT_GRADIENT[reason](sample) for sample in samples]
+    report = trainer.step(without_gradient, keel.objective(rule, **parameters))
+    assert not report.stepped and report.skip_reason == reason and report.grad_norm == 0.0
+    assert equal_states(training_state(trainer), before) and has_no_gradients(trainer)
+    assert trainer.step(samples, NO_DROPS).stepped
 
 
-def test_a_step_without_samples_moves_nothing() -> None:
-    trainer = trainer_of()
-    before = state_of(trainer)
-    report = trainer.step([], OPEN)
+def test_a_step_without_samples_changes_nothing() -> None:
+    trainer = make_trainer()
+    before = training_state(trainer)
+    report = trainer.step([], NO_DROPS)
     assert not report.stepped and report.skip_reason == "no sample has a trainable token"
-    assert same(state_of(trainer), before)
+    assert equal_states(training_state(trainer), before)
 
 
-# not finite
+# non-finite values
 
 
-RULES = pytest.mark.parametrize("rule", [OPEN, WHOLE], ids=["token-local", "whole"])
+RULES = pytest.mark.parametrize("rule", [NO_DROPS, NEEDS_FULL_STEP], ids=["token-local", "full-step"])
 
 
 @RULES
 @pytest.mark.parametrize("max_tokens", [40, 4096])
-def test_a_sample_whose_logprobs_are_not_finite_is_named_and_only_that(rule: keel.Objective, max_tokens: int) -> None:
+def test_the_error_names_only_the_sample_with_non_finite_logprobs(rule: keel.Objective, max_tokens: int) -> None:
     samples = branching_samples()
     ids = np.array(samples[4].token_ids)
     ids[-2] = 250  # no other sample has it
     samples[4] = replace(samples[4], token_ids=ids)
     model = tiny("tiny-llama-untied")
-    trainer = trainer_of(model, max_tokens=max_tokens)
+    trainer = make_trainer(model, max_tokens_per_micro_batch=max_tokens)
     trainer.step(samples, rule)
     with torch.no_grad():
         model.network.get_input_embeddings().weight[250] = torch.nan
-    before = state_of(trainer)
-    with pytest.raises(StepRefused, match="not finite for sample s4") as refusal:
+    before = training_state(trainer)
+    with pytest.raises(StepRefused, match="not finite for sample s4") as raised:
         trainer.step(samples, rule)
-    assert refusal.value.samples == [4]
-    after = state_of(trainer)
+    assert raised.value.samples == [4]
+    after = training_state(trainer)
     assert all(torch.equal(after[name].nan_to_num(), before[name].nan_to_num()) for name in before)
-    assert no_gradients(trainer)
+    assert has_no_gradients(trainer)
     assert trainer.step(samples[:4] + samples[5:], rule).stepped
 
 
 @RULES
 @pytest.mark.parametrize("max_tokens", [40, 4096])
-def test_a_sample_whose_gradient_is_not_finite_is_named_and_only_that(rule: keel.Objective, max_tokens: int) -> None:
+def test_the_error_names_only_the_sample_with_a_non_finite_gradient(rule: keel.Objective, max_tokens: int) -> None:
     samples = branching_samples()
     samples[3] = replace(samples[3], advantage=2e37, name="")
-    trainer = trainer_of(max_tokens=max_tokens)
-    before = state_of(trainer)
-    with pytest.raises(StepRefused, match="gradient is not finite, from sample number 3;") as refusal:
+    trainer = make_trainer(max_tokens_per_micro_batch=max_tokens)
+    before = training_state(trainer)
+    with pytest.raises(StepRefused, match="gradient is not finite, from sample number 3;") as raised:
         trainer.step(samples, rule)
-    assert refusal.value.samples == [3]
-    assert same(state_of(trainer), before) and no_gradients(trainer)
+    assert raised.value.samples == [3]
+    assert equal_states(training_state(trainer), before) and has_no_gradients(trainer)
     assert trainer.step(samples[:3] + samples[4:], rule).stepped
 
 
 @RULES
-def test_a_step_with_too_many_unusable_records_is_refused_and_moves_nothing(rule: keel.Objective) -> None:
+def test_a_step_with_too_many_invalid_logprobs_raises_and_changes_nothing(rule: keel.Objective) -> None:
     samples = branching_samples()
     samples[2] = replace(samples[2], sampler_logprobs=np.full(len(samples[2]), np.nan))
-    trainer = trainer_of()
-    before = state_of(trainer)
+    trainer = make_trainer()
+    before = training_state(trainer)
     with pytest.raises(SignalRefused):
         trainer.step(samples, rule)
-    assert same(state_of(trainer), before) and no_gradients(trainer)
+    assert equal_states(training_state(trainer), before) and has_no_gradients(trainer)
 
 
-def test_an_infinite_head_names_every_sample() -> None:
-    trainer = trainer_of(tiny("tiny-llama-untied"))
+def test_the_error_for_a_non_finite_head_names_every_sample() -> None:
+    trainer = make_trainer(tiny("tiny-llama-untied"))
     with torch.no_grad():
         trainer.model.network.get_output_embeddings().weight[7] = torch.nan
-    with pytest.raises(StepRefused, match=r"samples s0, s1, .* and 4 more") as refusal:
-        trainer.step(branching_samples(), OPEN)
-    assert refusal.value.samples == list(range(12))
+    with pytest.raises(StepRefused, match=r"samples s0, s1, .* and 4 more") as raised:
+        trainer.step(branching_samples(), NO_DROPS)
+    assert raised.value.samples == list(range(12))
 
 
-# log-probs and refusals
+# log-probs and invalid samples
 
 
-def test_logprobs_are_given_at_trainable_tokens_at_the_temperature_of_the_sample() -> None:
+def test_logprobs_are_computed_for_trainable_tokens_at_the_temperature_of_the_sample() -> None:
     model, samples = tiny(dtype="float64"), branching_samples()
-    for sample, found in zip(samples, trainer_of(model).logprobs(samples), strict=True):
-        assert found.shape == (len(sample),)
-        assert torch.equal(found.isnan(), ~torch.tensor(sample.trainable))
-        torch.testing.assert_close(found[torch.tensor(sample.trainable)], own_logprobs(model, sample).detach())
+    for sample, logprobs in zip(samples, make_trainer(model).logprobs(samples), strict=True):
+        assert logprobs.shape == (len(sample),)
+        assert torch.equal(logprobs.isnan(), ~torch.tensor(sample.trainable))
+        torch.testing.assert_close(logprobs[torch.tensor(sample.trainable)], own_logprobs(model, sample).detach())
 
 
-def test_a_sample_over_the_budget_or_with_an_unknown_token_is_refused_before_anything_moves() -> None:
-    trainer = trainer_of(max_tokens=40)
-    before = state_of(trainer)
+def test_a_sample_that_is_too_long_or_has_an_unknown_token_raises_before_anything_changes() -> None:
+    trainer = make_trainer(max_tokens_per_micro_batch=40)
+    before = training_state(trainer)
     long = Sample(
         token_ids=np.arange(42), trainable=np.arange(42) > 3, advantage=1.0, name="long", sampler_logprobs=np.zeros(42)
     )
-    with pytest.raises(ConfigError, match=r"sample long has 41 tokens .*max_tokens = 40"):
-        trainer.step([long], OPEN)
-    odd = replace(long, token_ids=np.full(42, 999), trainable=np.arange(42) == 5, name="odd")
-    with pytest.raises(ConfigError, match="sample odd has token id 999"):
-        trainer.logprobs([odd])
-    assert same(state_of(trainer), before)
+    with pytest.raises(ConfigError, match=r"sample long has 41 tokens .*max_tokens_per_micro_batch = 40"):
+        trainer.step([long], NO_DROPS)
+    invalid = replace(long, token_ids=np.full(42, 999), trainable=np.arange(42) == 5, name="invalid")
+    with pytest.raises(ConfigError, match="sample invalid has token id 999"):
+        trainer.logprobs([invalid])
+    assert equal_states(training_state(trainer), before)
 
 
-def test_a_step_of_fewer_groups_than_updates_has_an_update_for_each_group() -> None:
-    trainer = trainer_of(updates=4)
-    assert trainer.step(branching_samples(), OPEN).steps == trainer.steps == 3
+def test_with_fewer_groups_than_optimizer_steps_each_group_gets_one() -> None:
+    trainer = make_trainer(optimizer_steps=4)
+    assert trainer.step(branching_samples(), NO_DROPS).steps == trainer.steps == 3
 
 
 # the report
 
 
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("optimizer_steps", [1, 2])
 @pytest.mark.parametrize("rule", ["icepop", "opsm"])
-def test_every_trainable_token_is_in_the_account_once_with_its_reason(rule: str, updates: int) -> None:
+def test_the_report_has_every_trainable_token_once_with_its_reason(rule: str, optimizer_steps: int) -> None:
     model, samples = tiny(), branching_samples()
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     samples = [
-        replace(one, sampler_logprobs=np.asarray(one.sampler_logprobs) + 2 * chance.normal(size=len(one)))
-        for one in on_policy(model, samples)
+        replace(sample, sampler_logprobs=np.asarray(sample.sampler_logprobs) + 2 * rng.normal(size=len(sample)))
+        for sample in on_policy(model, samples)
     ]
-    report = trainer_of(model, updates=updates).step(samples, rule)
-    account = report.tokens
-    places = [(number, place) for number, one in enumerate(samples) for place in np.flatnonzero(one.trainable)]
-    assert list(zip(account.sample.tolist(), account.position.tolist(), strict=True)) == places
-    assert report.samples == len(samples) and report.kept_tokens == int((account.reasons == 0).sum())
-    assert 0 < report.kept_tokens < len(account)
-    assert not account.dloss_dlogprob[account.reasons != 0].any() and account.dloss_dlogprob[account.reasons == 0].any()
-    assert set(account.reasons.tolist()) <= set(range(len(report.reasons)))
-    mine = account.for_sample(3)
-    assert mine["position"].tolist() == np.flatnonzero(samples[3].trainable).tolist()
-    if updates == 1:
-        result = keel.objective(rule)(_batch(samples, account.logprobs))
-        assert torch.equal(account.reasons, result.reasons)
-        torch.testing.assert_close(account.dloss_dlogprob, result.gradient)
+    report = make_trainer(model, optimizer_steps=optimizer_steps).step(samples, rule)
+    tokens = report.tokens
+    expected = [(index, position) for index, s in enumerate(samples) for position in np.flatnonzero(s.trainable)]
+    assert list(zip(tokens.sample.tolist(), tokens.position.tolist(), strict=True)) == expected
+    assert report.samples == len(samples) and report.kept_tokens == int((tokens.reasons == 0).sum())
+    assert 0 < report.kept_tokens < len(tokens)
+    assert not tokens.dloss_dlogprob[tokens.reasons != 0].any() and tokens.dloss_dlogprob[tokens.reasons == 0].any()
+    assert set(tokens.reasons.tolist()) <= set(range(len(report.reasons)))
+    columns = tokens.for_sample(3)
+    assert columns["position"].tolist() == np.flatnonzero(samples[3].trainable).tolist()
+    if optimizer_steps == 1:
+        result = keel.objective(rule)(_batch(samples, tokens.logprobs))
+        assert torch.equal(tokens.reasons, result.reasons)
+        torch.testing.assert_close(tokens.dloss_dlogprob, result.gradient)
         assert report.loss == pytest.approx(float(result.loss), rel=1e-5)
 
 
 def _batch(samples: list[Sample], logprobs: Tensor) -> keel.TokenBatch:
     flat = {
-        name: torch.tensor(np.concatenate([np.asarray(getattr(one, name))[one.trainable] for one in samples])).float()
+        name: torch.tensor(np.concatenate([np.asarray(getattr(s, name))[s.trainable] for s in samples])).float()
         for name in ("sampler_logprobs", "advantage")
     }
-    counts = torch.tensor([int(np.sum(one.trainable)) for one in samples])
+    counts = torch.tensor([int(np.sum(sample.trainable)) for sample in samples])
     return keel.TokenBatch(
         logprobs=logprobs,
         sampler_logprobs=flat["sampler_logprobs"],
@@ -293,64 +296,69 @@ def _batch(samples: list[Sample], logprobs: Tensor) -> keel.TokenBatch:
     )
 
 
-def test_shared_tokens_are_counted_once_and_the_report_says_what_was_saved() -> None:
+def test_the_report_counts_shared_tokens_once_and_has_the_unshared_count() -> None:
     samples = branching_samples()
-    shared, plain = (trainer_of(share_prefixes=share).step(samples, OPEN) for share in (True, False))
-    distinct = {tuple(one.inputs[: size + 1].tolist()) for one in samples for size in range(len(one.inputs))}
-    assert shared.computed_tokens == len(distinct) < shared.unshared_tokens
-    assert plain.computed_tokens == plain.unshared_tokens == shared.unshared_tokens
-    numbers = shared.scalars()
-    assert numbers["computed_tokens"] == len(distinct) and numbers["loss/policy"] == pytest.approx(shared.loss)
-    assert numbers["steps"] == 1 and numbers["grad_norm"] == shared.grad_norm
+    shared, unshared = (make_trainer(share_prefixes=share).step(samples, NO_DROPS) for share in (True, False))
+    prefixes = {tuple(s.inputs[: size + 1].tolist()) for s in samples for size in range(len(s.inputs))}
+    assert shared.computed_tokens == len(prefixes) < shared.unshared_tokens
+    assert unshared.computed_tokens == unshared.unshared_tokens == shared.unshared_tokens
+    scalars = shared.scalars()
+    assert scalars["computed_tokens"] == len(prefixes) and scalars["loss/policy"] == pytest.approx(shared.loss)
+    assert scalars["steps"] == 1 and scalars["grad_norm"] == shared.grad_norm
 
 
-# the same again
+# reproducibility
 
 
 def _run(trainer: Trainer, steps: range) -> list[float]:
     samples = branching_samples()
-    return [trainer.step(samples, WHOLE if step % 2 else OPEN).loss for step in steps]
+    return [trainer.step(samples, NEEDS_FULL_STEP if step % 2 else NO_DROPS).loss for step in steps]
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_two_runs_are_the_same_to_the_bit_and_so_is_one_that_was_saved_and_loaded(
+def test_two_runs_are_bit_identical_and_so_is_one_resumed_from_a_checkpoint(
     lora: LoraSettings | None, tmp_path: Path
 ) -> None:
     settings = {
         "optimizer": {"lr": 1e-2, "lr_schedule": "cosine", "total_steps": 6, "warmup_steps": 2},
-        "max_tokens": 64,
+        "max_tokens_per_micro_batch": 64,
     }
-    first, second = (trainer_of(tiny(lora=lora), **settings) for _ in range(2))
+    first, second = (make_trainer(tiny(lora=lora), **settings) for _ in range(2))
     checkpoints = Checkpoints(tmp_path, CheckpointSettings())
     losses = _run(first, range(4))
     assert _run(second, range(2)) == losses[:2]
     second.save(checkpoints, 2, {"next": 2})
-    third = trainer_of(tiny(lora=lora), **settings)
+    third = make_trainer(tiny(lora=lora), **settings)
     assert third.load(checkpoints, 2) == {"next": 2} and third.steps == 2
     assert _run(second, range(2, 4)) == losses[2:] == _run(third, range(2, 4))
-    assert same(state_of(first), state_of(second)) and same(state_of(first), state_of(third))
+    assert equal_states(training_state(first), training_state(second)) and equal_states(
+        training_state(first), training_state(third)
+    )
 
 
-def test_generation_is_the_models_own_before_and_after_a_step() -> None:
+def test_a_step_without_gradient_does_not_change_generation() -> None:
     model, prompt = tiny("tiny-gemma2"), torch.tensor([[1, 2, 3]])
 
     def generate() -> list[int]:
-        given = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
-        return model.network.generate(prompt, **given)[0].tolist()
+        options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
+        return model.network.generate(prompt, **options)[0].tolist()
 
     before = generate()
-    trainer = trainer_of(model)
-    report = trainer.step([replace(one, advantage=0.0) for one in branching_samples()], OPEN)
+    trainer = make_trainer(model)
+    report = trainer.step([replace(sample, advantage=0.0) for sample in branching_samples()], NO_DROPS)
     assert not report.stepped and generate() == before
 
 
-def test_a_teacher_scores_samples_that_bring_no_logprobs_of_one() -> None:
+def test_the_teacher_scores_samples_without_teacher_logprobs() -> None:
     samples = branching_samples()
     rule = keel.objective("icepop", ratio_low=0.0, ratio_high=1e9, teacher_tau=0.5)
-    brought = trainer_of(tiny("tiny-qwen3")).logprobs(samples)
-    given = [replace(one, teacher_logprobs=found.nan_to_num(9.0)) for one, found in zip(samples, brought, strict=True)]
-    taught = Trainer(tiny(), teacher=tiny("tiny-qwen3")).step(samples, rule).tokens.dloss_dlogprob
-    torch.testing.assert_close(taught, trainer_of().step(given, rule).tokens.dloss_dlogprob)
-    assert not torch.allclose(taught, trainer_of().step(samples, OPEN).tokens.dloss_dlogprob)
+    teacher_logprobs = make_trainer(tiny("tiny-qwen3")).logprobs(samples)
+    recorded = [
+        replace(sample, teacher_logprobs=logprobs.nan_to_num(9.0))
+        for sample, logprobs in zip(samples, teacher_logprobs, strict=True)
+    ]
+    gradient = Trainer(tiny(), teacher=tiny("tiny-qwen3")).step(samples, rule).tokens.dloss_dlogprob
+    torch.testing.assert_close(gradient, make_trainer().step(recorded, rule).tokens.dloss_dlogprob)
+    assert not torch.allclose(gradient, make_trainer().step(samples, NO_DROPS).tokens.dloss_dlogprob)
     with pytest.raises(BatchError, match="teacher"):
-        trainer_of().step(samples, rule)
+        make_trainer().step(samples, rule)

@@ -1,4 +1,4 @@
-"""Attention by tiles and by blocks: the dense masked softmax in float64, whatever the tree and however it is cut."""
+"""Test that attention by tiles and by blocks equals dense masked attention in float64 for any tree and block size."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,18 +22,18 @@ CPU = torch.device("cpu")
 
 
 def dense_visibility(tree: PrefixTree, window: int | None = None) -> Tensor:
-    """Who sees whom, by walking along each sequence."""
-    seen = torch.zeros(len(tree), len(tree), dtype=torch.bool)
+    """Return the visibility matrix, built by walking along each sequence."""
+    visible = torch.zeros(len(tree), len(tree), dtype=torch.bool)
     for path in tree.paths:
-        for place, query in enumerate(path):
-            first = 0 if window is None else max(0, place + 1 - window)
-            seen[query, torch.from_numpy(path[first : place + 1])] = True
-    return seen
+        for position, query in enumerate(path):
+            first = 0 if window is None else max(0, position + 1 - window)
+            visible[query, torch.from_numpy(path[first : position + 1])] = True
+    return visible
 
 
 @dataclass
 class Case:
-    """Queries, keys, values and sinks for a tree, and what the model says about attention."""
+    """Queries, keys, values and sinks for a tree, and the model's attention parameters."""
 
     tree: PrefixTree
     heads: int = 4
@@ -44,63 +44,61 @@ class Case:
     scale: float = 0.6
     dtype: torch.dtype = torch.float64
     value_width: int = WIDTH
-    turned: bool = False
-    """Whether the tokens lie side by side in memory, and not the numbers of a head."""
+    transposed: bool = False
+    """Whether the token dimension, not the head dimension, is contiguous in memory."""
 
     def __post_init__(self) -> None:
-        chance = torch.Generator().manual_seed(len(self.tree))
+        generator = torch.Generator().manual_seed(len(self.tree))
 
         def normal(*size: int) -> Tensor:
-            return torch.randn(*size, generator=chance, dtype=torch.float64).to(self.dtype).requires_grad_()
+            return torch.randn(*size, generator=generator, dtype=torch.float64).to(self.dtype).requires_grad_()
 
         size = len(self.tree)
         shapes = [(self.heads, WIDTH), (self.key_heads, WIDTH), (self.key_heads, self.value_width)]
         self.states = [normal(1, heads, size, width) for heads, width in shapes]
-        if self.turned:
+        if self.transposed:
             self.states = [normal(1, heads, width, size).detach().transpose(2, 3) for heads, width in shapes]
             self.states = [state.requires_grad_() for state in self.states]
-        self.aux = [normal(self.heads)] if self.sinks else []
-        self.outer = normal(1, size, self.heads, self.value_width).detach()
+        self.sink_values = [normal(self.heads)] if self.sinks else []
+        self.grad_output = normal(1, size, self.heads, self.value_width).detach()
 
     def gradients(self, out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad((out * self.outer).sum(), [*self.states, *self.aux])
+        return torch.autograd.grad((out * self.grad_output).sum(), [*self.states, *self.sink_values])
 
     def dense(self) -> Tensor:
         query, key, value = (state[0] for state in self.states)
-        seen = dense_visibility(self.tree, self.window)
-        return dense_attention(query, key, value, seen, self.scale, self.softcap, *self.aux)[None]
+        visible = dense_visibility(self.tree, self.window)
+        return dense_attention(query, key, value, visible, self.scale, self.softcap, *self.sink_values)[None]
 
-    def by_blocks(self) -> Tensor:
-        given: dict[str, Any] = {"sliding_window": self.window, "softcap": self.softcap, "scaling": self.scale}
+    def tree_output(self) -> Tensor:
+        arguments: dict[str, Any] = {"sliding_window": self.window, "softcap": self.softcap, "scaling": self.scale}
         if self.sinks:
-            given["s_aux"] = self.aux[0]
+            arguments["s_aux"] = self.sink_values[0]
         layout = TreeLayout(self.tree, CPU, self.dtype)
-        return tree_attention(nn.Identity(), *self.states, None, tree=layout, **given)[0]
+        return tree_attention(nn.Identity(), *self.states, None, tree=layout, **arguments)[0]
 
     def check(self) -> None:
-        out, wanted = self.by_blocks(), self.dense()
-        torch.testing.assert_close(out, wanted, rtol=1e-11, atol=1e-12)
-        for actual, expected in zip(self.gradients(out), self.gradients(wanted), strict=True):
+        out, dense = self.tree_output(), self.dense()
+        torch.testing.assert_close(out, dense, rtol=1e-11, atol=1e-12)
+        for actual, expected in zip(self.gradients(out), self.gradients(dense), strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
 
 
-def bushy(size: int = 40, seed: int = 0) -> PrefixTree:
-    """Sequences that branch off from one another at any depth."""
-    chance = np.random.default_rng(seed)
-    found: list[IntArray] = [chance.integers(0, 9, size)]
+def branching_tree(size: int = 40, seed: int = 0) -> PrefixTree:
+    """Return a tree of sequences that branch off from one another at any depth."""
+    rng = np.random.default_rng(seed)
+    grown: list[IntArray] = [rng.integers(0, 9, size)]
     for _ in range(6):
-        stem = found[chance.integers(len(found))]
-        found.append(
-            np.concatenate([stem[: chance.integers(len(stem))], chance.integers(0, 9, chance.integers(1, size))])
-        )
-    return build_tree(found)
+        stem = grown[rng.integers(len(grown))]
+        grown.append(np.concatenate([stem[: rng.integers(len(stem))], rng.integers(0, 9, rng.integers(1, size))]))
+    return build_tree(grown)
 
 
-def small_blocks(patch: pytest.MonkeyPatch, stride: int, longest: int, call: int = 0) -> None:
+def set_block_sizes(patch: pytest.MonkeyPatch, stride: int, longest: int, overhead: int = 0) -> None:
     for name, value in {
         "BLOCK_STRIDE": stride,
         "MAX_BLOCK_QUERIES": longest,
-        "BLOCK_OVERHEAD_PAIRS": call,
+        "BLOCK_OVERHEAD_PAIRS": overhead,
         "GATHER_OVERHEAD_PAIRS": 0,
     }.items():
         patch.setattr(module, name, value)
@@ -111,9 +109,9 @@ def small_blocks(patch: pytest.MonkeyPatch, stride: int, longest: int, call: int
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "values of another width": {"value_width": 3},
-    "laid out otherwise": {"turned": True},
+    "transposed in memory": {"transposed": True},
     "one key head": {"key_heads": 1},
-    "a key head each": {"key_heads": 4},
+    "one key head per query head": {"key_heads": 4},
     "window": {"window": 4},
     "window of one": {"window": 1},
     "softcap": {"softcap": 0.8},
@@ -123,12 +121,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize(("stride", "longest", "call"), [(128, 1024, 4000), (7, 16, 0), (3, 1, 0), (1, 5, 50)])
-def test_blocks_give_dense_attention_and_its_gradients(
-    kind: dict[str, Any], stride: int, longest: int, call: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("stride", "longest", "overhead"), [(128, 1024, 4000), (7, 16, 0), (3, 1, 0), (1, 5, 50)])
+def test_tree_attention_equals_dense_attention_with_its_gradients(
+    kind: dict[str, Any], stride: int, longest: int, overhead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_blocks(monkeypatch, stride, longest, call)
-    Case(bushy(), **kind).check()
+    set_block_sizes(monkeypatch, stride, longest, overhead)
+    Case(branching_tree(), **kind).check()
 
 
 @settings(max_examples=25)
@@ -140,121 +138,122 @@ def test_blocks_give_dense_attention_and_its_gradients(
     st.sampled_from([0, 20]),
     st.sampled_from(list(KINDS)),
 )
-def test_any_tree_in_any_blocks_is_dense_attention(
-    found: list[IntArray], share: bool, stride: int, longest: int, call: int, kind: str
+def test_attention_over_any_tree_with_any_block_size_equals_dense_attention(
+    token_lists: list[IntArray], share: bool, stride: int, longest: int, overhead: int, kind: str
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        small_blocks(patch, stride, longest, call)
-        Case(build_tree(found, share=share), **KINDS[kind]).check()
+        set_block_sizes(patch, stride, longest, overhead)
+        Case(build_tree(token_lists, share=share), **KINDS[kind]).check()
 
 
 @settings(max_examples=50)
 @given(sequences(), st.integers(1, 9), st.integers(1, 9), st.booleans())
-def test_tiles_hold_every_visible_pair_once_and_one_square_for_each_query(
-    found: list[IntArray], longest: int, small: int, share: bool
+def test_tiles_cover_every_visible_pair_once_with_one_square_per_query(
+    token_lists: list[IntArray], longest: int, small: int, share: bool
 ) -> None:
-    tree = build_tree(found, share=share)
+    tree = build_tree(token_lists, share=share)
     with pytest.MonkeyPatch.context() as patch:
-        small_blocks(patch, longest, small)
+        set_block_sizes(patch, longest, small)
         squares, rectangles = build_tiles(tree, torch.float64)
     assert [query for tile in squares for query in range(len(tree))[tile.queries]] == list(range(len(tree)))
-    times = torch.zeros(len(tree), len(tree))
+    covered = torch.zeros(len(tree), len(tree))
     for tile in squares + rectangles:
-        part = times[tile.queries, tile.keys]
+        part = covered[tile.queries, tile.keys]
         hidden = torch.ones_like(part).triu(1).bool() if tile.causal else torch.zeros_like(part).bool()
         part += ~(hidden if tile.mask is None else tile.mask < 0)
-    assert torch.equal(times, dense_visibility(tree).float())
+    assert torch.equal(covered, dense_visibility(tree).float())
 
 
 @settings(max_examples=25)
 @given(sequences(), st.integers(1, 9), st.integers(1, 9), st.sampled_from([0, 20, 4000]))
-def test_blocks_tile_the_queries_once_and_hold_every_ancestor(
-    found: list[IntArray], stride: int, longest: int, call: int
+def test_blocks_cover_the_queries_once_and_include_every_ancestor(
+    token_lists: list[IntArray], stride: int, longest: int, overhead: int
 ) -> None:
-    tree = build_tree(found)
-    seen = dense_visibility(tree).numpy()
+    tree = build_tree(token_lists)
+    visible = dense_visibility(tree).numpy()
     with pytest.MonkeyPatch.context() as patch:
-        small_blocks(patch, stride, longest, call)
+        set_block_sizes(patch, stride, longest, overhead)
         blocks = split_into_blocks(tree)
     assert [query for first, last, _ in blocks for query in range(first, last)] == list(range(len(tree)))
     for first, _, ancestors in blocks:
-        assert ancestors.tolist() == np.flatnonzero(seen[first, :first]).tolist()
+        assert ancestors.tolist() == np.flatnonzero(visible[first, :first]).tolist()
 
 
-def test_no_block_is_longer_than_allowed() -> None:
+def test_no_block_has_more_queries_than_allowed() -> None:
     tree = build_tree([np.arange(3000)])
     blocks = split_into_blocks(tree)
     assert max(last - first for first, last, _ in blocks) <= module.MAX_BLOCK_QUERIES
     assert sum(last - first for first, last, _ in blocks) == 3000
 
 
-def test_work_grows_with_what_is_seen_and_not_with_the_square_of_the_packed_length() -> None:
+def test_work_grows_with_visible_pairs_and_not_with_the_square_of_the_packed_length() -> None:
     prompts = [np.concatenate([[group], np.arange(300)]) for group in range(8)]
-    answers = [np.concatenate([prompt, [word] * 60]) for prompt in prompts for word in range(8)]
-    tree = build_tree(answers)
+    completions = [np.concatenate([prompt, [token] * 60]) for prompt in prompts for token in range(8)]
+    tree = build_tree(completions)
     layout = TreeLayout(tree, CPU, torch.float32)
-    pairs = sum(block.mask.numel() for block in layout.blocks(None))
-    seen = int((tree.positions + 1).sum())
-    assert pairs < 2.5 * seen < 0.25 * len(tree) ** 2
+    computed_pairs = sum(block.mask.numel() for block in layout.blocks(None))
+    visible_pairs = int((tree.positions + 1).sum())
+    assert computed_pairs < 2.5 * visible_pairs < 0.25 * len(tree) ** 2
     squares, rectangles = layout.tiles
-    areas = [(one.queries.stop - one.queries.start) * (one.keys.stop - one.keys.start) for one in squares + rectangles]
-    assert sum(areas) < 1.25 * seen
+    tiles = squares + rectangles
+    areas = [(tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start) for tile in tiles]
+    assert sum(areas) < 1.25 * visible_pairs
 
 
-def test_keys_out_of_the_window_are_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_blocks(monkeypatch, 16, 16)
+def test_keys_outside_the_window_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_block_sizes(monkeypatch, 16, 16)
     layout = TreeLayout(build_tree([np.arange(400)]), CPU, torch.float32)
     assert max(block.mask.shape[1] for block in layout.blocks(8)) == 16 + 7
-    # a window that nothing reaches is none
+    # a window longer than every sequence has no effect
     assert layout.blocks(400) is layout.blocks(None)
 
 
 @pytest.mark.parametrize("window", [9, 10, 11])
-def test_a_window_about_as_long_as_the_sequence_hides_what_it_should(window: int) -> None:
+def test_a_window_about_as_long_as_the_sequence_is_exact(window: int) -> None:
     Case(build_tree([np.arange(11), np.arange(5)]), window=window).check()
 
 
 def test_half_precision_is_computed_in_float32() -> None:
-    case = Case(bushy(), dtype=torch.bfloat16, sinks=True)
-    out = case.by_blocks()
+    case = Case(branching_tree(), dtype=torch.bfloat16, sinks=True)
+    out = case.tree_output()
     exact = Case(case.tree, sinks=True)
     exact.states = [state.detach().double() for state in case.states]
-    exact.aux = [sink.detach().double() for sink in case.aux]
+    exact.sink_values = [sink.detach().double() for sink in case.sink_values]
     assert out.dtype == torch.bfloat16
-    # nothing but the last rounding
+    # only the final rounding differs
     torch.testing.assert_close(out.double(), exact.dense(), rtol=2**-8, atol=1e-5)
 
 
-def test_the_usual_scale_is_one_over_the_root_of_the_width() -> None:
-    case = Case(bushy(), scale=WIDTH**-0.5)
+def test_the_default_scale_is_one_over_the_root_of_the_head_width() -> None:
+    case = Case(branching_tree(), scale=WIDTH**-0.5)
     layout = TreeLayout(case.tree, CPU, torch.float64)
     torch.testing.assert_close(tree_attention(nn.Identity(), *case.states, None, tree=layout)[0], case.dense())
 
 
-def test_a_loud_stranger_in_the_same_block_is_not_heard() -> None:
+def test_large_values_of_another_sequence_in_the_same_block_have_no_effect() -> None:
     tree = build_tree([np.array([1, 2, 3]), np.array([1, 4, 5])])
     case = Case(tree, heads=1, key_heads=1)
     with torch.no_grad():
-        quiet = case.by_blocks()
+        before = case.tree_output()
         for state in case.states[1:]:
             state[:, :, tree.paths[0][1:]] = 1e30
-        assert torch.equal(case.by_blocks()[:, tree.paths[1]], quiet[:, tree.paths[1]])
+        assert torch.equal(case.tree_output()[:, tree.paths[1]], before[:, tree.paths[1]])
 
 
 @settings(max_examples=5)
 @given(sequences(), st.none() | st.integers(1, 5))
-def test_flex_attention_is_given_the_same_visibility(found: list[IntArray], window: int | None) -> None:
-    tree = build_tree([*found, np.array([7, 7, 8])])
+def test_flex_attention_gets_the_same_visibility(token_lists: list[IntArray], window: int | None) -> None:
+    tree = build_tree([*token_lists, np.array([7, 7, 8])])
     mask = TreeLayout(tree, CPU, torch.float32).flex_block_mask(window)
     size = len(tree)
-    nothing = torch.zeros((), dtype=torch.int64)
-    place = torch.arange(size)
-    seen = mask.mask_mod(nothing, nothing, place[:, None].expand(size, size), place[None].expand(size, size))
-    assert torch.equal(seen, dense_visibility(tree, window))
+    zero = torch.zeros((), dtype=torch.int64)
+    index = torch.arange(size)
+    visible = mask.mask_mod(zero, zero, index[:, None].expand(size, size), index[None].expand(size, size))
+    assert torch.equal(visible, dense_visibility(tree, window))
 
 
-def test_flex_attention_skips_blocks_that_nothing_sees() -> None:
-    tree = build_tree([np.full(256, word) for word in range(4)])
+def test_flex_attention_skips_fully_masked_blocks() -> None:
+    tree = build_tree([np.full(256, token) for token in range(4)])
     blocks = TreeLayout(tree, CPU, torch.float32).flex_block_mask(None).to_dense()[0, 0]
-    # sequences of two blocks each: two on the diagonal and one below it
+    # each sequence has two blocks: two on the diagonal and one below it
     assert int(blocks.sum()) == 4 * 3
