@@ -122,7 +122,7 @@ def peak(process: int) -> float:
 
 def seconds_of(client: httpx.Client, question: str, **words: Any) -> tuple[float, dict[str, Any]]:
     start = time.perf_counter()
-    answer = client.get(f"/ask/{question}", params=words)
+    answer = client.get(f"/query/{question}", params=words)
     answer.raise_for_status()
     return time.perf_counter() - start, answer.json()
 

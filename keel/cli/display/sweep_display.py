@@ -31,13 +31,13 @@ from keel.errors import ConfigError
 if TYPE_CHECKING:
     from keel.tools.sweep import SweepPlan, SweepResults, Trial, TrialOutcome, Variant
 
-FLAGS = ("--seeds", "--at-once", "--run", "--resume", "--html", "--parquet", "--json")
+FLAGS = ("--seeds", "--parallel", "--run", "--resume", "--html", "--parquet", "--json")
 
 
 def add_flags(parser: argparse.ArgumentParser, default: str) -> None:
     """The flags that say how trials are run and where they are kept."""
     parser.add_argument("--seeds", metavar="K", type=int, help="runs of each variant, each with a seed of its own (1)")
-    parser.add_argument("--at-once", metavar="N", type=int, help="trials that run at once, each in a process (1)")
+    parser.add_argument("--parallel", metavar="N", type=int, help="trials that run at once, each in a process (1)")
     parser.add_argument("--run", dest="folder", metavar="DIR", type=Path, help=f"folder of the trials ({default})")
     parser.add_argument("--resume", metavar="DIR", type=Path, help="go on with the trials of this folder")
 
@@ -56,9 +56,9 @@ def run_sweep(args: argparse.Namespace, recipe: str | None, variants: "Sequence[
         folder = args.folder or unused_path(Path("runs"), f"{Path(recipe).stem}-{kind}")
         plan = SweepPlan.create(folder, Path(recipe), args.overrides, variants, 1 if args.seeds is None else args.seeds)
     screen = _stderr_console() if args.json else console()
-    at_once = 1 if args.at_once is None else args.at_once
+    parallel = 1 if args.parallel is None else args.parallel
     with SweepDisplay(screen, plan) as display:
-        session = SweepRunner(plan, display, parallel=at_once)
+        session = SweepRunner(plan, display, parallel=parallel)
         with _stop_on_signals(session):
             outcomes = session.run()
     found = read_results(plan, outcomes)

@@ -49,7 +49,7 @@ def add(subparsers: Any) -> None:
         "  keel compare --live recipes/larger_number.toml --objectives icepop,ipo_kl --seeds 3 --steps 20",
         usage="keel compare [-h] [--objectives LIST] [--steps STEPS] [--texts N] [--proximal WHICH] [--model MODEL]\n"
         "                    [--model-steps N] [--html FILE] [--parquet FILE] [--json] RUN\n"
-        "       keel compare --live RECIPE [--objectives LIST] [--seeds K] [--at-once N] [--run DIR] [--steps N]\n"
+        "       keel compare --live RECIPE [--objectives LIST] [--seeds K] [--parallel N] [--run DIR] [--steps N]\n"
         "                    [--html FILE] [--parquet FILE] [--json] [--a.b VALUE ...]\n"
         "       keel compare --live --resume DIR",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -134,7 +134,7 @@ def _check_args(args: argparse.Namespace) -> None:
         raise KeelError(f"unrecognized arguments: {' '.join(args.overrides)}")
     for name, value in (
         ("seeds", args.seeds),
-        ("at-once", args.at_once),
+        ("parallel", args.parallel),
         ("run", args.folder),
         ("resume", args.resume),
     ):

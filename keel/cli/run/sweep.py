@@ -20,9 +20,9 @@ def add(subparsers: Any) -> None:
         " are refused before\nthe first run starts; a run that fails is reported, and the others go on."
         "\n\nExit code 0: all finished; 1: some failed or were stopped; 2: refused.",
         epilog="examples:\n  keel sweep run.toml --set objective.kl_penalty_coef=0.0001,0.001,0.01,0.1,1 --steps 20\n"
-        "  keel sweep run.toml --set trainer.optimizer.lr=1e-5,1e-4 --set scheduler.groups_per_step=4,8 --seeds 3 --at-once 2\n"
+        "  keel sweep run.toml --set trainer.optimizer.lr=1e-5,1e-4 --set scheduler.groups_per_step=4,8 --seeds 3 --parallel 2\n"
         "  keel sweep --resume runs/run-sweep --html report.html",
-        usage="keel sweep [-h] [--set a.b=VALUE,VALUE ...] [--seeds K] [--at-once N] [--run DIR | --resume DIR]\n"
+        usage="keel sweep [-h] [--set a.b=VALUE,VALUE ...] [--seeds K] [--parallel N] [--run DIR | --resume DIR]\n"
         "                  [--html FILE] [--parquet FILE] [--json] [RECIPE] [--a.b VALUE ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

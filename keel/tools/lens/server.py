@@ -103,7 +103,7 @@ def build_app(root: Path, api_key: str | None = None) -> Starlette:
         return FileResponse(ASSETS / "index.html")
 
     async def ask(request: Request) -> Response:
-        name, words = request.url.path.removeprefix("/ask/"), dict(request.query_params)
+        name, words = request.url.path.removeprefix("/query/"), dict(request.query_params)
         return await run_in_threadpool(respond, lens, name, words)
 
     async def failed(_request: Request, error: Exception) -> Response:
@@ -112,7 +112,7 @@ def build_app(root: Path, api_key: str | None = None) -> Starlette:
 
     questions = [
         RouteSpec(
-            path=f"/ask/{name}",
+            path=f"/query/{name}",
             handler=ask,
             summary=f"The question {name}.",
             parameters=openapi_parameters(words),
@@ -126,7 +126,7 @@ def build_app(root: Path, api_key: str | None = None) -> Starlette:
             Route("/", page, methods=["GET"]),
             Route("/openapi.json", lambda _request: JSONResponse(described), methods=["GET"]),
             *(Route(one.path, one.handler, methods=[one.method]) for one in questions),
-            Route("/ask/{name:path}", ask, methods=["GET"]),
+            Route("/query/{name:path}", ask, methods=["GET"]),
             Mount("/assets", StaticFiles(directory=ASSETS)),
         ],
         middleware=[Middleware(LensAccessMiddleware, access=access)],

@@ -59,7 +59,7 @@ class SweepRunner:
 
     def __init__(self, plan: SweepPlan, callback: SweepCallback, *, parallel: int = 1) -> None:
         if parallel < 1:
-            raise ConfigError(f"--at-once {parallel} must be at least 1")
+            raise ConfigError(f"--parallel {parallel} must be at least 1")
         self.plan, self._callback, self._parallel = plan, callback, parallel
         self.stopping = False
         self._stop_functions: dict[str, Callable[[], None]] = {}

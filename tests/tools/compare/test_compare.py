@@ -34,7 +34,7 @@ def tokens(tmp_path: Path) -> Path:
 
 
 def cells(report: Any, kind: str, objective: int = 0) -> dict[str, tuple[int, int]]:
-    shares = report.objectives[objective].by[kind]
+    shares = report.objectives[objective].splits[kind]
     return {share.label: (share.tokens, share.dropped) for share in shares}
 
 
@@ -160,9 +160,9 @@ def test_a_run_folder_a_parquet_file_and_json_lines_give_the_same_report(tmp_pat
     parquet = write_parquet(tmp_path / "t.parquet", rows)
     lines_file = write_json(tmp_path / "t.jsonl", rows)
     reports = [compare(path, "icepop,opsm,dppo_kl,m2po").as_json() for path in (run, parquet, lines_file)]
-    assert reports[0]["left_out"] == {"not trained on": 3}
+    assert reports[0]["skipped"] == {"not trained on": 3}
     for report in reports:
-        del report["source"], report["left_out"]
+        del report["source"], report["skipped"]
     assert reports[0] == reports[1] == reports[2]
     assert reports[0]["objectives"][0]["dropped"] > 0
 

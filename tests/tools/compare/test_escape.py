@@ -39,7 +39,7 @@ HOSTILE = [
 
 def hostile_rows(texts: list[Any]) -> list[dict[str, Any]]:
     """Each text is a token with ratio 10, which icepop drops."""
-    return [row([10.0] * len(texts), 1.0, pieces=texts)]
+    return [row([10.0] * len(texts), 1.0, token_text=texts)]
 
 
 def shown(report: Any) -> str:
@@ -126,7 +126,7 @@ def test_names_and_paths_are_escaped_on_the_page_too(tmp_path: Path) -> None:
 
 def test_broken_utf8_is_shown_as_bytes_from_parquet_and_from_json(tmp_path: Path) -> None:
     binary = hostile_rows([b"\xff\xfe", b"ok"])
-    parquet = write_parquet(tmp_path / "t.parquet", binary, pieces=pa.list_(pa.binary()))
+    parquet = write_parquet(tmp_path / "t.parquet", binary, token_text=pa.list_(pa.binary()))
     raw = json.dumps(hostile_rows(["BROKEN", "ok"])[0]).encode().replace(b"BROKEN", b"\xff\xfe")
     lines = tmp_path / "t.jsonl"
     lines.write_bytes(raw)
@@ -159,4 +159,4 @@ def test_half_a_surrogate_pair_in_json_can_be_printed_and_stored(tmp_path: Path,
 def test_pieces_that_are_no_text_are_refused_by_name(tmp_path: Path, capsys: Any) -> None:
     path = write_json(tmp_path / "t.jsonl", hostile_rows([1, {"a": 2}]))
     assert main(["compare", str(path)]) == 2
-    assert "pieces cannot be read" in capsys.readouterr().err
+    assert "token_text cannot be read" in capsys.readouterr().err

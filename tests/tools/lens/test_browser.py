@@ -42,7 +42,7 @@ def poison(run: Path) -> None:
     start = row["trainable"].index(True)
     for place, text in enumerate(HOSTILE.values(), start=start):
         row["token_text"][place] = text
-        row["kept"][place] = "gate 0 (ratio) low"
+        row["drop_reason"][place] = "gate 0 (ratio) low"
     for row in rows:
         if row["group"] == "sums/201":
             row["group"] = f"sums/201{HOSTILE['script']}"
@@ -92,7 +92,7 @@ def texts(window: Browser, selector: str) -> list[str]:
 @needs_browser
 def test_the_overview_draws_every_chart_of_the_chosen_runs(window: Browser, address: str) -> None:
     show(window, address, "runs=first|second&run=first")
-    window.wait("return document.querySelectorAll('.fates tr').length > 0")
+    window.wait("return document.querySelectorAll('.outcomes tr').length > 0")
     assert texts(window, "figcaption")[:4] == [
         "Reward",
         "Loss",
@@ -100,7 +100,7 @@ def test_the_overview_draws_every_chart_of_the_chosen_runs(window: Browser, addr
         "Share of tokens dropped",
     ]
     assert window.run("return document.querySelectorAll('figure canvas').length") == 9
-    assert [text.split() for text in texts(window, ".fates tr")] == [
+    assert [text.split() for text in texts(window, ".outcomes tr")] == [
         ["trained", "47", "73", "%"],
         ["zero_variance", "16", "25", "%"],
         ["failed", "1", "1.6", "%"],
@@ -165,7 +165,7 @@ def test_a_rollout_is_read_by_keyboard(window: Browser, address: str) -> None:
     distances = window.run(
         "return fetch(arguments[0]).then((a) => a.json())"
         ".then((s) => s.logprobs.map((l, n) => (l === null ? -1 : Math.abs(l - s.sampler_logprobs[n]))))",
-        "ask/sample?"
+        "query/sample?"
         + window.run(
             "const name = document.querySelector('.about b').innerText.split('/');"
             "return new URLSearchParams({run: 'first', step: 3, group: name.slice(0, 2).join('/'), member: name[2],"
@@ -254,7 +254,7 @@ def report(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_browser
 def test_a_report_works_from_the_file_alone(window: Browser, report: Path) -> None:
     show(window, report.as_uri(), "")
-    window.wait("return document.querySelectorAll('.fates tr').length > 0")
+    window.wait("return document.querySelectorAll('.outcomes tr').length > 0")
     assert window.run("return document.querySelectorAll('figure canvas').length") == 9
     assert "rollouts of 4 of 4 steps, 64 of the 64 rollouts" in window.text()
     show(window, report.as_uri(), "", "region")

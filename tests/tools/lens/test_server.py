@@ -52,11 +52,11 @@ def tokens_of(run: Path) -> list[dict[str, Any]]:
     found = []
     for file in sorted((run / "rollouts").iterdir()):
         for row in pq.read_table(file).to_pylist():
-            for place, kept in enumerate(row["kept"] or []):
-                if kept is not None:
-                    names = ("token_ids", "token_text", "logprobs", "sampler_logprobs", "versions")
-                    values = {name: row[name][place] for name in names}
-                    found.append({**row, **values, "kept": kept, "position": place})
+            for position, logprob in enumerate(row["logprobs"] or []):
+                if logprob is not None:
+                    names = ("token_ids", "token_text", "logprobs", "sampler_logprobs", "versions", "drop_reason")
+                    values = {name: row[name][position] for name in names}
+                    found.append({**row, **values, "position": position})
     return found
 
 
@@ -160,7 +160,7 @@ def test_histograms_count_every_token_once_by_staleness_side_and_outcome(world: 
         side = "positive" if token["advantage"] > 0 else "negative"
         scaled = (token["logprobs"] - token["sampler_logprobs"]) / told["statistics"][0]["scale"]
         place = math.floor(math.asinh(scaled) * told["bins"])
-        expected[token["version"] - token["versions"], side, token["kept"].split()[-1], place] += 1
+        expected[token["version"] - token["versions"], side, (token["drop_reason"] or "trained").split()[-1], place] += 1
     counted: Counter[tuple[int, str, str, int]] = Counter()
     for line in told["series"]:
         if line["statistic"] == "ratio":
@@ -177,7 +177,7 @@ def test_the_band_drawn_is_the_one_that_dropped(world: Path, lens: Lens) -> None
     assert (math.exp(band["low"]), math.exp(band["high"])) == pytest.approx((0.2, 5.0))
     for token in tokens_of(world / "a"):
         inside = band["low"] <= token["logprobs"] - token["sampler_logprobs"] <= band["high"]
-        assert inside == (token["kept"] == "trained")
+        assert inside == (token["drop_reason"] is None)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_large_run_is_read_a_little_at_a_time(world: Path, monkeypatch: pytest
 def test_the_most_dropped_texts_are_counted_with_how_often_they_occur(world: Path, lens: Lens) -> None:
     told = ask(lens, "texts", run="a")
     tokens = tokens_of(world / "a")
-    dropped = Counter(token["token_text"] for token in tokens if token["kept"] != "trained")
+    dropped = Counter(token["token_text"] for token in tokens if token["drop_reason"] is not None)
     everywhere = Counter(token["token_text"] for token in tokens)
     assert told["dropped"] == dropped.total() > 0
     for line in told["texts"]:
@@ -254,10 +254,10 @@ def test_extremes_are_what_a_sort_of_all_tokens_finds(world: Path, lens: Lens, o
         "high": lambda t: t["logprobs"] - t["sampler_logprobs"],
         "low": lambda t: t["sampler_logprobs"] - t["logprobs"],
         "difference": lambda t: abs(math.exp(t["logprobs"]) - math.exp(t["sampler_logprobs"])),
-        "gradient": lambda t: abs(t["gradient"][t["position"]]),
+        "gradient": lambda t: abs(t["dloss_dlogprob"][t["position"]]),
         "entropy": lambda t: t["entropy"][t["position"]],
     }
-    chosen = [t for t in tokens_of(world / "a") if t["kept"] == "trained" and t["advantage"] > 0]
+    chosen = [t for t in tokens_of(world / "a") if t["drop_reason"] is None and t["advantage"] > 0]
     best = sorted(map(values[order], chosen), reverse=True)[:50]
     assert told["matching"] == len(chosen)
     assert [abs(row["value"]) for row in told["tokens"]] == pytest.approx([abs(value) for value in best])
@@ -268,7 +268,7 @@ def test_dropped_tokens_with_a_positive_advantage_can_be_asked_for(world: Path, 
     expected = {
         (t["step"], t["group"], t["member"], t["position"])
         for t in tokens_of(world / "a")
-        if t["kept"] != "trained" and t["advantage"] > 0 and t["step"] in (2, 3)
+        if t["drop_reason"] is not None and t["advantage"] > 0 and t["step"] in (2, 3)
     }
     assert {(t["step"], t["group"], t["member"], t["position"]) for t in told["tokens"]} == expected != set()
     assert told["matching"] == len(expected)
@@ -284,7 +284,7 @@ def test_a_sample_is_read_in_pages_that_join_to_the_whole(world: Path, lens: Len
         r for r in pq.read_table(world / "a/rollouts/step_000002.parquet").to_pylist() if r["group"] == "sums/201"
     )
     pages = [ask(lens, "sample", run="a", step=2, **name, offset=at, limit=10) for at in range(0, one["length"], 10)]
-    for column in ("token_ids", "token_text", "trainable", "logprobs", "kept", "versions"):
+    for column in ("token_ids", "token_text", "trainable", "logprobs", "drop_reason", "versions"):
         assert [value for page in pages for value in page[column]] == row[column]
 
 
@@ -358,7 +358,7 @@ def page(world: Path) -> Any:
 
 
 def test_the_page_and_its_answers_carry_a_policy_without_inline_script(page: TestClient) -> None:
-    for path in ("/", "/assets/main.js", "/ask/runs", "/ask/nothing"):
+    for path in ("/", "/assets/main.js", "/query/runs", "/query/nothing"):
         answer = page.get(path)
         assert {name: answer.headers[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS
     assert "unsafe" not in SECURITY_HEADERS["content-security-policy"]
@@ -378,7 +378,7 @@ def test_the_page_and_its_answers_carry_a_policy_without_inline_script(page: Tes
     ],
 )
 def test_pages_of_other_sites_are_refused(page: TestClient, headers: dict[str, str], why: str) -> None:
-    answer = page.get("/ask/runs", headers=headers)
+    answer = page.get("/query/runs", headers=headers)
     assert answer.status_code == 403
     assert why in answer.json()["error"]
 
@@ -402,11 +402,11 @@ def test_other_machines_are_refused(world: Path) -> None:
     ],
 )
 def test_a_wrong_question_is_told_what_is_wrong(page: TestClient, path: str, status: int, why: str) -> None:
-    answer = page.get(f"/ask/{path}")
+    answer = page.get(f"/query/{path}")
     assert (answer.status_code, why in answer.json()["error"]) == (status, True)
 
 
 def test_nothing_outside_of_the_assets_is_served(page: TestClient) -> None:
     for path in ("/assets/../answers.py", "/assets/%2e%2e/answers.py", "/answers.py"):
         assert page.get(path).status_code == 404
-    assert page.post("/ask/runs").status_code == 405
+    assert page.post("/query/runs").status_code == 405

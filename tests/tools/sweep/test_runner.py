@@ -195,11 +195,11 @@ def test_the_numbers_of_a_run_are_those_in_its_ledger_and_its_records(world: Wor
     steps = [json.loads(text) for (text,) in rows(world.folder / name, "SELECT numbers FROM steps ORDER BY step")]
     ((last,),) = rows(world.folder / name, "SELECT numbers FROM evaluations WHERE step = 3")
     kept = [
-        reason
+        reason or "trained"
         for step in (1, 2, 3)
         for row in pq.read_table(world.folder / name / "rollouts" / f"step_00000{step}.parquet").to_pylist()
-        for reason in (row["kept"] or [] if row["outcome"] == "trained" else [])
-        if reason is not None
+        for logprob, reason in zip(row["logprobs"] or [], row["drop_reason"] or [], strict=True)
+        if logprob is not None
     ]
     assert kept
     assert found.measures["training"] == steps[-1]["reward"]  # a fifth of three steps is one
@@ -208,7 +208,7 @@ def test_the_numbers_of_a_run_are_those_in_its_ledger_and_its_records(world: Wor
     assert found.measures["tokens"] == pytest.approx(kept.count("trained"))
     shares = found.measures["dropped_low"] + found.measures["dropped_high"]
     assert shares == pytest.approx(1 - kept.count("trained") / len(kept))
-    weighted = [(one["tokens"], one["mismatch_kl"]) for one in steps if "tokens" in one]
+    weighted = [(one["trainable_tokens"], one["mismatch_kl"]) for one in steps if "trainable_tokens" in one]
     expected = sum(count * value for count, value in weighted) / sum(count for count, _ in weighted)
     assert found.measures["mismatch"] == pytest.approx(expected)
     assert found.measures["seconds"] == pytest.approx(sum(one["seconds"] for one in steps))
@@ -225,7 +225,7 @@ def test_the_table_shows_mean_and_deviation_over_seeds(
             values = [trial.measures[name] for trial in variant.trials]
             spread = told["measures"][name]
             assert spread["mean"] == pytest.approx(statistics.fmean(values))
-            assert spread["deviation"] == pytest.approx(statistics.stdev(values))
+            assert spread["std"] == pytest.approx(statistics.stdev(values))
             assert spread["values"] == values
         training = variant.over_seeds("training")
         line = next(line for line in said.splitlines() if line.startswith(f"{variant.name} "))
@@ -313,7 +313,7 @@ def test_several_sets_give_their_product_in_order() -> None:
 
 def test_objectives_take_the_place_of_the_recipes_own(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
-    mine.write_text('[[objective.gates]]\non = "ratio"\nhigh = 2.0\n')
+    mine.write_text('[[objective.gates]]\nstatistic = "ratio"\nhigh = 2.0\n')
     text = RECIPE + 'objective = { name = "dapo", eps = 0.1 }\n'
     variants = variants_from_objectives(f"ipo_kl(kl_tau=0.5),{mine}")
     plan = SweepPlan.create(tmp_path / "trials", recipe(tmp_path, text), ["--seed=7"], variants, seeds=2)
@@ -380,8 +380,8 @@ def test_flags_that_cannot_act_are_refused(tmp_path: Path, words: list[str], sai
 
 def test_at_once_and_damaged_plans_are_checked(tmp_path: Path) -> None:
     plan = SweepPlan.create(tmp_path / "trials", recipe(tmp_path), [], variants_from_settings(["steps=1"]), seeds=1)
-    with pytest.raises(ConfigError, match="--at-once 0 must be at least 1"):
+    with pytest.raises(ConfigError, match="--parallel 0 must be at least 1"):
         SweepRunner(plan, Watch(), parallel=0)
     (tmp_path / "trials" / "trials.json").write_text('{"format": 99}')
-    with pytest.raises(KeelError, match="format 1"):
+    with pytest.raises(KeelError, match="format 2"):
         SweepPlan.read(tmp_path / "trials")

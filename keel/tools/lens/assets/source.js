@@ -7,7 +7,7 @@ export const report = written ? JSON.parse(written.textContent) : null;
 export async function ask(name, words = {}) {
   const given = Object.entries(words).filter(([, value]) => value !== "" && value !== null && value !== undefined);
   if (report) return fromReport(name, given);
-  const answer = await fetch(`ask/${name}?${new URLSearchParams(given)}`, { headers: { accept: "application/json" } });
+  const answer = await fetch(`query/${name}?${new URLSearchParams(given)}`, { headers: { accept: "application/json" } });
   const told = await answer.json().catch(() => ({ error: `the lens answered ${answer.status} without words` }));
   if (!answer.ok) throw new Error(told.error);
   return told;
