@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from keel.run.ledger import Ledger, StepRow
+from keel.tools.compare.chart_data import BandPoint, Point
 from keel.tools.compare.report import replace_non_finite
-from keel.tools.compare.svg import BandPoint, Point
 from keel.tools.sweep.plan import SweepPlan, Trial
 from keel.tools.sweep.runner import TrialOutcome
 
@@ -24,8 +24,8 @@ tokens: that trained; seconds: of all steps."""
 CURVES = {
     "reward": "reward",
     "mismatch": "mismatch_kl",
-    "dropped low": "is_masked_low",
-    "dropped high": "is_masked_high",
+    "masked low": "is_masked_low",
+    "masked high": "is_masked_high",
 }
 """What is drawn over steps, and the name of the number in a step."""
 

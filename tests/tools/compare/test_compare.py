@@ -19,7 +19,6 @@ from keel.errors import KeelError
 from keel.objectives import PRESETS
 from keel.tools.compare import Recording, parse_candidates, parse_steps
 from keel.tools.compare.schema import COLUMNS
-from keel.tools.compare.svg import MAX_POINTS, bar_chart, line_chart
 from tests.support.compare_world import compare, random_rows, row, write_json, write_parquet, write_run
 from tests.support.paths import ROOT
 
@@ -370,14 +369,6 @@ def test_a_failed_comparison_leaves_an_older_file_as_it_was(tmp_path: Path, caps
 def test_flags_that_cannot_act_are_refused(tokens: Path, capsys: Any, words: list[str], message: str) -> None:
     assert main(["compare", str(tokens), *words]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_charts_show_gaps_and_long_series_without_growing() -> None:
-    gap = line_chart("x", {"a": [(1.0, 1.0), (2.0, math.nan), (3.0, 1.0), (4.0, 2.0)]})
-    assert (gap.count("<circle"), gap.count("<polyline")) == (1, 1)
-    long = line_chart("x", {"a": [(float(step), float(step % 7)) for step in range(50_000)]})
-    assert long.partition('points="')[2].partition('"')[0].count(",") == MAX_POINTS
-    assert bar_chart("x", ["a"], {"b": [math.nan]}) == line_chart("x", {"b": []})
 
 
 def test_reading_and_comparing_loads_no_model_code() -> None:

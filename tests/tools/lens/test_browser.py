@@ -17,8 +17,9 @@ import uvicorn
 
 from keel.cli import main
 from keel.errors import KeelError
-from keel.tools.lens.report import JS_MODULES, bundle_scripts, write_report
-from keel.tools.lens.server import ASSETS, build_app
+from keel.tools.lens.offline_page import ASSETS, bundle_modules
+from keel.tools.lens.report import JS_MODULES, write_report
+from keel.tools.lens.server import build_app
 from tests.support.lens_browser import Browser, browser, missing
 from tests.support.lens_world import make_run
 
@@ -96,7 +97,7 @@ def test_the_overview_draws_every_chart_of_the_chosen_runs(window: Browser, addr
     assert texts(window, "figcaption")[:4] == [
         "Reward",
         "Loss",
-        "Mismatch, KL of sampler and policy",
+        "Mismatch: KL between sampler and policy",
         "Share of tokens dropped",
     ]
     assert window.run("return document.querySelectorAll('figure canvas').length") == 9
@@ -136,7 +137,7 @@ def test_a_run_that_goes_on_is_followed_without_a_reload(window: Browser, addres
 def test_the_trust_region_has_a_chart_and_a_row_for_each_staleness(window: Browser, address: str) -> None:
     show(window, address, "run=first", "region")
     assert texts(window, "figcaption") == ["ratio, policy / sampler", "probability, policy - sampler"]
-    rows = [text.split("\t") for text in texts(window, ".ages tbody tr")]
+    rows = [text.split("\t") for text in texts(window, ".staleness tbody tr")]
     assert [row[0] for row in rows] == ["0", "1", "2", "3", "all"]
     counts = [int(row[1].replace(",", "")) for row in rows]
     assert sum(counts[:-1]) == counts[-1] > 0
@@ -192,7 +193,7 @@ def test_pointing_at_a_token_tells_its_numbers(window: Browser, address: str) ->
 
 @needs_browser
 def test_the_filter_leads_to_dropped_tokens_with_a_positive_advantage(window: Browser, address: str) -> None:
-    show(window, address, "run=first&scope=run&outcome=dropped&side=positive", "tokens")
+    show(window, address, "run=first&scope=run&outcome=dropped&advantage=positive", "tokens")
     window.wait("return document.querySelectorAll('.hits .hit').length > 0")
     window.run("document.querySelector('.hits .hit').click()")
     window.wait("return document.querySelector('.t.at')?.classList.contains('dropped')")
@@ -216,7 +217,7 @@ def hostile_words(window: Browser) -> None:
     assert shown[1] == "safeU+202Egnp.exeU+202CU+2066xU+2069U+200B"
     assert shown[2] == "aU+0000bU+0007U+FEFFU+E0041c"
     assert shown[3] == "\ufffd\ufffd"
-    assert shown[4] == "A" * 400 + "… cut; the token has 1,000,000 characters"
+    assert shown[4] == "A" * 400 + "… truncated; the token has 1,000,000 characters"
     assert "U+202E" in window.run("return document.querySelector('.about').innerText")
     assert window.run("return document.title") == "keel lens"
     assert window.run("return document.querySelectorAll('main img, main script, main b b').length") == 0
@@ -256,9 +257,9 @@ def test_a_report_works_from_the_file_alone(window: Browser, report: Path) -> No
     show(window, report.as_uri(), "")
     window.wait("return document.querySelectorAll('.outcomes tr').length > 0")
     assert window.run("return document.querySelectorAll('figure canvas').length") == 9
-    assert "rollouts of 4 of 4 steps, 64 of the 64 rollouts" in window.text()
+    assert "rollouts of 4 of 4 steps: 64 of the 64 rollouts" in window.text()
     show(window, report.as_uri(), "", "region")
-    assert "all" in texts(window, ".ages tbody tr")[-1]
+    assert "all" in texts(window, ".staleness tbody tr")[-1]
     show(window, report.as_uri(), "step=2", "tokens")
     window.wait("return document.querySelectorAll('.pick.group').length === 4")
     window.run("[...document.querySelectorAll('.pick.group')].find((b) => b.innerText.includes('201')).click()")
@@ -282,20 +283,20 @@ def test_a_report_is_no_larger_than_asked_for_and_says_what_it_lacks(tmp_path: P
     run = make_run(tmp_path / "run", steps=14, groups=5, members=6, paragraphs=6)
     assert write_report(run, tmp_path / "small.html", 700_000) <= 700_000
     text = (tmp_path / "small.html").read_text()
-    (data,) = re.findall(r'id="keel-answers">(.*?)</script>', text, re.DOTALL)
+    (data,) = re.findall(r'id="keel-results">(.*?)</script>', text, re.DOTALL)
     said = json.loads(data)
-    steps, of, samples, total = map(int, re.findall(r"\d+", said["left_out"])[:4])
+    steps, of, samples, total = map(int, re.findall(r"\d+", said["omissions"])[:4])
     assert (len(said["steps"]), of) == (steps, 14)
-    assert samples == sum(key.startswith("sample|") for key in said["answers"])
+    assert samples == sum(key.startswith("sample|") for key in said["results"])
     assert 0 < samples < total
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["report", "nowhere"], "nowhere holds no run: there is no run.db in it"),
+        (["report", "nowhere"], "nowhere is not a run folder: it has no run.db"),
         (["report", "nowhere", "--megabytes", "0.1"], "--megabytes 0.1 must be between 0.5 and 1000"),
-        (["lens", "nowhere"], "nowhere is no folder; give a run, or a folder that holds runs"),
+        (["lens", "nowhere"], "nowhere is not a folder; give a run folder, or a folder that contains runs"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,13 +305,13 @@ def test_what_cannot_be_shown_is_refused(words: list[str], why: str, capsys: pyt
 
 
 def test_a_report_that_cannot_be_written_says_so(world: Path, tmp_path: Path) -> None:
-    with pytest.raises(KeelError, match="choose another with --out"):
+    with pytest.raises(KeelError, match="choose another file with --out"):
         write_report(world / "first", tmp_path / "no" / "report.html", 5_000_000)
 
 
 def test_every_module_of_the_page_is_in_the_bundle() -> None:
-    assert {path.stem for path in ASSETS.glob("*.js")} == set(JS_MODULES)
-    assert not re.search(r"^(import|export) ", bundle_scripts(), re.MULTILINE)
+    assert {path.stem for path in ASSETS.glob("*.js")} == {*JS_MODULES, "static_report"}
+    assert not re.search(r"^(import|export) ", bundle_modules(JS_MODULES), re.MULTILINE)
     for path in ASSETS.glob("*.js"):
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", path.read_text())
 

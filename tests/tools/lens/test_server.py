@@ -93,9 +93,9 @@ def test_no_query_reads_outside_of_the_folder(world: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(KeelError, match=r"holds no run: there is no run\.db in it"):
+    with pytest.raises(KeelError, match=r"contains no run: there is no run\.db in it"):
         Lens(tmp_path)
-    with pytest.raises(KeelError, match="is no folder"):
+    with pytest.raises(KeelError, match="is not a folder"):
         Lens(tmp_path / "nowhere")
 
 
@@ -115,7 +115,7 @@ def test_a_long_series_is_averaged_to_a_bounded_number_of_points(lens: Lens, mon
     whole = ask(lens, "series", run="a", names="reward")["values"]["reward"]
     monkeypatch.setattr(folders, "MAX_POINTS", 2)
     told = ask(lens, "series", run="a", names="reward")
-    assert (told["each"], told["step"]) == (2, [2, 4])
+    assert (told["steps_per_point"], told["step"]) == (2, [2, 4])
     assert told["values"]["reward"] == pytest.approx([(whole[0] + whole[1]) / 2, (whole[2] + whole[3]) / 2])
 
 
@@ -160,12 +160,14 @@ def test_histograms_count_every_token_once_by_staleness_side_and_outcome(world: 
         side = "positive" if token["advantage"] > 0 else "negative"
         scaled = (token["logprobs"] - token["sampler_logprobs"]) / told["statistics"][0]["scale"]
         place = math.floor(math.asinh(scaled) * told["bins"])
-        expected[token["version"] - token["versions"], side, (token["drop_reason"] or "trained").split()[-1], place] += 1
+        expected[
+            token["version"] - token["versions"], side, (token["drop_reason"] or "trained").split()[-1], place
+        ] += 1
     counted: Counter[tuple[int, str, str, int]] = Counter()
     for line in told["series"]:
         if line["statistic"] == "ratio":
             for place, count in enumerate(line["counts"], start=line["start"]):
-                counted[line["staleness"], line["side"], line["outcome"], place] += count
+                counted[line["staleness"], line["advantage_sign"], line["outcome"], place] += count
     assert +counted == +expected
     assert {outcome for _, _, outcome, _ in expected} == {"trained", "low", "high"}
 
@@ -222,7 +224,7 @@ def test_each_gate_has_its_own_statistic_drawn(
 
 def test_what_the_files_cannot_say_is_said() -> None:
     _, notes = statistics_of(resolve_objective({"policy": {"surrogate": "clip", "eps": 0.2, "anchor": "proximal"}})[2])
-    assert notes[0].startswith("the clip compares policy/proximal, which are equal where the step starts")
+    assert notes[0].startswith("the clip compares policy/proximal, which are equal at the start of the step")
 
 
 def test_a_large_run_is_read_a_little_at_a_time(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +250,7 @@ def test_the_most_dropped_texts_are_counted_with_how_often_they_occur(world: Pat
 
 @pytest.mark.parametrize("order", ["distance", "high", "low", "difference", "gradient", "entropy"])
 def test_extremes_are_what_a_sort_of_all_tokens_finds(world: Path, lens: Lens, order: str) -> None:
-    told = ask(lens, "extremes", run="a", order=order, outcome="trained", side="positive")
+    told = ask(lens, "extremes", run="a", order=order, outcome="trained", advantage="positive")
     values = {
         "distance": lambda t: abs(t["logprobs"] - t["sampler_logprobs"]),
         "high": lambda t: t["logprobs"] - t["sampler_logprobs"],
@@ -264,7 +266,7 @@ def test_extremes_are_what_a_sort_of_all_tokens_finds(world: Path, lens: Lens, o
 
 
 def test_dropped_tokens_with_a_positive_advantage_can_be_asked_for(world: Path, lens: Lens) -> None:
-    told = ask(lens, "extremes", run="a", outcome="dropped", side="positive", first=2, last=3)
+    told = ask(lens, "extremes", run="a", outcome="dropped", advantage="positive", first=2, last=3)
     expected = {
         (t["step"], t["group"], t["member"], t["position"])
         for t in tokens_of(world / "a")
@@ -374,7 +376,7 @@ def test_the_page_and_its_answers_carry_a_policy_without_inline_script(page: Tes
         ({"host": "evil.example:8010"}, "host evil.example is not this machine"),
         ({"host": "127.0.0.1.evil.example"}, "is not this machine"),
         ({"x-forwarded-for": "127.0.0.1"}, "its own machine only"),
-        ({"sec-fetch-site": "cross-site"}, "another site's page"),
+        ({"sec-fetch-site": "cross-site"}, "pages of other sites"),
     ],
 )
 def test_pages_of_other_sites_are_refused(page: TestClient, headers: dict[str, str], why: str) -> None:
@@ -394,11 +396,11 @@ def test_other_machines_are_refused(world: Path) -> None:
         ("groups?run=../a&step=1", 404, "is not in"),
         ("groups?run=a&step=99", 404, "has no recorded rollouts"),
         ("groups?run=a", 400, "step is missing"),
-        ("groups?run=a&step=1x", 400, "step = '1x' must be a whole number"),
-        ("groups?run=a&step=1&order=reward;drop", 400, "must be one of order, dropped"),
+        ("groups?run=a&step=1x", 400, "step = '1x' must be an integer"),
+        ("groups?run=a&step=1&order=reward;drop", 400, "must be one of name, dropped"),
         ("extremes?run=a&outcome=all", 400, "outcome = 'all' must be one of any, trained"),
         ("sample?run=a&step=1&group='&member=0&attempt=0&sample=0", 400, "has no sample '/0/0/0"),
-        ("nothing", 404, "is no question"),
+        ("nothing", 404, "is not a query"),
     ],
 )
 def test_a_wrong_question_is_told_what_is_wrong(page: TestClient, path: str, status: int, why: str) -> None:
