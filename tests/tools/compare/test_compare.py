@@ -196,13 +196,13 @@ def test_a_missing_column_is_named_with_what_it_is_for(tmp_path: Path, name: str
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logprobs": [-1.0]}, "logprobs has 1 values, and trainable has 2"),
+        ({"logprobs": [-1.0]}, "logprobs has 1 values, but trainable has 2"),
         ({"logprobs": [-1.0, None]}, "logprobs is nan at a trainable token; it must be finite"),
         ({"advantage": None}, "advantage is nan at a trainable token"),
         ({"logprobs": "high"}, "logprobs cannot be read"),
-        ({"step": "one"}, "step = 'one' must be a whole number"),
-        ({"trainable": True}, "column trainable holds bool; it must hold a list for each sequence"),
-        ({"sampler_logprobs": None}, "sampler_logprobs is missing, and other rows have it"),
+        ({"step": "one"}, "step = 'one' must be an integer"),
+        ({"trainable": True}, "column trainable has type bool; it must hold a list for each sequence"),
+        ({"sampler_logprobs": None}, "sampler_logprobs is missing, although other rows have it"),
     ],
 )
 def test_a_damaged_row_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -215,19 +215,19 @@ def test_a_damaged_row_is_named(tmp_path: Path, change: dict[str, Any], message:
 def test_a_line_that_is_no_object_is_named(tmp_path: Path, text: str | bytes) -> None:
     path = write_json(tmp_path / "t.jsonl", [row([1.0], 1.0)])
     path.write_bytes(path.read_bytes() + (text.encode() if isinstance(text, str) else text))
-    with pytest.raises(KeelError, match="line 2 is no JSON"):
+    with pytest.raises(KeelError, match="line 2 is not (valid|a) JSON"):
         compare(path, "icepop")
 
 
 def test_rows_of_a_step_must_stand_together(tmp_path: Path) -> None:
     rows = [row([1.0], 1.0, step=step) for step in (1, 2, 1)]
-    with pytest.raises(KeelError, match="rows of step 1 do not stand together; sort the file by step"):
+    with pytest.raises(KeelError, match="rows of step 1 are not consecutive; sort the file by step"):
         compare(write_json(tmp_path / "t.jsonl", rows), "icepop")
 
 
 def test_a_damaged_parquet_file_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 and nothing")
-    for path, message in ((tmp_path / "bad.parquet", "cannot be read"), (tmp_path, "holds no run")):
+    for path, message in ((tmp_path / "bad.parquet", "cannot be read"), (tmp_path, "contains no recorded steps")):
         with pytest.raises(KeelError, match=message):
             compare(path, "icepop")
     with pytest.raises(KeelError, match="does not exist"):
@@ -294,14 +294,15 @@ def test_an_objective_that_refuses_a_later_step_is_left_out_of_the_report(tmp_pa
 
 
 def test_when_every_objective_is_refused_so_is_the_comparison(tokens: Path) -> None:
-    with pytest.raises(KeelError, match="tis was refused: step 1: needs proximal_logprobs"):
+    with pytest.raises(KeelError, match="tis cannot be evaluated: step 1: needs proximal_logprobs"):
         compare(tokens, "tis,mis")
 
 
 def test_objectives_take_parameters_and_files(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[objective]\ngates = [{statistic = "ratio", high = 2.0}]\n')
-    text = f'icepop(ratio_low=0.1, ratio_high=8),grpo(anchor=sampler), {path}, ipo_kl(gates=[{{statistic="ratio", high=3}}])'
+    gates = '[{statistic="ratio", high=3}]'
+    text = f"icepop(ratio_low=0.1, ratio_high=8),grpo(anchor=sampler), {path}, ipo_kl(gates={gates})"
     found = parse_candidates(text)
     assert [one.name.split("(")[0] for one in found] == ["icepop", "grpo", str(path), "ipo_kl"]
     assert [gate.high for gate in found[0].objective.composition.gates] == [8.0]
@@ -313,13 +314,13 @@ def test_objectives_take_parameters_and_files(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("icepp", '"icepp" is not an objective; did you mean icepop?'),
-        ("icepop,icepop", "icepop twice"),
-        ("icepop(ratio_low=0.1", "do not match"),
-        ("icepop)", "do not match"),
-        ("icepop(0.1)", "'0.1' is no parameter; write name=value"),
+        ("icepop,icepop", "lists icepop twice"),
+        ("icepop(ratio_low=0.1", "unbalanced brackets"),
+        ("icepop)", "unbalanced brackets"),
+        ("icepop(0.1)", "'0.1' is not a parameter; write name=value"),
         ("icepop(ratio_low=1,ratio_low=2)", "ratio_low is given twice"),
         ("icepop(ratio_lw=1)", "icepop(ratio_lw=1): objective.ratio_lw is not a setting; did you mean ratio_low?"),
-        ("icepop(ratio_low=0.1)x", "parameters end with a parenthesis"),
+        ("icepop(ratio_low=0.1)x", "must end with a closing parenthesis"),
         (" , ", "is empty"),
         ("nothing.toml", "nothing.toml does not exist"),
     ],
@@ -352,7 +353,7 @@ def test_a_failed_comparison_leaves_an_older_file_as_it_was(tmp_path: Path, caps
     target.write_text("older")
     write_json(path, [row([1.0], 1.0)]).write_text(path.read_text() + "broken\n")
     assert main(["compare", str(path), "--parquet", str(target)]) == 2
-    assert "line 2 is no JSON" in capsys.readouterr().err
+    assert "line 2 is not valid JSON" in capsys.readouterr().err
     assert target.read_text() == "older"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["out.parquet", "t.jsonl"]
 
@@ -361,9 +362,9 @@ def test_a_failed_comparison_leaves_an_older_file_as_it_was(tmp_path: Path, caps
     ("words", "message"),
     [
         (["--texts", "-1"], "--texts -1 must not be negative"),
-        (["--model-steps", "2"], "--model-steps 2 cannot act without --model"),
+        (["--model-steps", "2"], "--model-steps 2 has no effect without --model"),
         (["--model", "tiny", "--model-steps", "0"], "--model-steps 0 must be at least 1"),
-        (["--steps", "9"], "has no step that was chosen"),
+        (["--steps", "9"], "has none of the selected steps"),
     ],
 )
 def test_flags_that_cannot_act_are_refused(tokens: Path, capsys: Any, words: list[str], message: str) -> None:

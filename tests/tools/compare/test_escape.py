@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from keel.cli import main
-from keel.cli.inspect.compare import print_report
+from keel.cli.display.compare_display import print_report
 from keel.tools.compare.escape import MAX_CHARACTERS, escape_token
 from keel.tools.compare.html import render_report
 from tests.support.compare_world import compare, row, write_json, write_parquet

@@ -80,7 +80,8 @@ def test_a_band_is_shaded_and_pointing_at_a_chart_shows_its_step_and_values(wind
     charts = [line_chart("x", {"<b>a": points}, {"<b>a": band})]
     open_page(window, tmp_path / "page.html", html_document("t", [chart_figures(charts)], charts))
     opaque = window.run(
-        "const c = document.querySelector('canvas'); const data = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+        "const c = document.querySelector('canvas');"
+        "const data = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
         "let count = 0; for (let i = 3; i < data.length; i += 4) if (data[i] > 20 && data[i] < 60) count += 1;"
         "return count / (data.length / 4)"
     )

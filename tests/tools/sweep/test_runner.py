@@ -139,8 +139,8 @@ def test_what_was_stopped_goes_on_and_what_was_finished_does_not_run_again(world
     assert world.outcomes == {NAMES[0]: TrialOutcome("finished"), NAMES[1]: TrialOutcome("stopped")}
     assert [trial.status for trial in world.stopped.trials] == ["finished", "stopped", "waiting", "waiting"]
     said = world.progress.getvalue()
-    assert f"1/4 {NAMES[0]}: was finished before" in said
-    assert f"2/4 {NAMES[1]}: goes on after step 1 of 3" in said
+    assert f"1/4 {NAMES[0]}: already finished" in said
+    assert f"2/4 {NAMES[1]}: resumed after step 1 of 3" in said
     now = [rows(world.folder / name, "SELECT step, time FROM steps") for name in NAMES[:2]]
     assert now[0] == world.before[0]
     assert len(world.before[1]) == 1
@@ -157,7 +157,7 @@ def test_a_trial_that_fails_is_data_and_the_others_go_on(
     assert main(["sweep", str(path), *words, "--evaluation.when", "never"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "failed: " in said
-    assert "go on with: keel sweep --resume runs/tiny-sweep" in said
+    assert "resume with: keel sweep --resume runs/tiny-sweep" in said
     failed, fine = read_results(SweepPlan.read(tmp_path / "runs" / "tiny-sweep")).trials
     assert (failed.status, failed.steps, fine.status, fine.steps) == ("failed", 0, "finished", 1)
     assert missing in failed.error
@@ -334,12 +334,12 @@ def test_a_recipe_that_is_edited_meanwhile_changes_nothing(tmp_path: Path) -> No
         (["--set", "objective.kl_penalty_coef=0.1,-1"], "objective.kl_penalty_coef = -1"),
         (["--set", "objective.kl_penalty=1"], "did you mean"),
         (["--set", "objective.kl_penalty_coef=0.1,1e-1"], "the same settings"),
-        (["--set", "steps=1,1"], "has 1 twice"),
+        (["--set", "steps=1,1"], "lists 1 twice"),
         (["--set", "steps=1", "--set", "steps=2"], "given twice"),
         (["--set", "seed=1,2"], "use --seeds 2"),
         (["--set", "steps"], "write name.of.setting=value"),
         (["--set", "steps=1,"], "write name.of.setting=value"),
-        (["--set", "sampling.stop=[1"], "do not match"),
+        (["--set", "sampling.stop=[1"], "unbalanced brackets"),
         (["--set", "steps=1", "--seeds", "0"], "--seeds 0"),
         (["--set", "steps=1", "--environments.larger_number.name", "largest"], "largest"),
         (["--set", "sampling.top_k=0,5"], "top_k=5: sampling.top_k = 5"),
@@ -355,15 +355,15 @@ def test_bad_settings_are_refused_before_anything_is_made(tmp_path: Path, words:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["sweep", "--resume", "{trials}", "--set", "steps=1"], "--set cannot act with --resume"),
-        (["sweep", "--resume", "{trials}", "--steps", "1"], "--steps=1 cannot act with --resume"),
-        (["sweep", "--resume", "{tmp}"], "holds no trials"),
-        (["sweep", "{recipe}", "--set", "steps=1", "--run", "{trials}"], "go on with them by --resume"),
-        (["compare", "--live", "--resume", "{trials}", "--objectives", "icepop"], "cannot act with --resume"),
-        (["compare", "--live", "{recipe}", "--texts", "3"], "--texts cannot act with --live"),
+        (["sweep", "--resume", "{trials}", "--set", "steps=1"], "--set has no effect with --resume"),
+        (["sweep", "--resume", "{trials}", "--steps", "1"], "--steps=1 has no effect with --resume"),
+        (["sweep", "--resume", "{tmp}"], "contains no trials"),
+        (["sweep", "{recipe}", "--set", "steps=1", "--run", "{trials}"], "use --resume"),
+        (["compare", "--live", "--resume", "{trials}", "--objectives", "icepop"], "has no effect with --resume"),
+        (["compare", "--live", "{recipe}", "--texts", "3"], "--texts has no effect with --live"),
         (["compare", "--live"], "needs a RECIPE"),
         (["compare", "--live", "{recipe}", "--objectives", "icepopp"], "did you mean icepop"),
-        (["compare", "{trials}", "--seeds", "2"], "--seeds 2 cannot act without --live"),
+        (["compare", "{trials}", "--seeds", "2"], "--seeds 2 has no effect without --live"),
         (["compare", "{trials}", "--model.name", "tiny"], "unrecognized arguments"),
     ],
 )
