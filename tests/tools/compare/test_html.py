@@ -105,5 +105,5 @@ def test_bars_are_drawn_and_pointing_at_them_shows_their_category(window: Browse
         "const e = document.querySelector('.legend'); return e.innerText.includes('two') && e.innerText"
     )
     assert "a 2" in legend
-    assert "b –" in legend
+    assert "b \u2013" in legend
     assert window.log() == []
