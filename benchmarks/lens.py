@@ -127,7 +127,7 @@ def peak(process: int) -> float:
 def timed_query(client: httpx.Client, query: str, **params: Any) -> tuple[float, dict[str, Any]]:
     """Send a query; return its seconds and its result."""
     start = time.perf_counter()
-    response = client.get(f"/ask/{query}", params=params)
+    response = client.get(f"/query/{query}", params=params)
     response.raise_for_status()
     return time.perf_counter() - start, response.json()
 

@@ -49,7 +49,7 @@ def settle(window: Browser, words: str) -> None:
     """Until the view is drawn; among tokens, with the first one found under the cursor."""
     window.wait("return document.body.dataset.ready", seconds=60)
     if "view=overview" in words:
-        window.wait("return document.querySelectorAll('.fates tr').length > 0", seconds=60)
+        window.wait("return document.querySelectorAll('.outcomes tr').length > 0", seconds=60)
     if "view=tokens" in words:
         window.wait("return document.querySelectorAll('.hits .hit').length > 0", seconds=60)
         window.run("document.querySelectorAll('.hits .hit')[0].click()")

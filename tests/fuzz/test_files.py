@@ -106,7 +106,7 @@ READERS = {
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which every reader finds a file as it should be."""
     folder = make_run(tmp_path_factory.mktemp("whole") / "run", steps=2)
-    write_json(folder / "tokens.jsonl", [row([1.0, 1.5], 1.0, step=step, pieces=["a", "b"]) for step in (1, 2)])
+    write_json(folder / "tokens.jsonl", [row([1.0, 1.5], 1.0, step=step, token_text=["a", "b"]) for step in (1, 2)])
     with closing(sqlite3.connect(folder / "run.db")) as db, db:
         db.execute("DELETE FROM seals")  # whoever made this run has set its clock since
     (folder / "sealed").mkdir()

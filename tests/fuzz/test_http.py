@@ -135,8 +135,8 @@ def test_the_engine_server_withstands_whatever_its_description_allows_and_what_i
 def test_the_lens_withstands_whatever_its_description_allows_and_what_it_forbids(lens_url: str, outside: Path) -> None:
     with untouched(outside):
         seen = fire(lens_url)
-    assert seen["GET /ask/runs"] == {200}
-    assert {name.removeprefix("GET /ask/") for name in seen} == set(QUERIES)
+    assert seen["GET /query/runs"] == {200}
+    assert {name.removeprefix("GET /query/") for name in seen} == set(QUERIES)
 
 
 HOSTILE = [
@@ -200,10 +200,10 @@ def test_no_word_of_a_question_leads_out_of_the_runs(lens_url: str, runs: Path, 
             given = hostile.format(outside=outside, runs=runs, name=outside.name)
             for name, words in QUERIES.items():
                 asked = dict.fromkeys(words, given) | {"step": 1} if words else {}
-                answer = CLIENT.get(f"{lens_url}/ask/{name}", params={key: asked[key] for key in asked if key in words})
+                answer = CLIENT.get(f"{lens_url}/query/{name}", params={key: asked[key] for key in asked if key in words})
                 assert answer.status_code in (200, 400, 404), (name, hostile, answer.text)
                 assert "zebra" not in answer.text
-    for way in (f"/assets/..%2f..%2f..{outside}/run.db", "/assets//etc/passwd", f"/ask/..%2f..{outside}/run.db"):
+    for way in (f"/assets/..%2f..%2f..{outside}/run.db", "/assets//etc/passwd", f"/query/..%2f..{outside}/run.db"):
         assert CLIENT.get(f"{lens_url}{way}").status_code == 404
 
 
@@ -256,7 +256,7 @@ def test_what_is_served_is_what_is_described(engine_app: Any, runs: Path) -> Non
         with serving(app) if app is not engine_app else serving(build_app(FakeEngine(), TOKENIZER, model="m")) as url:
             described |= CLIENT.get(f"{url}/openapi.json").json()["paths"].keys()
         served = {route.path for route in app.routes if isinstance(route, Route) and route.path != "/"}
-        assert served - {"/ask/{name:path}"} == described
+        assert served - {"/query/{name:path}"} == described
 
 
 def test_every_field_that_is_read_is_described_and_no_other(engine_url: str) -> None:

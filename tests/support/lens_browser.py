@@ -1,7 +1,7 @@
-"""Headless Chromium, driven over WebDriver by plain HTTP: for tests of the page, its pictures and its benchmark.
+"""Drive headless Chromium over WebDriver with plain HTTP, for tests, screenshots and the benchmark of the lens.
 
-Starts Debian's `chromedriver` on a free port with a fresh profile and ends it. No network but loopback is reachable
-from the browser: every other name resolves to nothing.
+Starts `chromedriver` on a free port with a fresh profile, and stops it. The browser reaches only 127.0.0.1: no other
+host name is resolved.
 """
 
 import base64
@@ -32,7 +32,7 @@ FLAGS = (
 
 
 def missing() -> str:
-    """Why there is no browser to drive; empty when there is one."""
+    """Return why no browser is available, or an empty string."""
     for name in ("chromium", "chromedriver"):
         if shutil.which(name) is None:
             return f"{name} is not installed (Debian: apt-get install chromium chromium-driver)"
@@ -40,17 +40,17 @@ def missing() -> str:
 
 
 class Browser:
-    """One window."""
+    """One browser window."""
 
     def __init__(self, client: httpx.Client, session: str) -> None:
         self._client, self._session = client, session
 
     def command(self, path: str, **body: Any) -> Any:
-        """A WebDriver command; raises with what the browser said."""
-        answer = self._client.post(f"/session/{self._session}/{path}", json=body).json()["value"]
-        if isinstance(answer, dict) and "error" in answer:
-            raise RuntimeError(f"{path}: {answer['error']}: {answer.get('message', '')[:500]}")
-        return answer
+        """Send a WebDriver command; an error of the browser is raised."""
+        value = self._client.post(f"/session/{self._session}/{path}", json=body).json()["value"]
+        if isinstance(value, dict) and "error" in value:
+            raise RuntimeError(f"{path}: {value['error']}: {value.get('message', '')[:500]}")
+        return value
 
     def devtools(self, method: str, **parameters: Any) -> Any:
         return self.command("goog/cdp/execute", cmd=method, params=parameters)
@@ -59,23 +59,23 @@ class Browser:
         self.command("url", url=address)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a script returns; `arguments` in it are these."""
+        """Run a script with `arguments` and return its result."""
         return self.command("execute/sync", script=script, args=list(arguments))
 
     def wait(self, script: str, *arguments: Any, seconds: float = 60) -> Any:
-        """Until a script returns something true."""
-        end = time.monotonic() + seconds
-        while not (found := self.run(script, *arguments)):
-            if time.monotonic() > end:
+        """Wait until a script returns a true value, and return it."""
+        deadline = time.monotonic() + seconds
+        while not (result := self.run(script, *arguments)):
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"not true within {seconds:g} s: {script}; the page says: {self.text()[:800]}")
             time.sleep(0.05)
-        return found
+        return result
 
     def text(self) -> str:
         return str(self.run("return document.body.innerText"))
 
     def press(self, *keys: str) -> None:
-        """Keys, one after another, wherever the focus is."""
+        """Press keys one after another."""
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
         self.command("actions", actions=[{"type": "key", "id": "keyboard", "actions": actions}])
 
@@ -120,7 +120,7 @@ def browser(width: int = 1440, height: int = 900) -> Iterator[Browser]:
         )
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
-                _answering(client)
+                _wait_until_ready(client)
                 chrome = {"args": [*FLAGS, f"--user-data-dir={profile}"], "binary": shutil.which("chromium")}
                 wanted = {"goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
                 made = client.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
@@ -137,7 +137,7 @@ def browser(width: int = 1440, height: int = 900) -> Iterator[Browser]:
             driver.wait(10)
 
 
-def _answering(client: httpx.Client, seconds: float = 60) -> None:
+def _wait_until_ready(client: httpx.Client, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while True:
         try:

@@ -1,8 +1,7 @@
-"""What `keel sweep` and `keel compare --live` share: their flags, what is shown while trials run, and their table.
+"""Flags, progress display and result table shared by `keel sweep` and `keel compare --live`.
 
-In a terminal there is a bar for all trials and one for each that runs; elsewhere a line for each that ended, and one
-now and then meanwhile. The time left is an estimate from the steps of this session. Numbers come from
-`keel.tools.sweep`.
+In a terminal there is a progress bar for all trials and one for each running trial; otherwise a line for each trial
+that ended and occasional progress lines. The remaining time is estimated from the steps trained so far.
 """
 
 import argparse
@@ -31,19 +30,25 @@ from keel.errors import ConfigError
 if TYPE_CHECKING:
     from keel.tools.sweep import SweepPlan, SweepResults, Trial, TrialOutcome, Variant
 
-FLAGS = ("--seeds", "--at-once", "--run", "--resume", "--html", "--parquet", "--json")
+FLAGS = ("--seeds", "--parallel", "--run", "--resume", "--html", "--parquet", "--json")
 
 
 def add_flags(parser: argparse.ArgumentParser, default: str) -> None:
-    """The flags that say how trials are run and where they are kept."""
-    parser.add_argument("--seeds", metavar="K", type=int, help="runs of each variant, each with a seed of its own (1)")
-    parser.add_argument("--at-once", metavar="N", type=int, help="trials that run at once, each in a process (1)")
-    parser.add_argument("--run", dest="folder", metavar="DIR", type=Path, help=f"folder of the trials ({default})")
-    parser.add_argument("--resume", metavar="DIR", type=Path, help="go on with the trials of this folder")
+    """Add the flags that control how trials run and where they are stored."""
+    parser.add_argument(
+        "--seeds", metavar="K", type=int, help="runs of each variant, with consecutive seeds (default: 1)"
+    )
+    parser.add_argument(
+        "--parallel", metavar="N", type=int, help="number of concurrent trials, each in a process (default: 1)"
+    )
+    parser.add_argument(
+        "--run", dest="folder", metavar="DIR", type=Path, help=f"folder of the trials (default: {default})"
+    )
+    parser.add_argument("--resume", metavar="DIR", type=Path, help="resume the trials of this folder")
 
 
 def run_sweep(args: argparse.Namespace, recipe: str | None, variants: "Sequence[Variant]", kind: str) -> int:
-    """Run, show, and write what was asked for; 0: every trial is finished."""
+    """Run the trials, print the results and write the requested files; return 0 if every trial is finished."""
     from keel.run.folder import unused_path
     from keel.tools.sweep import SweepPlan, SweepRunner
     from keel.tools.sweep.results import read_results
@@ -56,35 +61,37 @@ def run_sweep(args: argparse.Namespace, recipe: str | None, variants: "Sequence[
         folder = args.folder or unused_path(Path("runs"), f"{Path(recipe).stem}-{kind}")
         plan = SweepPlan.create(folder, Path(recipe), args.overrides, variants, 1 if args.seeds is None else args.seeds)
     screen = _stderr_console() if args.json else console()
-    at_once = 1 if args.at_once is None else args.at_once
+    parallel = 1 if args.parallel is None else args.parallel
     with SweepDisplay(screen, plan) as display:
-        session = SweepRunner(plan, display, parallel=at_once)
-        with _stop_on_signals(session):
-            outcomes = session.run()
-    found = read_results(plan, outcomes)
-    _write_files(args, found)
+        runner = SweepRunner(plan, display, parallel=parallel)
+        with _stop_on_signals(runner):
+            outcomes = runner.run()
+    results = read_results(plan, outcomes)
+    _write_files(args, results)
     if args.json:
-        write_stdout(json.dumps(found.as_json(), indent=2) + "\n")
+        write_stdout(json.dumps(results.as_json(), indent=2) + "\n")
     else:
-        print_results(screen, found)
+        print_results(screen, results)
         for path in (args.html, args.parquet):
             if path is not None:
                 screen.print(Text(f"written: {path}"))
-    done = all(trial.status == "finished" for trial in found.trials)
-    if not done:
+    all_finished = all(trial.status == "finished" for trial in results.trials)
+    if not all_finished:
         screen.print(
-            Text(f"not all trials are finished; go on with: keel {args.command} {_resume_flags(args)}{plan.folder}")
+            Text(f"not all trials are finished; resume with: keel {args.command} {_resume_flags(args)}{plan.folder}")
         )
-    return 0 if done else 1
+    return 0 if all_finished else 1
 
 
 def check_resume_flags(args: argparse.Namespace, **flags: object) -> None:
-    """Whatever says which trials there are cannot act on trials that are written down already."""
+    """Reject flags that define trials, which have no effect on the stored trials of a folder."""
     for name, value in {**flags, "--seeds": args.seeds, "--run": args.folder}.items():
         if value:
-            raise ConfigError(f"{name} cannot act with --resume: {args.resume} says which trials there are")
+            raise ConfigError(f"{name} has no effect with --resume: {args.resume} defines the trials; remove it")
     if args.overrides:
-        raise ConfigError(f"{args.overrides[0]} cannot act with --resume: {args.resume} says which trials there are")
+        raise ConfigError(
+            f"{args.overrides[0]} has no effect with --resume: {args.resume} defines the trials; remove it"
+        )
 
 
 def _resume_flags(args: argparse.Namespace) -> str:
@@ -93,7 +100,7 @@ def _resume_flags(args: argparse.Namespace) -> str:
 
 def _write_files(args: argparse.Namespace, results: "SweepResults") -> None:
     if args.html is not None:
-        from keel.tools.compare.files import atomic_file
+        from keel.common.atomic_files import atomic_file
         from keel.tools.sweep.html import render_results
 
         with atomic_file(args.html) as temporary:
@@ -106,15 +113,15 @@ def _write_files(args: argparse.Namespace, results: "SweepResults") -> None:
 
 @contextmanager
 def _stop_on_signals(runner: Any) -> Iterator[None]:
-    """Ctrl-C and SIGTERM as requests to stop: the first is patient, the second is not."""
-    asked: float | None = None
+    """Stop after the current steps on the first Ctrl-C or SIGTERM, and immediately on the second."""
+    stop_time: float | None = None
 
     def interrupted(*_: object) -> None:
-        nonlocal asked
-        if asked is None:
-            asked = time.monotonic()
+        nonlocal stop_time
+        if stop_time is None:
+            stop_time = time.monotonic()
             runner.stop()
-        elif time.monotonic() - asked > SIGNAL_DEBOUNCE_SECONDS:
+        elif time.monotonic() - stop_time > SIGNAL_DEBOUNCE_SECONDS:
             runner.kill()
             os._exit(130)
 
@@ -126,11 +133,11 @@ def _stop_on_signals(runner: Any) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# -- while they run ---------------------------------------------------------------------------------------------------
+# -- progress ---------------------------------------------------------------------------------------------------------
 
 
 class SweepDisplay:
-    """Tells how far the trials are: a watcher of `keel.tools.sweep.Session`."""
+    """A `SweepCallback` that shows the progress of trials."""
 
     def __init__(self, screen: Console, plan: "SweepPlan", clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._plan, self._clock = screen, plan, clock
@@ -143,7 +150,7 @@ class SweepDisplay:
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(30),
-            TextColumn("{task.fields[told]}", markup=False),
+            TextColumn("{task.fields[status]}", markup=False),
             console=screen,
             disable=not screen.is_terminal,
             transient=True,
@@ -151,7 +158,7 @@ class SweepDisplay:
 
     def __enter__(self) -> "SweepDisplay":
         self._print(f"{len(self._trial_numbers)} trials in {self._plan.folder}")
-        self._total_bar = self._progress.add_task("all trials", total=sum(self._steps_left.values()), told="")
+        self._total_bar = self._progress.add_task("all trials", total=sum(self._steps_left.values()), status="")
         self._progress.start()
         return self
 
@@ -160,49 +167,50 @@ class SweepDisplay:
 
     def skipped(self, trial: "Trial") -> None:
         self._steps_left[trial.name] = 0
-        self._print(f"{self._trial_label(trial)}: was finished before")
+        self._print(f"{self._trial_label(trial)}: already finished")
 
     def started(self, trial: "Trial", start_step: int) -> None:
         steps = self._plan.steps[trial.name]
         self._steps_left[trial.name] = steps - start_step
         self._trial_start_times[trial.name] = self._clock()
         if not self._steps_trained:
-            self._start_time = self._clock()  # what the first start took says nothing about the steps
+            self._start_time = self._clock()  # loading the first model does not count as training time
         self._bars[trial.name] = self._progress.add_task(
             self._trial_label(trial), total=steps, completed=start_step, told=""
         )
         if start_step:
-            self._print(f"{self._trial_label(trial)}: goes on after step {start_step} of {steps}")
+            self._print(f"{self._trial_label(trial)}: resumed after step {start_step} of {steps}")
 
     def step(self, trial: "Trial", step: int, metrics: Mapping[str, float]) -> None:
         steps = self._plan.steps[trial.name]
         self._steps_left[trial.name] = steps - step
         self._steps_trained += 1
-        told = f"step {step}/{steps}, reward {metrics['reward']:.3f}" if "reward" in metrics else f"step {step}/{steps}"
+        reward = f", reward {metrics['reward']:.3f}" if "reward" in metrics else ""
+        status = f"step {step}/{steps}{reward}"
         if trial.name in self._bars:
-            self._progress.update(self._bars[trial.name], completed=step, told=told)
+            self._progress.update(self._bars[trial.name], completed=step, status=status)
         self._update_total_bar()
         if not self._console.is_terminal and self._clock() - self._last_line_time >= QUIET_SECONDS:
-            self._print(f"{self._trial_label(trial)}: {told}{self._time_left()}")
+            self._print(f"{self._trial_label(trial)}: {status}{self._time_left()}")
 
     def notice(self, trial: "Trial", text: str) -> None:
         self._print(f"{self._trial_label(trial)}: {text}")
 
     def ended(self, trial: "Trial", outcome: "TrialOutcome") -> None:
-        took = format_duration(self._clock() - self._trial_start_times.get(trial.name, self._clock()))
+        duration = format_duration(self._clock() - self._trial_start_times.get(trial.name, self._clock()))
         if outcome.status != "stopped":
             self._steps_left[trial.name] = 0
         if trial.name in self._bars:
             self._progress.remove_task(self._bars.pop(trial.name))
         self._update_total_bar()
-        told = {"finished": f"finished in {took}", "stopped": "stopped", "failed": f"failed: {outcome.error}"}
+        messages = {"finished": f"finished in {duration}", "stopped": "stopped", "failed": f"failed: {outcome.error}"}
         left = self._time_left() if outcome.status != "stopped" else ""
-        self._print(f"{self._trial_label(trial)}: {told[outcome.status]}{left}")
+        self._print(f"{self._trial_label(trial)}: {messages[outcome.status]}{left}")
 
     def _update_total_bar(self) -> None:
         total = sum(self._plan.steps.values())
         done = total - sum(self._steps_left.values())
-        self._progress.update(self._total_bar, completed=done, told=self._time_left().removeprefix("; "))
+        self._progress.update(self._total_bar, completed=done, status=self._time_left().removeprefix("; "))
 
     def _time_left(self) -> str:
         left = sum(self._steps_left.values())
@@ -223,12 +231,12 @@ def _stderr_console() -> Console:
     return Console(stderr=True, width=width, markup=False, highlight=False, emoji=False)
 
 
-# -- the table --------------------------------------------------------------------------------------------------------
+# -- result table -----------------------------------------------------------------------------------------------------
 
 
 def print_results(out: Console, results: "SweepResults") -> None:
-    """Variants with mean and spread; with several seeds each run, too."""
-    from keel.tools.sweep.html import MEASURE_HEADERS, format_interval, format_measure, variant_cells
+    """Print the variants with mean and spread and, with several seeds, each run."""
+    from keel.tools.sweep.html import MEASURE_HEADERS, MEASURE_NOTES, format_interval, format_measure, variant_cells
 
     table = _make_table("variant", "runs", *MEASURE_HEADERS)
     for variant in results.variants:
@@ -239,16 +247,13 @@ def print_results(out: Console, results: "SweepResults") -> None:
         )
     out.print()
     out.print(table)
-    spread = "one seed: the spread between runs is not known"
+    spread = "one seed: the variation between runs is unknown"
     if results.seeds > 1:
         spread = f"±: standard deviation over {results.seeds} seeds"
-    out.print(
-        "training: reward in the last fifth of the steps; evaluation: on held-out tasks, 95 % interval over tasks;\n"
-        "mismatch: KL of sampler and policy; low, high: share of tokens dropped; tokens: that trained;\n" + spread,
-        style="dim",
-    )
+    for note in (*MEASURE_NOTES, spread):
+        out.print(note, style="dim")
     if results.seeds > 1:
-        runs = _make_table("run", "status", "steps", "training", "evaluation", "95 %")
+        runs = _make_table("run", "status", "steps", *MEASURE_HEADERS[:3])
         for trial in results.trials:
             rewards = (format_measure(name, trial.measures[name]) for name in ("training", "evaluation"))
             runs.add_row(Text(trial.name), trial.status, f"{trial.steps:,}", *rewards, format_interval(trial.interval))
@@ -259,8 +264,8 @@ def print_results(out: Console, results: "SweepResults") -> None:
             out.print(Text(escape_unprintable(f"{trial.name} failed: {trial.error}"), "yellow"), soft_wrap=True)
 
 
-def _make_table(*heads: str) -> Table:
+def _make_table(*headers: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
-    for place, head in enumerate(heads):
-        table.add_column(head, justify="left" if place == 0 else "right", overflow="fold", no_wrap=place > 0)
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="left" if index == 0 else "right", overflow="fold", no_wrap=index > 0)
     return table

@@ -1,6 +1,6 @@
-"""`keel lens` serves the page over run folders; `keel report` writes it as one offline file.
+"""`keel lens` serves a web page for run folders; `keel report` writes it as one file that works offline.
 
-The page is for this machine alone unless there is a key, which a browser then asks for.
+The page is served to this machine only unless an API key is set, which a browser then asks for.
 """
 
 import argparse
@@ -16,39 +16,39 @@ def add(subparsers: Any) -> None:
     """Register both commands."""
     lens = subparsers.add_parser(
         "lens",
-        help="watch runs and look at their tokens in a browser",
-        description="Serve a page over a run, or over all runs below a folder: curves, the trust region, and every"
-        " token with what became of it.\nLive while a run goes on, the same after it has ended. On this machine only,"
-        " unless there is a key.",
+        help="watch runs and inspect their tokens in a browser",
+        description="Serve a web page for a run, or for all runs below a folder: curves, the trust region, and every"
+        " token with its outcome.\nThe page updates while a run is in progress. It is served to this machine only,"
+        " unless an API key is set.",
         epilog="examples:\n  keel lens runs\n  keel lens runs/first --port 0",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     lens.add_argument("folder", metavar="RUN_OR_FOLDER", type=Path)
-    lens.add_argument("--port", type=int, default=8010, help="port to listen on; 0: a free one (default: 8010)")
+    lens.add_argument("--port", type=int, default=8010, help="port to listen on; 0 chooses a free one (default: 8010)")
     lens.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     lens.add_argument(
-        "--api-key-file", metavar="FILE", type=Path, help="a file that holds the key; the browser asks for it"
+        "--api-key-file", metavar="FILE", type=Path, help="file with the API key, which the browser asks for"
     )
     lens.set_defaults(run=run_lens)
 
     report = subparsers.add_parser(
         "report",
-        help="write what the lens shows of a run as one HTML file",
-        description="Write the page of `keel lens` over one run as a file that needs no server and no network."
-        "\nIts size is bounded: all curves, histograms, and a sample of rollouts; it says what was left out.",
+        help="write the lens page of a run as one HTML file",
+        description="Write the page of `keel lens` for one run as a file that needs no server and no network."
+        "\nIts size is bounded: it has all curves, histograms, and a sample of rollouts, and states what was left out.",
         epilog="examples:\n  keel report runs/first\n  keel report runs/first --out first.html --megabytes 2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     report.add_argument("folder", metavar="RUN", type=Path)
     report.add_argument("--out", type=Path, help="file to write (default: report.html in the run's folder)")
-    report.add_argument("--megabytes", type=float, default=5.0, metavar="N", help="at most so large (default: 5)")
+    report.add_argument("--megabytes", type=float, default=5.0, metavar="N", help="maximum size (default: 5)")
     report.set_defaults(run=run_report)
 
 
 def run_lens(args: argparse.Namespace) -> int:
-    """Serve until told to stop."""
+    """Serve until interrupted."""
     from keel.inference.server.access import check_binding
     from keel.tools.lens.server import build_app
 
@@ -57,14 +57,14 @@ def run_lens(args: argparse.Namespace) -> int:
     app = build_app(args.folder, key)
     with bind_socket(args.host, args.port) as listener:
         host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        console().print(f"looking at {args.folder} on http://{shown}:{port}", soft_wrap=True)
+        url_host = f"[{host}]" if ":" in host else host
+        console().print(f"serving {args.folder} on http://{url_host}:{port}", soft_wrap=True)
         run_server(app, listener, shutdown_timeout=1)
     return 0
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Write the file."""
+    """Write the report."""
     from keel.tools.lens.report import MIN_BYTES, write_report
 
     if not MIN_BYTES <= args.megabytes * 1e6 <= 1e9:

@@ -1,8 +1,8 @@
-"""Several objectives on the same recorded tokens, offline: what each keeps, drops and pulls towards.
+"""Evaluate several objectives offline on the same recorded tokens: what each keeps, drops and optimises.
 
-Reads a run folder, or a parquet or JSON-lines file of another trainer, one step in memory at a time, and calls each
-objective on the whole step, exactly as the trainer would. It takes no optimizer step and changes nothing in what it
-reads. `tokens` reads, `evaluate` evaluates, `report` tabulates, `page` and `long` render.
+Reads a run folder, or a parquet or JSON-lines file of another trainer, one step in memory at a time, and evaluates each
+objective on the complete step, exactly as the trainer would. Takes no optimizer step and changes none of its inputs.
+`readers` reads, `evaluate` evaluates, `report` summarises, `html` and `long_table` write files.
 """
 
 from keel.tools.compare.candidates import Candidate, parse_candidates

@@ -1,6 +1,6 @@
-"""What is counted for one objective, and for pairs of them: sums only, so that steps add up to a run.
+"""Sums for one objective and for pairs of objectives, which add up over steps.
 
-Means, shares and cosines are formed from the sums when they are shown; no mean of means is taken.
+Means, shares and cosines are computed from the sums when they are shown; no mean of means is taken.
 """
 
 import math
@@ -20,50 +20,50 @@ class ObjectiveCounts:
 
     steps: int = 0
     tokens: int = 0
-    """Trainable ones: kept + dropped + unusable + other_role."""
+    """Trainable tokens: kept + dropped + invalid_logprobs + other_role."""
     kept: int = 0
     dropped: int = 0
-    """Refused by a gate."""
+    """Tokens dropped by a gate."""
     invalid_logprobs: int = 0
-    """Without a usable sampler log-prob."""
+    """Tokens without a valid sampler log-prob."""
     other_role: int = 0
     clipped: float = 0.0
-    """Kept tokens whose gradient a clip has stopped."""
+    """Kept tokens whose gradient is clipped to zero."""
     sequences: int = 0
     sequences_dropped: int = 0
-    """Those of which no token trains."""
+    """Sequences without a token that trains."""
     sequences_hit: int = 0
-    """Those with a token that a gate refused, the dropped ones included."""
+    """Sequences with a dropped token, including those in `sequences_dropped`."""
     loss: float = 0.0
-    """Sum over steps, as are the terms and the norm."""
+    """Sum over steps, like `terms` and `gradient_norm`."""
     gradient_norm: float = 0.0
     gradient_sum: float = 0.0
-    """Of absolute values over tokens."""
+    """Sum of absolute values over tokens."""
     gradient_square: float = 0.0
     ratio_sum: float = 0.0
-    """Over kept tokens."""
+    """Sum over kept tokens."""
     ratio_square: float = 0.0
     advantage_sum: float = 0.0
-    """Of absolute values, over all tokens that may train."""
+    """Sum of absolute values over all tokens that may train."""
     advantage_dropped: float = 0.0
     terms: dict[str, float] = field(default_factory=dict)
     gates: Counter[str] = field(default_factory=Counter)
-    """Tokens by the reason they were refused for."""
+    """Dropped tokens by reason."""
     gate_sequences: Counter[str] = field(default_factory=Counter)
-    """Sequences with such a token."""
+    """Sequences with a token dropped for each reason."""
     dropped_by: dict[str, Counter[str]] = field(default_factory=dict)
     """Dropped tokens by position, staleness, advantage and text."""
     dropped_positive: Counter[str] = field(default_factory=Counter)
     """Dropped tokens with a positive advantage, by text."""
 
     def add(self, other: "ObjectiveCounts") -> None:
-        """Take another step, or other steps, in."""
+        """Add the counts of another step, or of several."""
         for item in fields(self):
-            mine, theirs = getattr(self, item.name), getattr(other, item.name)
-            if isinstance(mine, dict):
-                _merge(mine, theirs)
+            value, increment = getattr(self, item.name), getattr(other, item.name)
+            if isinstance(value, dict):
+                _merge(value, increment)
             else:
-                setattr(self, item.name, mine + theirs)
+                setattr(self, item.name, value + increment)
 
     @property
     def dropped_share(self) -> float:
@@ -71,26 +71,26 @@ class ObjectiveCounts:
 
     @property
     def dropped_advantage(self) -> float:
-        """The share of the advantage, in size, that the dropped tokens carry."""
+        """Share of the sum of absolute advantages on dropped tokens."""
         return _fraction(self.advantage_dropped, self.advantage_sum)
 
     @property
     def effective_sample_size(self) -> float:
-        """(sum r)^2 / (N * sum r^2) with r = 0 at tokens that do not train: a share of all N."""
+        """(sum r)^2 / (N * sum r^2), a share of all N tokens; r = 0 for tokens that do not train."""
         return _fraction(self.ratio_sum**2, self.tokens * self.ratio_square)
 
     @property
     def effective_gradient_tokens(self) -> float:
-        """(sum |g|)^2 / (N * sum g^2): the share of the tokens that the gradient in effect rests on."""
+        """(sum |g|)^2 / (N * sum g^2), the effective share of tokens behind the gradient."""
         return _fraction(self.gradient_sum**2, self.tokens * self.gradient_square)
 
 
-def _merge(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    for name, value in theirs.items():
+def _merge(target: dict[str, Any], increment: dict[str, Any]) -> None:
+    for name, value in increment.items():
         if isinstance(value, Counter):
-            mine.setdefault(name, Counter()).update(value)
+            target.setdefault(name, Counter()).update(value)
         else:
-            mine[name] = mine.get(name, 0) + value
+            target[name] = target.get(name, 0) + value
 
 
 def _fraction(part: float, whole: float) -> float:
@@ -99,12 +99,12 @@ def _fraction(part: float, whole: float) -> float:
 
 @dataclass
 class ObjectivePairs:
-    """Every two objectives over one step, or over several."""
+    """Every pair of objectives over one step, or over several."""
 
     gram: Array
-    """Sums of the products of their gradients."""
+    """Inner products of the gradients."""
     both_dropped: Array
-    """How many tokens both dropped."""
+    """Number of tokens that both dropped."""
 
     @classmethod
     def zeros(cls, size: int) -> "ObjectivePairs":
@@ -116,12 +116,12 @@ class ObjectivePairs:
 
     @property
     def cosine(self) -> Array:
-        """Of the gradients over all steps, one after another as one long vector; NaN where one of them is zero."""
+        """Cosine of the gradients, concatenated over steps; NaN if one of them is zero."""
         return cosine_of(self.gram)
 
     @property
     def overlap(self) -> Array:
-        """Of the tokens that the row's objective drops, the share that the column's drops too."""
+        """Of the tokens that the row's objective drops, the share that the column's also drops."""
         dropped = self.both_dropped.diagonal()[:, None]
         return _divide_or_nan(self.both_dropped, dropped)
 
@@ -134,14 +134,13 @@ class ObjectivePairs:
 
 
 def cosine_of(gram: Array) -> Array:
-    """Cosines from a matrix of inner products."""
-    size = np.sqrt(gram.diagonal())
-    scale = size[:, None] * size[None, :]
-    return _divide_or_nan(gram, scale).clip(-1, 1)
+    """Return the cosines of a matrix of inner products."""
+    norm = np.sqrt(gram.diagonal())
+    return _divide_or_nan(gram, norm[:, None] * norm[None, :]).clip(-1, 1)
 
 
-def _divide_or_nan(part: Array, whole: Array) -> Array:
-    """NaN where there is nothing to divide by."""
-    found: Array = np.full(part.shape, np.nan)
-    np.divide(part, whole, out=found, where=whole > 0)
-    return found
+def _divide_or_nan(numerator: Array, denominator: Array) -> Array:
+    """Divide, with NaN where the denominator is not positive."""
+    quotient: Array = np.full(numerator.shape, np.nan)
+    np.divide(numerator, denominator, out=quotient, where=denominator > 0)
+    return quotient

@@ -1,8 +1,7 @@
-"""The objectives to compare, from one line: `icepop,ipo_kl(kl_tau=0.01),rule.toml`.
+"""Parse the objectives to compare from a list such as `icepop,ipo_kl(kl_tau=0.01),rule.toml`.
 
-A recipe's name, a recipe with parameters in parentheses (values as in TOML, words without quotes), or the path of a
-TOML file with an [objective]. Each is called what was written; the same words twice are refused, since two rows of a
-table could not be told apart.
+An entry is a preset's name, a preset with parameters in parentheses (TOML values, strings without quotes), or the path
+of a TOML file with an [objective]. An entry's text is its name in tables, so the same text twice is an error.
 """
 
 from collections.abc import Sequence
@@ -17,35 +16,35 @@ from keel.objectives import PRESETS
 from keel.signal import Objective, objective
 
 DEFAULT_OBJECTIVES = "icepop,ipo_kl,dppo_tv,dppo_kl,opsm"
-"""What is compared when nothing is said."""
+"""Objectives that are compared by default."""
 
 _OPENING_BRACKETS, _CLOSING_BRACKETS = "([{", ")]}"
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """An objective and what it is called."""
+    """An objective to compare, with its name."""
 
     name: str
     objective: Objective
     table: dict[str, Any] = field(default_factory=dict)
-    """The [objective] that makes it, for a run that is to train by it."""
+    """The [objective] table it was made from, for runs that train with it."""
 
 
 def parse_candidates(text: str) -> list[Candidate]:
-    """Every objective of a list, checked, before any file is read."""
+    """Return every objective of a list; an invalid entry raises a `ConfigError`."""
     candidates = [_parse_candidate(part) for part in split_list(text) if part]
     if not candidates:
-        raise ConfigError("--objectives is empty; write names with commas between them: icepop,ipo_kl(kl_tau=0.01)")
+        raise ConfigError("--objectives is empty; give names separated by commas: icepop,ipo_kl(kl_tau=0.01)")
     names = [candidate.name for candidate in candidates]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"--objectives has {name} twice")
+            raise ConfigError(f"--objectives lists {name} twice; remove one of them")
     return candidates
 
 
 def split_list(text: str, flag: str = "--objectives") -> list[str]:
-    """Parts between commas, except those inside brackets or quotes."""
+    """Split at commas, except at those inside brackets or quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -63,7 +62,7 @@ def split_list(text: str, flag: str = "--objectives") -> list[str]:
         if depth < 0:
             break
     if depth or quote:
-        raise ConfigError(f"{flag} {text}: brackets or quotes do not match")
+        raise ConfigError(f"{flag} {text}: unbalanced brackets or quotes")
     return [part.strip() for part in parts]
 
 
@@ -78,21 +77,21 @@ def _parse_candidate(text: str) -> Candidate:
         hint = suggest_name(name, PRESETS)
         raise ConfigError(f'--objectives: "{name}" is not an objective; {hint} A file must end in .toml')
     if parenthesis and not rest.endswith(")"):
-        raise ConfigError(f"--objectives {text}: parameters end with a parenthesis")
-    given = _parse_parameters(split_list(rest[:-1]), text) if parenthesis else {}
+        raise ConfigError(f"--objectives {text}: parameters must end with a closing parenthesis")
+    parameters = _parse_parameters(split_list(rest[:-1]), text) if parenthesis else {}
     try:
-        return Candidate(text, objective(name, **given), {"name": name, **given})
+        return Candidate(text, objective(name, **parameters), {"name": name, **parameters})
     except ConfigError as error:
         raise ConfigError("\n".join(f"{text}: {line}" for line in str(error).splitlines())) from None
 
 
 def _parse_parameters(parts: Sequence[str], text: str) -> dict[str, object]:
-    given: dict[str, object] = {}
+    parameters: dict[str, object] = {}
     for part in parts:
-        name, equals, value = (piece.strip() for piece in part.partition("="))
+        name, equals, value = (side.strip() for side in part.partition("="))
         if not (name and equals and value):
-            raise ConfigError(f"--objectives {text}: {part!r} is no parameter; write name=value")
-        if name in given:
+            raise ConfigError(f"--objectives {text}: {part!r} is not a parameter; write name=value")
+        if name in parameters:
             raise ConfigError(f"--objectives {text}: {name} is given twice")
-        ((_, given[name]),) = parse_overrides([f"--{name}={value}"])
-    return given
+        ((_, parameters[name]),) = parse_overrides([f"--{name}={value}"])
+    return parameters

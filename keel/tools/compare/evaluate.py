@@ -1,8 +1,8 @@
-"""Every objective on every step: one call each, on the same tokens, as a whole step.
+"""Evaluate every objective on every step, with one call on all tokens of the step.
 
-What an objective needs and the recording does not have (a reference, a teacher, the proximal policy, versions) refuses
-that objective, by name and with the reason, and the others go on. Gradients are with respect to the recorded
-log-probs, exact and without a backward pass.
+An objective that needs data that was not recorded (a reference, a teacher, the proximal policy, versions) is excluded
+with the reason, and the others continue. Gradients are with respect to the recorded log-probs, exact and without a
+backward pass.
 """
 
 import math
@@ -24,11 +24,11 @@ from keel.tools.compare.candidates import Candidate
 from keel.tools.compare.schema import COLUMNS, RecordedStep
 
 _BLOCK_TOKENS = 65536
-"""Tokens whose gradients are multiplied at once, in float64."""
+"""Number of tokens whose gradients are multiplied at a time, in float64."""
 
 
 class StepPoint(NamedTuple):
-    """One objective at one step: a point of a curve."""
+    """One objective at one step, a point of each curve."""
 
     step: int
     objective: str
@@ -37,12 +37,12 @@ class StepPoint(NamedTuple):
     loss: float
     gradient_norm: float
     cosine: float
-    """With the first objective's gradient."""
+    """Cosine with the gradient of the first objective."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepComparison:
-    """One step: a tally for each objective that goes on, and their pairs."""
+    """The results of one step: counts of each objective that was evaluated, and of their pairs."""
 
     step: RecordedStep
     names: list[str]
@@ -52,13 +52,13 @@ class StepComparison:
 
 
 class Comparison:
-    """Objectives side by side over the steps that were added."""
+    """Compares objectives over the steps that are added."""
 
     def __init__(self, candidates: Sequence[Candidate], *, proximal_is_policy: bool = False) -> None:
         self.candidates = list(candidates)
         self.proximal_is_policy = proximal_is_policy
         self.failures: dict[str, str] = {}
-        """Objectives that could not be evaluated, and why."""
+        """Objectives that could not be evaluated, with the reason."""
         self.counts = {candidate.name: ObjectiveCounts() for candidate in candidates}
         self.pairs = ObjectivePairs.zeros(len(candidates))
         self.points: list[StepPoint] = []
@@ -66,10 +66,10 @@ class Comparison:
         self.groups = 0
         self.sequences = 0
         self.token_counts: dict[str, Counter[str]] = {}
-        """All trainable tokens by position, staleness, advantage and text."""
+        """Number of trainable tokens by position, staleness, advantage and text."""
 
     def add(self, step: RecordedStep) -> StepComparison:
-        """Evaluate every objective on one more step. Refused when none can be."""
+        """Evaluate every objective on one more step. Raises an error if none can be evaluated."""
         batch = step.batch
         if self.proximal_is_policy and batch.proximal_logprobs is None:
             batch = batch.replace(proximal_logprobs=batch.logprobs)
@@ -81,15 +81,15 @@ class Comparison:
                 except KeelError as error:
                     self._mark_failed(candidate.name, f"step {step.number}: {error}")
         if not results:
-            raise KeelError("\n".join(f"{name} was refused: {why}" for name, why in self.failures.items()))
-        compared = _compare_results(step, results)
-        self._accumulate(compared)
-        return compared
+            raise KeelError("\n".join(f"{name} cannot be evaluated: {why}" for name, why in self.failures.items()))
+        comparison = _compare_results(step, results)
+        self._accumulate(comparison)
+        return comparison
 
     def _mark_failed(self, name: str, reason: str) -> None:
         if self.names[0] == name:
-            # what was measured against it says nothing of the objective that is now the first
-            self.points = [moment._replace(cosine=math.nan) for moment in self.points]
+            # cosines so far were with this objective, and another one is now the first
+            self.points = [point._replace(cosine=math.nan) for point in self.points]
         self.failures[name] = reason
 
     @property
@@ -98,42 +98,43 @@ class Comparison:
         return [candidate.name for candidate in self.candidates if candidate.name not in self.failures]
 
     def evaluated_indices(self) -> list[int]:
-        """Where those stand in the matrices of pairs."""
-        return [place for place, one in enumerate(self.candidates) if one.name not in self.failures]
+        """The indices of `names` in the matrices of pairs."""
+        return [index for index, candidate in enumerate(self.candidates) if candidate.name not in self.failures]
 
     def _accumulate(self, comparison: StepComparison) -> None:
         step = comparison.step
         self.steps.append(step.number)
         self.sequences += len(torch.unique(step.batch.sequence))
         self.groups += 0 if step.batch.group is None else len(torch.unique(step.batch.group))
-        for kind, keys in step.token_labels.items():
-            self.token_counts.setdefault(kind, Counter()).update(keys.count())
-        places = np.ix_(self.evaluated_indices(), self.evaluated_indices())
-        self.pairs.gram[places] += comparison.pairs.gram
-        self.pairs.both_dropped[places] += comparison.pairs.both_dropped
-        cosine = cosine_of(comparison.pairs.gram)[0].tolist()
-        for name, tally, angle in zip(comparison.names, comparison.counts, cosine, strict=True):
-            self.counts[name].add(tally)
-            moment = StepPoint(step.number, name, tally.tokens, tally.dropped, tally.loss, tally.gradient_norm, angle)
-            self.points.append(moment)
+        for kind, labels in step.token_labels.items():
+            self.token_counts.setdefault(kind, Counter()).update(labels.count())
+        indices = np.ix_(self.evaluated_indices(), self.evaluated_indices())
+        self.pairs.gram[indices] += comparison.pairs.gram
+        self.pairs.both_dropped[indices] += comparison.pairs.both_dropped
+        cosines = cosine_of(comparison.pairs.gram)[0].tolist()
+        for name, counts, cosine in zip(comparison.names, comparison.counts, cosines, strict=True):
+            self.counts[name].add(counts)
+            self.points.append(
+                StepPoint(step.number, name, counts.tokens, counts.dropped, counts.loss, counts.gradient_norm, cosine)
+            )
 
 
 def _evaluate(candidate: Candidate, batch: TokenBatch) -> ObjectiveResult:
-    """The objective on the step, or the reason why not in words about columns."""
+    """Evaluate an objective on a step; a missing input is an error that names its column."""
     composition = candidate.objective.composition
-    needs = {f"{who}_logprobs" for who in ("reference", "teacher") if composition.reads(who)}
+    needed = {f"{model}_logprobs" for model in ("reference", "teacher") if composition.reads(model)}
     if composition.reads("proximal") and composition.proximal == "recorded":
-        needs.add("proximal_logprobs")
-    lacking = [name for name in sorted(needs) if getattr(batch, name) is None]
+        needed.add("proximal_logprobs")
+    missing = [name for name in sorted(needed) if getattr(batch, name) is None]
     if composition.proximal == "interpolated" and batch.version is None:
-        lacking.append("versions")
+        missing.append("versions")
     if composition.roles is not None and batch.role is None:
-        lacking.append("role")
-    if lacking:
-        words = "; ".join(f"needs {name} ({COLUMNS[name].meaning}), which is not recorded" for name in lacking)
-        if "proximal_logprobs" in lacking:
-            words += "; --proximal policy takes the policy itself, as a step with one update does"
-        raise BatchError(words)
+        missing.append("role")
+    if missing:
+        message = "; ".join(f"needs {name} ({COLUMNS[name].meaning}), which is not recorded" for name in missing)
+        if "proximal_logprobs" in missing:
+            message += "; --proximal policy uses the policy's log-probs instead, as a step with one update does"
+        raise BatchError(message)
     result = candidate.objective(batch)
     if not bool(result.loss.isfinite()) or not bool(result.gradient.isfinite().all()):
         raise SignalRefused("its loss or gradient is not finite")
@@ -145,34 +146,34 @@ def _compare_results(step: RecordedStep, results: dict[str, ObjectiveResult]) ->
     gradients = [result.gradient for result in results.values()]
     dropped = np.stack([codes >= FIRST_GATE for codes in reasons])
     pairs = zip(results.values(), reasons, strict=True)
-    tallies = [_count(step, result, codes) for result, codes in pairs]
+    counts = [_count(step, result, codes) for result, codes in pairs]
     gram = np.zeros((len(results), len(results)))
-    common = np.zeros((len(results), len(results)), np.int64)
+    both_dropped = np.zeros((len(results), len(results)), np.int64)
     stacked = torch.stack(gradients).numpy()
     for start in range(0, stacked.shape[1], _BLOCK_TOKENS):
         part = stacked[:, start : start + _BLOCK_TOKENS].astype(np.float64)
         gram += part @ part.T
-        both = dropped[:, start : start + _BLOCK_TOKENS].astype(np.float64)
-        common += (both @ both.T).astype(np.int64)
-    return StepComparison(step, list(results), tallies, ObjectivePairs(gram, common), gradients)
+        dropped_part = dropped[:, start : start + _BLOCK_TOKENS].astype(np.float64)
+        both_dropped += (dropped_part @ dropped_part.T).astype(np.int64)
+    return StepComparison(step, list(results), counts, ObjectivePairs(gram, both_dropped), gradients)
 
 
 def _count(step: RecordedStep, result: ObjectiveResult, codes: Array) -> ObjectiveCounts:
-    """All that is counted of one objective at one step."""
+    """Return the counts of one objective at one step."""
     batch, names = step.batch, result.objective.reasons
     dropped = codes >= FIRST_GATE
     counts = np.bincount(codes, minlength=len(names))
     row = batch.sequence.numpy()
     rows = int(row.max()) + 1
     present, trained = (np.bincount(row[mask], minlength=rows) > 0 for mask in (codes != OTHER_ROLE, codes == TRAINED))
-    touched = np.bincount(row[dropped], minlength=rows) > 0
+    hit = np.bincount(row[dropped], minlength=rows) > 0
     advantage = batch.advantages.double().abs().numpy() * (codes != OTHER_ROLE)
     gradient = result.gradient.double()
     assert batch.sampler_logprobs is not None
     importance = ratio((batch.logprobs - batch.sampler_logprobs).double()).numpy()[codes == TRAINED]
     importance = importance[np.isfinite(importance)]
     clipped = result.metrics.get("is_clipped")
-    refused = [code for code in range(FIRST_GATE, len(names)) if counts[code]]
+    gate_codes = [code for code in range(FIRST_GATE, len(names)) if counts[code]]
     return ObjectiveCounts(
         steps=1,
         tokens=len(codes),
@@ -183,7 +184,7 @@ def _count(step: RecordedStep, result: ObjectiveResult, codes: Array) -> Objecti
         clipped=clipped.sum if isinstance(clipped, Metric) else 0.0,
         sequences=int(present.sum()),
         sequences_dropped=int((present & ~trained).sum()),
-        sequences_hit=int(touched.sum()),
+        sequences_hit=int(hit.sum()),
         loss=float(result.loss),
         gradient_norm=float(gradient.norm()),
         gradient_sum=float(gradient.abs().sum()),
@@ -193,9 +194,9 @@ def _count(step: RecordedStep, result: ObjectiveResult, codes: Array) -> Objecti
         advantage_sum=float(advantage.sum()),
         advantage_dropped=float(advantage[dropped].sum()),
         terms={name: float(value) for name, value in result.terms.items()},
-        gates=Counter({names[code]: int(counts[code]) for code in refused}),
-        gate_sequences=Counter({names[code]: len(np.unique(row[codes == code])) for code in refused}),
-        dropped_by={kind: keys.count(dropped) for kind, keys in step.token_labels.items()},
+        gates=Counter({names[code]: int(counts[code]) for code in gate_codes}),
+        gate_sequences=Counter({names[code]: len(np.unique(row[codes == code])) for code in gate_codes}),
+        dropped_by={kind: labels.count(dropped) for kind, labels in step.token_labels.items()},
         dropped_positive=_dropped_positive(step, dropped),
     )
 

@@ -1,7 +1,7 @@
-"""A comparison as one long parquet table: a row for each number, step by step.
+"""Write a comparison as a parquet table in long format, one row per number and step.
 
-Written while the steps go by, so that it needs no more memory than one step, to a temporary name that becomes the file
-when all is in it. It opens with pandas, polars or duckdb.
+Steps are written one by one, so that memory use is that of one step, to a temporary file that is renamed when it is
+complete.
 """
 
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from keel.common.atomic_files import atomic_file
 from keel.tools.compare.accumulators import ObjectiveCounts
 from keel.tools.compare.evaluate import StepComparison
-from keel.tools.compare.files import atomic_file
 
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
         ("objective", pa.string()),
         ("measure", pa.string()),  # tokens, dropped, loss, ...; or dropped_by_position, cosine, ...
-        ("key", pa.string()),  # a gate, a term, a label, a token text or the other objective; null: the whole step
+        ("key", pa.string()),  # a gate, a term, a label, a token text or the other objective; null for the step's total
         ("value", pa.float64()),
     ]
 )
@@ -37,33 +37,33 @@ LongRow = tuple[int, str, str, str | None, float]
 
 @contextmanager
 def open_long_table(path: Path) -> Iterator["LongTable"]:
-    """An open table, which becomes the file when the block ends well."""
+    """Open a table that becomes the file when the block ends without an error."""
     with atomic_file(path) as temporary, pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as file:
         yield LongTable(file)
 
 
 class LongTable:
-    """Takes steps."""
+    """Writes the numbers of steps."""
 
     def __init__(self, file: pq.ParquetWriter) -> None:
         self._file = file
 
     def add(self, comparison: StepComparison) -> None:
-        """All numbers of one step."""
-        lines = list(_rows(comparison))
-        columns = dict(zip(SCHEMA.names, map(list, zip(*lines, strict=True)), strict=True))
+        """Write all numbers of one step."""
+        rows = list(_rows(comparison))
+        columns = dict(zip(SCHEMA.names, map(list, zip(*rows, strict=True)), strict=True))
         self._file.write_table(pa.table(columns, schema=SCHEMA))
 
 
 def _rows(comparison: StepComparison) -> Iterator[LongRow]:
     step, pairs = comparison.step.number, comparison.pairs
     cosine, overlap = pairs.cosine.tolist(), pairs.overlap.tolist()
-    for place, (name, tally) in enumerate(zip(comparison.names, comparison.counts, strict=True)):
-        for measure, key, value in _count_rows(tally):
+    for index, (name, counts) in enumerate(zip(comparison.names, comparison.counts, strict=True)):
+        for measure, key, value in _count_rows(counts):
             yield step, name, measure, key, value
-        for other, angle, share in zip(comparison.names, cosine[place], overlap[place], strict=True):
-            yield step, name, "cosine", other, angle
-            yield step, name, "overlap", other, share
+        for other, other_cosine, other_overlap in zip(comparison.names, cosine[index], overlap[index], strict=True):
+            yield step, name, "cosine", other, other_cosine
+            yield step, name, "overlap", other, other_overlap
 
 
 def _count_rows(objective_counts: ObjectiveCounts) -> Iterator[tuple[str, str | None, float]]:

@@ -1,7 +1,7 @@
-"""Where recorded tokens come from: a run folder, a parquet file or a file of JSON lines, read one step at a time.
+"""Read recorded tokens from a run folder, a parquet file or a JSON-lines file, one step at a time.
 
-All three become the same tables with the columns of `columns`, so that the same tokens give the same numbers from any
-of them. Rows of a step stand together; the memory needed is that of the largest step. Nothing is written.
+All three become tables with the columns of `schema`, so that the same tokens give the same results from any of them.
+The rows of a step must be consecutive; memory use is that of the largest step. Nothing is written.
 """
 
 import json
@@ -20,23 +20,23 @@ from keel.tools.compare.schema import COLUMNS, RecordedStep, build_step, check_c
 
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 _BATCH_ROWS = 256
-"""Rows of a parquet file that are read at once."""
+"""Number of rows that are read at a time."""
 
 StepRanges = list[tuple[int, int | None]]
-"""Chosen steps: first and last, both included; without a last, all from the first on."""
+"""Selected steps: pairs of first and last, both inclusive; a last of None means no upper bound."""
 
 
 def parse_steps(text: str) -> StepRanges:
-    """`1-20,30,40-` as ranges."""
+    """Parse a list of steps such as `1-20,30,40-`."""
     ranges: StepRanges = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(-\s*(\d*))?\s*", part)
         if match is None:
-            raise KeelError(f"--steps {text}: {part.strip()!r} is no step and no range; write 1-20,30 or 40-")
+            raise KeelError(f"--steps {text}: {part.strip()!r} is not a step or a range; write 1-20,30 or 40-")
         first = int(match[1])
         last = first if match[2] is None else int(match[3]) if match[3] else None
         if last is not None and last < first:
-            raise KeelError(f"--steps {text}: {part.strip()} ends before it begins")
+            raise KeelError(f"--steps {text}: {part.strip()} ends before it starts")
         ranges.append((first, last))
     return ranges
 
@@ -51,31 +51,31 @@ class Recording:
     def __init__(self, path: Path, step_ranges: StepRanges | None = None) -> None:
         self.path, self.step_ranges = path, step_ranges
         self.skipped: Counter[str] = Counter()
-        """Sequences of the steps read so far that cannot be evaluated, by why."""
+        """Number of sequences of the steps read so far that cannot be evaluated, by reason."""
         if path.is_dir():
             self._files = _step_files(path)
         elif not path.is_file():
-            raise KeelError(f"{path} does not exist; give a run folder, a parquet file or a file of JSON lines")
+            raise KeelError(f"{path} does not exist; give a run folder, a parquet file or a JSON-lines file")
 
     def step_numbers(self) -> list[int]:
-        """The chosen steps that are there, in order, without reading their tokens where the format allows it."""
+        """Return the selected steps that exist, in order, without reading their tokens if the format allows it."""
         if self.path.is_dir():
             return [number for number, _ in self._selected_files()]
         return [number for number, _ in self._tables(["step"])]
 
     def steps(self) -> Iterator[RecordedStep]:
-        """Each chosen step that has a trainable token with log-probs."""
-        found: list[int] = []
+        """Yield each selected step that has a trainable token with log-probs."""
+        is_empty = True
         for number, table in self._tables(None):
-            rows, left_out = select_trained_rows(table)
-            self.skipped.update(left_out)
+            rows, skipped = select_trained_rows(table)
+            self.skipped.update(skipped)
             step = build_step(number, rows, str(self.path))
-            found.append(number)
+            is_empty = False
             if step is not None:
                 yield step
-        if not found:
-            what = "no rows" if self.step_ranges is None else "no step that was chosen"
-            raise KeelError(f"{self.path} has {what}")
+        if is_empty:
+            problem = "no rows" if self.step_ranges is None else "none of the selected steps"
+            raise KeelError(f"{self.path} has {problem}")
 
     def _tables(self, column_names: list[str] | None) -> Iterator[tuple[int, pa.Table]]:
         if self.path.is_dir():
@@ -86,21 +86,21 @@ class Recording:
             yield from _merge_steps(parts, self.step_ranges, self.path)
 
     def _selected_files(self) -> list[tuple[int, Path]]:
-        chosen = [(number, path) for number, path in self._files if _in_ranges(number, self.step_ranges)]
-        if not chosen:
+        selected = [(number, path) for number, path in self._files if _in_ranges(number, self.step_ranges)]
+        if not selected:
             first, last = self._files[0][0], self._files[-1][0]
-            raise KeelError(f"{self.path} has none of the chosen steps; it has {first} to {last}")
-        return chosen
+            raise KeelError(f"{self.path} has none of the selected steps; it has {first} to {last}")
+        return selected
 
 
 def _step_files(folder: Path) -> list[tuple[int, Path]]:
-    """The files of a run folder, or of its folder of rollouts, by step."""
+    """Return the step files of a run folder, or of its rollouts folder, sorted by step."""
     inner = folder / "rollouts"
     folder = inner if inner.is_dir() else folder
     matches = ((_STEP_FILE.fullmatch(path.name), path) for path in folder.iterdir())
     files = sorted((int(match[1]), path) for match, path in matches if match)
     if not files:
-        raise KeelError(f"{folder} holds no run: there is no step_000001.parquet or the like in it")
+        raise KeelError(f"{folder} contains no recorded steps: it has no files such as step_000001.parquet")
     return files
 
 
@@ -112,31 +112,31 @@ def _is_parquet(path: Path) -> bool:
 def _merge_steps(
     parts: Iterator[tuple[int | None, pa.Table]], step_ranges: StepRanges | None, path: Path
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Parts of steps, in the order of the file, as whole steps."""
-    number, held, done = None, list[pa.Table](), set[int]()
-    for found, table in parts:
-        here = 1 if found is None else found
-        if here != number:
-            if held:
-                yield number or 0, pa.concat_tables(held)
-            if here in done:
-                raise KeelError(f"{path}: the rows of step {here} do not stand together; sort the file by step")
-            number, held = here, []
-            done.add(here)
-        if _in_ranges(here, step_ranges):
-            held.append(table)
-    if held:
-        yield number or 0, pa.concat_tables(held)
+    """Join consecutive parts of the same step."""
+    current, tables, seen = None, list[pa.Table](), set[int]()
+    for number, table in parts:
+        step = 1 if number is None else number
+        if step != current:
+            if tables:
+                yield current or 0, pa.concat_tables(tables)
+            if step in seen:
+                raise KeelError(f"{path}: the rows of step {step} are not consecutive; sort the file by step")
+            current, tables = step, []
+            seen.add(step)
+        if _in_ranges(step, step_ranges):
+            tables.append(table)
+    if tables:
+        yield current or 0, pa.concat_tables(tables)
 
 
 def _read_parquet(path: Path, column_names: list[str] | None) -> Iterator[tuple[int | None, pa.Table]]:
-    """Stretches of rows of one step, with that step."""
+    """Yield consecutive rows of one step, with that step."""
     try:
         with pq.ParquetFile(path) as file:
             check_parquet_size(path, file.metadata)
-            there = file.schema_arrow.names
-            check_columns(there, str(path))
-            names = [name for name in column_names or COLUMNS if name in there] or ["advantage"]
+            present = file.schema_arrow.names
+            check_columns(present, str(path))
+            names = [name for name in column_names or COLUMNS if name in present] or ["advantage"]
             empty = cast_columns(file.schema_arrow.empty_table().select(names), path)
             yielded = False
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=names):
@@ -154,60 +154,60 @@ def _split_by_step(table: pa.Table) -> Iterator[tuple[int | None, pa.Table]]:
         yield None, table
         return
     steps, start = table["step"].to_pylist(), 0
-    for place in range(1, len(steps) + 1):
-        if place == len(steps) or steps[place] != steps[start]:
-            yield steps[start], table.slice(start, place - start)
-            start = place
+    for end in range(1, len(steps) + 1):
+        if end == len(steps) or steps[end] != steps[start]:
+            yield steps[start], table.slice(start, end - start)
+            start = end
 
 
 def cast_columns(table: pa.Table, path: Path) -> pa.Table:
-    """The known columns, each with the type that it has here."""
+    """Return the known columns, cast to their types."""
     columns = {}
     for name in table.column_names:
         if name not in COLUMNS:
             continue
-        column, found = COLUMNS[name], table.schema.field(name).type
-        listed = is_list(found)
-        if listed == (column.shape == "sequence") and column.shape != "either" and not pa.types.is_null(found):
-            wanted = "one value for each sequence" if column.shape == "sequence" else "a list for each sequence"
-            raise KeelError(f"{path}: column {name} holds {found}; it must hold {wanted} ({column.meaning})")
-        wanted_type = column.type
+        column, actual_type = COLUMNS[name], table.schema.field(name).type
+        listed = is_list(actual_type)
+        if listed == (column.shape == "sequence") and column.shape != "either" and not pa.types.is_null(actual_type):
+            expected = "one value for each sequence" if column.shape == "sequence" else "a list for each sequence"
+            raise KeelError(f"{path}: column {name} has type {actual_type}; it must hold {expected} ({column.meaning})")
+        target_type = column.type
         if listed or column.shape == "tokens":
-            wanted_type = pa.list_(column.type)
+            target_type = pa.list_(column.type)
         try:
-            columns[name] = table[name].cast(wanted_type)
+            columns[name] = table[name].cast(target_type)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise KeelError(f"{path}: column {name} holds {found}; {column.meaning}: {error}") from error
+            raise KeelError(f"{path}: column {name} has type {actual_type}; {column.meaning}: {error}") from error
     return pa.table(columns)
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[int | None, pa.Table]]:
-    """Some lines at a time, none of two steps."""
-    held: list[dict[str, Any]] = []
+    """Yield some rows of one step at a time, with that step."""
+    rows: list[dict[str, Any]] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             row = _parse_json_line(line, f"{path}, line {number}")
-            if held and (len(held) == _BATCH_ROWS or row.get("step") != held[0].get("step")):
-                yield held[0].get("step"), _json_rows_to_table(held, path)
-                held = []
-            held.append(row)
-    if held:
-        yield held[0].get("step"), _json_rows_to_table(held, path)
+            if rows and (len(rows) == _BATCH_ROWS or row.get("step") != rows[0].get("step")):
+                yield rows[0].get("step"), _json_rows_to_table(rows, path)
+                rows = []
+            rows.append(row)
+    if rows:
+        yield rows[0].get("step"), _json_rows_to_table(rows, path)
 
 
 def _parse_json_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError) as error:
-        raise KeelError(f"{where} is no JSON: {error}") from None
+        raise KeelError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(row, dict):
-        raise KeelError(f"{where} is no JSON object; a line is one sequence with its columns by name")
+        raise KeelError(f"{where} is not a JSON object; each line must be an object with the columns of one sequence")
     check_columns(list(row), where)
     step = row.get("step")
     if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
-        raise KeelError(f"{where}: step = {step!r} must be a whole number")
+        raise KeelError(f"{where}: step = {step!r} must be an integer")
     return {name: row[name] for name in COLUMNS if name in row}
 
 
@@ -224,7 +224,7 @@ def _json_rows_to_table(rows: list[dict[str, Any]], path: Path) -> pa.Table:
         elif name == "group":
             values = [None if value is None else str(value) for value in values]
         try:
-            # masks of 0 and 1 are cast later: as booleans they are not taken
+            # masks of 0 and 1 are cast later, because pyarrow does not accept them as booleans here
             columns[name] = pa.array(values) if name == "trainable" else pa.array(values, kind)
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise KeelError(f"{path}: {name} cannot be read as {kind}: {error} ({column.meaning})") from error
@@ -232,17 +232,17 @@ def _json_rows_to_table(rows: list[dict[str, Any]], path: Path) -> pa.Table:
 
 
 def _encode_texts(texts: Any) -> Any:
-    """Texts as bytes: JSON may hold half of a surrogate pair, which is no text that could be stored."""
+    """Return texts as bytes: JSON may contain half of a surrogate pair, which cannot be stored as text."""
     if not isinstance(texts, list):
         return texts
     return [
-        piece.encode("utf-8", "surrogateescape" if _is_surrogateescaped(piece) else "surrogatepass")
-        if isinstance(piece, str)
-        else piece
-        for piece in texts
+        text.encode("utf-8", "surrogateescape" if _is_surrogateescaped(text) else "surrogatepass")
+        if isinstance(text, str)
+        else text
+        for text in texts
     ]
 
 
 def _is_surrogateescaped(text: str) -> bool:
-    """Whether all of its surrogates stand for bytes that were no UTF-8."""
+    """Return whether all surrogates in a text stand for bytes that were not UTF-8."""
     return all(not 0xD800 <= ord(character) <= 0xDFFF or 0xDC80 <= ord(character) <= 0xDCFF for character in text)

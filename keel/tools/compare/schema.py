@@ -1,9 +1,9 @@
-"""The columns that a file of tokens has, and how the rows of a step become a token batch.
+"""The columns of a file of tokens, and the conversion of the rows of a step to a token batch.
 
-One row is one sequence; what is said of each token is a list as long as the sequence. A run's own files have these
-columns and more. A column that is missing, of the wrong type or of the wrong length is refused by its name with what it
-is for; columns with other names are left alone. Arithmetic is in float32, as in the trainer, so that a token on the
-bound of a gate falls to the same side.
+One row is one sequence; per-token values are lists as long as the sequence. The files of a run have these columns and
+more. A column that is missing, or has the wrong type or length, raises an error that names it and its meaning; other
+columns are ignored. Arithmetic is in float32, as in the trainer, so that a token on the bound of a gate is decided the
+same way.
 """
 
 from collections import Counter
@@ -25,11 +25,11 @@ ColumnShape = Literal["sequence", "tokens", "either"]
 
 
 class TokenColumn(NamedTuple):
-    """One column: what it holds for each row, and what for."""
+    """One column of a file of tokens."""
 
     name: str
     shape: ColumnShape
-    """One value for the sequence, a list with one for each token, or either of them."""
+    """One value for the sequence, a list with one value per token, or either of them."""
     type: pa.DataType
     required: bool
     meaning: str
@@ -41,42 +41,40 @@ COLUMNS = {
     for column in (
         TokenColumn("logprobs", "tokens", _FLOAT, True, "log-prob of each token under the policy before the update"),
         TokenColumn("sampler_logprobs", "tokens", _FLOAT, True, "log-prob of each token as its sampler recorded it"),
-        TokenColumn("advantage", "either", _FLOAT, True, "the advantage of the sequence, or of each token"),
-        TokenColumn("trainable", "tokens", pa.bool_(), True, "whether the policy wrote the token and it may train"),
-        TokenColumn("step", "sequence", _INT, False, "the step it is part of; not given: all rows are one step"),
-        TokenColumn("version", "sequence", _INT, False, "version being trained; not given: the newest in the step"),
+        TokenColumn("advantage", "either", _FLOAT, True, "advantage of the sequence, or of each token"),
+        TokenColumn("trainable", "tokens", pa.bool_(), True, "whether the policy sampled the token and it may train"),
+        TokenColumn("step", "sequence", _INT, False, "training step of the sequence; default: all rows are one step"),
+        TokenColumn("version", "sequence", _INT, False, "version being trained; default: the newest in the step"),
         TokenColumn(
-            "versions", "either", _INT, False, "version that sampled each token, or all; staleness counts from it"
+            "versions", "either", _INT, False, "version that sampled each token, or the sequence; gives its staleness"
         ),
-        TokenColumn("group", "sequence", pa.string(), False, "the group of sequences of the same task"),
-        TokenColumn(
-            "token_text", "tokens", pa.binary(), False, "the text of each token; not given: token_ids are shown"
-        ),
-        TokenColumn("token_ids", "tokens", _INT, False, "the tokens; with --model they are computed again"),
-        TokenColumn("reference_logprobs", "tokens", _FLOAT, False, "under a frozen reference"),
-        TokenColumn("teacher_logprobs", "tokens", _FLOAT, False, "under a teacher"),
-        TokenColumn("proximal_logprobs", "tokens", _FLOAT, False, "under the policy at the start of the step"),
-        TokenColumn("role", "either", _INT, False, "who wrote the token, for objectives that choose by role"),
-        TokenColumn("temperature", "sequence", _FLOAT, False, "at which it was sampled, for --model; not given: 1"),
-        TokenColumn("outcome", "sequence", pa.string(), False, 'rows with another word than "trained" are left out'),
+        TokenColumn("group", "sequence", pa.string(), False, "name of the group of sequences of the same task"),
+        TokenColumn("token_text", "tokens", pa.binary(), False, "text of each token; default: token_ids are shown"),
+        TokenColumn("token_ids", "tokens", _INT, False, "token ids; --model needs them to compute gradients"),
+        TokenColumn("reference_logprobs", "tokens", _FLOAT, False, "log-prob of each token under a frozen reference"),
+        TokenColumn("teacher_logprobs", "tokens", _FLOAT, False, "log-prob of each token under a teacher"),
+        TokenColumn("proximal_logprobs", "tokens", _FLOAT, False, "log-prob under the policy at the start of the step"),
+        TokenColumn("role", "either", _INT, False, "role of the token's author, for objectives that select by role"),
+        TokenColumn("temperature", "sequence", _FLOAT, False, "sampling temperature, for --model; default: 1"),
+        TokenColumn("outcome", "sequence", pa.string(), False, 'rows with a value other than "trained" are skipped'),
     )
 }
 
 
 @dataclass(frozen=True, eq=False)
 class TokenLabels:
-    """A way to sort tokens: a number for each token, and what the numbers mean."""
+    """A classification of tokens: a code for each token, and the label of each code."""
 
     codes: Array
     labels: list[str]
 
     def count(self, selected: Array | None = None) -> Counter[str]:
-        """How many tokens, or how many of the chosen ones, there are under each label."""
+        """Return the number of tokens, or of selected tokens, by label."""
         codes = self.codes if selected is None else self.codes[selected]
-        counts, found = np.bincount(codes, minlength=len(self.labels)), Counter[str]()
-        for place in np.flatnonzero(counts).tolist():
-            found[self.labels[place]] += int(counts[place])  # two long texts may be shown alike
-        return found
+        counts, by_label = np.bincount(codes, minlength=len(self.labels)), Counter[str]()
+        for code in np.flatnonzero(counts).tolist():
+            by_label[self.labels[code]] += int(counts[code])  # two long texts may have the same label
+        return by_label
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,13 +84,13 @@ class RecordedStep:
     number: int
     batch: TokenBatch
     token_labels: dict[str, TokenLabels]
-    """By "position", "advantage" and, where recorded, "staleness" and "text"."""
+    """By "position", "advantage" and, if recorded, "staleness" and "text"."""
     rows: pa.Table
-    """The sequences they come from, prompts included."""
+    """The sequences of the tokens, including prompts."""
 
 
 def check_columns(names: list[str], where: str) -> None:
-    """Refuse a file without a column that nothing can do without."""
+    """Raise an error that names each required column that is missing."""
     lines = [
         f"{where} has no column {column.name}: {column.meaning}"
         for column in COLUMNS.values()
@@ -103,7 +101,7 @@ def check_columns(names: list[str], where: str) -> None:
 
 
 def build_step(number: int, rows: pa.Table, where: str) -> RecordedStep | None:
-    """The rows of a step as tokens; None when no row has any that trains."""
+    """Return the tokens of a step, or None if no token is trainable."""
     reader = _ColumnReader(rows, f"{where}, step {number}")
     trainable = reader.token_values("trainable").astype(bool)
     if not trainable.any():
@@ -135,15 +133,15 @@ def build_step(number: int, rows: pa.Table, where: str) -> RecordedStep | None:
 
 
 def select_trained_rows(table: pa.Table) -> tuple[pa.Table, Counter[str]]:
-    """The rows that were trained on and have log-probs, and how many others there are."""
-    left_out: Counter[str] = Counter()
+    """Return the rows that were trained on and have log-probs, and the number of other rows by reason."""
+    skipped: Counter[str] = Counter()
     size = len(table)
     if "outcome" in table.column_names:
         table = table.filter(pc.equal(table["outcome"], "trained"))
-        left_out["not trained on"] = size - len(table)
+        skipped["not trained on"] = size - len(table)
     scored = table.filter(pc.is_valid(table["logprobs"]))
-    left_out["without logprobs"] = len(table) - len(scored)
-    return scored, +left_out
+    skipped["without logprobs"] = len(table) - len(scored)
+    return scored, +skipped
 
 
 def _trainer_version(rows: pa.Table, fields: dict[str, Array]) -> int | None:
@@ -154,7 +152,7 @@ def _trainer_version(rows: pa.Table, fields: dict[str, Array]) -> int | None:
 
 
 class _ColumnReader:
-    """Columns of the used rows as flat arrays over all their tokens."""
+    """Reads columns as flat arrays over all tokens of the rows."""
 
     def __init__(self, rows: pa.Table, where: str) -> None:
         self.rows, self.where = rows, where
@@ -163,11 +161,10 @@ class _ColumnReader:
     def _lengths(self, name: str) -> Array:
         lengths = pc.list_value_length(self._column(name))
         if lengths.null_count:
-            self._raise_error(
-                name, int(pc.index(lengths.is_null(), True).as_py()), "is missing, and other rows have it"
-            )
-        found: Array = lengths.to_numpy().astype(np.int64)
-        return found
+            row = int(pc.index(lengths.is_null(), True).as_py())
+            self._raise_error(name, row, "is missing, although other rows have it")
+        result: Array = lengths.to_numpy().astype(np.int64)
+        return result
 
     def _column(self, name: str) -> pa.Array:
         return self.rows[name].combine_chunks()
@@ -176,7 +173,7 @@ class _ColumnReader:
         return name in self.rows.column_names and self.rows[name].null_count < max(len(self.rows), 1)
 
     def token_values(self, name: str) -> Array:
-        """One value for each token of the rows; a hole is NaN, -1 or false."""
+        """Return one value for each token; a null becomes NaN, -1 or false."""
         column = self._column(name)
         if not is_list(column.type):
             values = self._to_numpy(name, column)
@@ -190,16 +187,16 @@ class _ColumnReader:
             values = values.fill_null(float("nan"))
         else:
             values = values.fill_null(False if pa.types.is_boolean(kind) else -1)
-        found: Array = np.array(values.to_numpy(zero_copy_only=False))
-        return found
+        result: Array = np.array(values.to_numpy(zero_copy_only=False))
+        return result
 
     def text_labels(self, trainable: Array) -> TokenLabels | None:
-        """The texts of the trainable tokens, or their ids where there are no texts."""
+        """Return labels by the texts of the trainable tokens, or by their ids if texts are not recorded."""
         if self.has("token_text"):
             self._check_lengths("token_text")
-            words = self._column("token_text").flatten().fill_null(b"").filter(pa.array(trainable)).dictionary_encode()
-            labels = [escape_token(raw) for raw in words.dictionary.to_pylist()]
-            return TokenLabels(words.indices.to_numpy().astype(np.int64), labels)
+            texts = self._column("token_text").flatten().fill_null(b"").filter(pa.array(trainable)).dictionary_encode()
+            labels = [escape_token(raw) for raw in texts.dictionary.to_pylist()]
+            return TokenLabels(texts.indices.to_numpy().astype(np.int64), labels)
         if self.has("token_ids"):
             ids, codes = np.unique(self.token_values("token_ids")[trainable], return_inverse=True)
             return TokenLabels(codes, [f"id {token}" for token in ids.tolist()])
@@ -209,7 +206,7 @@ class _ColumnReader:
         lengths = self._lengths(name)
         if (lengths != self.lengths).any():
             row = int(np.flatnonzero(lengths != self.lengths)[0])
-            self._raise_error(name, row, f"has {lengths[row]} values, and trainable has {self.lengths[row]}")
+            self._raise_error(name, row, f"has {lengths[row]} values, but trainable has {self.lengths[row]}")
 
     def check_finite(self, name: str, values: Array, row: Array) -> None:
         bad = np.flatnonzero(~np.isfinite(values))
@@ -225,19 +222,19 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def _token_labels(batch: TokenBatch, row: Array, reader: _ColumnReader, trainable: Array) -> dict[str, TokenLabels]:
-    first = np.searchsorted(row, row)  # rows are in order: where each token's own begins
-    place = np.arange(1, len(row) + 1) - first
-    power = np.frexp(place)[1] - 1  # exact, where a logarithm may round
-    ends = [(1 << step, (2 << step) - 1) for step in range(int(power.max()) + 1)]
+    first = np.searchsorted(row, row)  # rows are sorted: the index of the first token of each token's row
+    position = np.arange(1, len(row) + 1) - first
+    power = np.frexp(position)[1] - 1  # exact, whereas a logarithm may round
+    ranges = [(1 << exponent, (2 << exponent) - 1) for exponent in range(int(power.max()) + 1)]
     sign = np.sign(batch.advantages.numpy()).astype(np.int64)
-    keys = {
-        "position": TokenLabels(power, [str(low) if low == high else f"{low}-{high}" for low, high in ends]),
+    labels = {
+        "position": TokenLabels(power, [str(low) if low == high else f"{low}-{high}" for low, high in ranges]),
         "advantage": TokenLabels(1 - sign, ["positive", "zero", "negative"]),
     }
     if batch.version is not None:
         version = batch.version.numpy()
         newest = int(version.max()) if batch.trainer_version is None else batch.trainer_version
-        ages, codes = np.unique(newest - version, return_inverse=True)
-        keys["staleness"] = TokenLabels(codes, [str(age) for age in ages.tolist()])
+        staleness, codes = np.unique(newest - version, return_inverse=True)
+        labels["staleness"] = TokenLabels(codes, [str(value) for value in staleness.tolist()])
     texts = reader.text_labels(trainable)
-    return keys if texts is None else keys | {"text": texts}
+    return labels if texts is None else labels | {"text": texts}

@@ -1,9 +1,9 @@
-"""The gradients of the objectives with respect to a model's weights, on a few steps.
+"""Compute the gradients of the objectives with respect to a model's weights, on a few steps.
 
-d loss / d log-prob is that of the recorded log-probs, the same that the rest of the comparison shows; the model brings
-d log-prob / d weight. Where the model is the policy of that step this is the gradient that the step would have taken;
-how far its log-probs are from the recorded ones is reported. Gradients of all objectives are held at once: memory is
-that of the model times their number, and one forward and backward pass each. No weight is changed.
+d loss / d log-prob is taken at the recorded log-probs, as in the rest of the comparison; the model provides
+d log-prob / d weight. If the model is the policy of that step, this is the gradient of the step; the mean difference
+between its log-probs and the recorded ones is reported. The gradients of all objectives are held in memory together,
+and each needs one forward and backward pass. No weight is changed.
 """
 
 import math
@@ -26,16 +26,16 @@ from keel.training.step.lm_head import backward_into
 
 
 def evenly_spaced_steps(steps: Sequence[int], count: int) -> list[int]:
-    """So many of the steps, evenly spaced, the first and the last among them."""
+    """Return `count` evenly spaced steps, including the first and the last."""
     if count >= len(steps):
         return list(steps)
     if count == 1:
         return [steps[len(steps) // 2]]
-    return [steps[round(place * (len(steps) - 1) / (count - 1))] for place in range(count)]
+    return [steps[round(index * (len(steps) - 1) / (count - 1))] for index in range(count)]
 
 
 class WeightGradients:
-    """Inner products of the objectives' gradients over the steps that were added."""
+    """Accumulates the inner products of the objectives' gradients over the steps that are added."""
 
     def __init__(self, model: Model | str, *, max_tokens: int = 4096) -> None:
         self.model = load_model(ModelSettings(name=model)) if isinstance(model, str) else model
@@ -46,41 +46,42 @@ class WeightGradients:
         self.tokens = 0
 
     def add(self, comparison: StepComparison) -> None:
-        """The weight gradients of every objective at one step."""
+        """Add the weight gradients of every objective at one step."""
         step = comparison.step
         tokens = TrainableTokens(to_samples(step))
         plan = self.forward.plan(tokens)
-        found = self.forward.score(tokens, plan=plan).logprobs.cpu()
-        self.logprob_difference += float((found - step.batch.logprobs).abs().sum())
+        logprobs = self.forward.score(tokens, plan=plan).logprobs.cpu()
+        self.logprob_difference += float((logprobs - step.batch.logprobs).abs().sum())
         self.tokens += len(tokens)
-        flat: list[list[Tensor]] = []
+        weight_gradients: list[list[Tensor]] = []
         for name, gradient in zip(comparison.names, comparison.gradients, strict=True):
-            flat.append(self._backward(plan, gradient.to(self.model.device)))
-            for other, theirs in zip(comparison.names, flat, strict=False):
-                product = math.fsum(_dot(mine, their) for mine, their in zip(flat[-1], theirs, strict=True))
+            weight_gradients.append(self._backward(plan, gradient.to(self.model.device)))
+            for other, other_gradients in zip(comparison.names, weight_gradients, strict=False):
+                pairs = zip(weight_gradients[-1], other_gradients, strict=True)
+                product = math.fsum(_dot(left, right) for left, right in pairs)
                 self.inner_products[name, other] = self.inner_products[other, name] = (
                     self.inner_products.get((name, other), 0.0) + product
                 )
         self.steps.append(step.number)
 
     def _backward(self, plan: Sequence[MicroBatch], gradient: Tensor) -> list[Tensor]:
-        """One forward and backward pass over the step, for a known gradient by each log-prob."""
+        """Return the weight gradients of one forward and backward pass, given the gradient of each log-prob."""
         weights, head = list(self.model.parameters().values()), self.forward.head
         with self.forward.tree_attention_enabled():
             for batch in plan:
-                worth = gradient[batch.token_index]
-                if worth.any():
+                grad_logprobs = gradient[batch.token_index]
+                if grad_logprobs.any():
                     hidden = self.forward.hidden(batch)
-                    known = head.backward(hidden.detach(), batch.targets, batch.temperature, worth)
-                    backward_into(head, hidden, known)
-        found = [torch.zeros_like(weight) if weight.grad is None else weight.grad.detach() for weight in weights]
+                    head_gradient = head.backward(hidden.detach(), batch.targets, batch.temperature, grad_logprobs)
+                    backward_into(head, hidden, head_gradient)
+        gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad.detach() for weight in weights]
         for weight in weights:
             weight.grad = None
-        return found
+        return gradients
 
     def summary(self, names: Sequence[str]) -> WeightGradientSummary:
-        """Norms and cosines of these objectives."""
-        gram = np.array([[self.inner_products.get((one, other), math.nan) for other in names] for one in names])
+        """Return the gradient norms and cosines of the named objectives."""
+        gram = np.array([[self.inner_products.get((row, column), math.nan) for column in names] for row in names])
         return WeightGradientSummary(
             model=self.model.source.name,
             steps=self.steps,
@@ -96,14 +97,14 @@ def _dot(left: Tensor, right: Tensor) -> float:
 
 
 def to_samples(step: RecordedStep) -> list[Sample]:
-    """The step's sequences for a model, in the order of its tokens."""
+    """Return the step's sequences as samples for a model, in the order of its tokens."""
     rows = step.rows
     if "token_ids" not in rows.column_names or rows["token_ids"].null_count:
         raise KeelError(
-            f"step {step.number} has no token_ids for some sequence: --model computes the tokens again and needs them"
+            f"step {step.number} has no token_ids for some sequence; --model needs them to compute gradients"
         )
-    heat = rows["temperature"] if "temperature" in rows.column_names else pa.nulls(len(rows))
-    columns = (rows["token_ids"].to_pylist(), rows["trainable"].to_pylist(), heat.to_pylist())
+    temperatures = rows["temperature"] if "temperature" in rows.column_names else pa.nulls(len(rows))
+    columns = (rows["token_ids"].to_pylist(), rows["trainable"].to_pylist(), temperatures.to_pylist())
     samples = []
     for number, (ids, trainable, temperature) in enumerate(zip(*columns, strict=True)):
         if len(ids) != len(trainable):

@@ -1,1 +1,4 @@
-"""The lens: a page to watch runs and to look at every token, and the same page as one file. Reads run folders only."""
+"""The lens: a web page for watching runs and inspecting every token, also available as a single file.
+
+It only reads run folders.
+"""

@@ -1,8 +1,8 @@
-"""Aggregates over many steps, a little at a time: what was read is kept, and the answer says how much that is.
+"""Aggregates over many steps that are computed incrementally, with a time limit for each request.
 
-A run of ten gigabytes is not read before a page is painted. Each look reads steps until its time is up, evenly spread
-over the range so that a part speaks for the whole, and the next look goes on from there; a run that goes on adds its
-new steps. Only the aggregate stays in memory. A file that cannot be read is counted and named, never left out silently.
+A run of ten gigabytes is not read before the page is drawn: each request reads steps until its time is up, evenly
+spaced over the range so that a part is representative, and the next request continues from there. Steps that a running
+run adds are picked up. Only the aggregate stays in memory. A file that cannot be read is counted and reported.
 """
 
 import re
@@ -20,42 +20,44 @@ from keel.tools.lens.run_reader import RunReader, replace_non_finite
 from keel.tools.lens.trust_region_bands import BINS_PER_UNIT, Statistic
 
 CHUNK_BYTES = 24_000_000
-"""Bytes of parquet that one query reads: a fraction of a second."""
+"""Bytes of parquet that one query reads, which takes a fraction of a second."""
 MAX_STALENESS = 8
-"""Staleness from which tokens are counted together."""
+"""Tokens of this staleness and above are counted together."""
 MAX_TEXTS = 200_000
-"""Different texts that are counted; more than a vocabulary has."""
+"""Number of distinct token ids that are counted; larger than common vocabularies."""
 MAX_ROWS = 50
-"""Lines of a list."""
+"""Maximum number of rows of a list."""
 
 OUTCOME_SQL = (
     "CASE WHEN drop_reason IS NULL THEN 'trained' WHEN drop_reason LIKE '% high' THEN 'high'"
     " WHEN drop_reason LIKE '% low' THEN 'low' ELSE 'other' END"
 )
-"""A gate refuses on a side; what else keeps a token out (its role) has none."""
+"""A gate drops on the low or the high side; other reasons, such as the token's role, have no side."""
 TOKEN_OUTCOMES = ("trained", "low", "high", "other")
 ADVANTAGE_SIGN_SQL = "CASE WHEN advantage > 0 THEN 'positive' WHEN advantage < 0 THEN 'negative' ELSE 'zero' END"
 ADVANTAGE_SIGNS = ("positive", "negative", "zero")
 
-_POSITION_COLUMNS = """filename, "group", member, attempt, sample, advantage, generate_subscripts(token_ids, 1) - 1 AS position,
+_POSITION_COLUMNS = """filename, "group", member, attempt, sample, advantage,
+    generate_subscripts(token_ids, 1) - 1 AS position,
     unnest(dloss_dlogprob) AS gradient, unnest(entropy) AS entropy,"""
 _TEXT_COLUMNS = "unnest(token_ids) AS token_id, unnest(token_text) AS text,"
 
 
 def token_rows_sql(*columns: str) -> str:
-    """One row for each token of what trained. All lists that are named are read: duckdb leaves none of them out."""
+    """Return a query with one row per token of trained samples. duckdb reads every list that is named in it."""
     return f"""
-    SELECT {" ".join(columns)} {ADVANTAGE_SIGN_SQL} AS side, version - unnest(versions) AS staleness, unnest(logprobs) AS l,
-        unnest(sampler_logprobs) AS b, unnest(drop_reason) AS drop_reason
+    SELECT {" ".join(columns)} {ADVANTAGE_SIGN_SQL} AS advantage_sign, version - unnest(versions) AS staleness,
+        unnest(logprobs) AS l, unnest(sampler_logprobs) AS b, unnest(drop_reason) AS drop_reason
     FROM {{files}} WHERE outcome = 'trained' AND logprobs IS NOT NULL
     """
 
 
 VALID_TOKEN_SQL = "isfinite(l) AND isfinite(b)"
+"""`l` and `b` are the log-probs of the policy and of the sampler (behaviour policy), as in `LensHistogram.sql`."""
 
 
 class Aggregate(ABC):
-    """An aggregate over a range of a run's steps, as far as it has been read."""
+    """An aggregate over a range of a run's steps, of which a part may have been read."""
 
     def __init__(self, database: Database, run: RunReader, first: int, last: int | None) -> None:
         self.database, self.run = database, run
@@ -66,23 +68,23 @@ class Aggregate(ABC):
 
     @abstractmethod
     def add_files(self, files: Sequence[Path]) -> None:
-        """Add what some files hold; all of it, or raise before anything was added."""
+        """Add the contents of files, or raise without having added anything."""
 
     @abstractmethod
     def as_json(self) -> dict[str, Any]:
-        """The aggregate for the page."""
+        """Return the aggregate as the page needs it."""
 
     def advance(self, seconds: float) -> dict[str, Any]:
-        """Read on for about so many seconds, one query's worth at least, and tell."""
+        """Read for about `seconds`, at least one query, and return the aggregate and how much of it was read."""
         end = time.monotonic() + seconds
         with self._lock:
             steps = [step for step in self.run.recorded_steps() if self.first <= step <= (self.last or step)]
-            # multiples of the golden ratio fill the range evenly, however far one gets
-            waiting = sorted(
+            # multiples of the golden ratio fill the range evenly, however many steps are read
+            unread = sorted(
                 set(steps) - self._steps_read - set(self._unreadable), key=lambda step: step * 0.6180339887498949 % 1
             )
-            while waiting:
-                self._read_files(_next_chunk(self.run, waiting))
+            while unread:
+                self._read_files(_next_chunk(self.run, unread))
                 if time.monotonic() >= end:
                     break
             return {
@@ -90,7 +92,7 @@ class Aggregate(ABC):
                 "steps": len(steps),
                 "first": steps[0] if steps else None,
                 "last": steps[-1] if steps else None,
-                "unreadable": [f"step {step}: {why}" for step, why in sorted(self._unreadable.items())][:5],
+                "unreadable": [f"step {step}: {reason}" for step, reason in sorted(self._unreadable.items())][:5],
                 **replace_non_finite(self.as_json()),
             }
 
@@ -108,7 +110,7 @@ class Aggregate(ABC):
 
 
 def _next_chunk(run: RunReader, unread: list[int]) -> list[int]:
-    """Take the next steps off the list: about a query's worth of bytes."""
+    """Remove and return the next steps of the list, about CHUNK_BYTES of them."""
     steps, size = [], 0
     while unread and size < CHUNK_BYTES:
         steps.append(unread.pop(0))
@@ -120,7 +122,7 @@ def _next_chunk(run: RunReader, unread: list[int]) -> list[int]:
 
 
 class TrustRegionHistograms(Aggregate):
-    """How far the policy is from the sampler: a histogram of each statistic, by staleness, advantage and outcome."""
+    """Histograms of the distance between policy and sampler, by staleness, sign of the advantage, and outcome."""
 
     def __init__(
         self, database: Database, run: RunReader, first: int, last: int | None, statistics: Sequence[Statistic]
@@ -129,48 +131,49 @@ class TrustRegionHistograms(Aggregate):
         self.statistics = statistics
         self._counts: Counter[tuple[str, int, str, str, int]] = Counter()
         self._abs_log_ratio_sums: Counter[tuple[int, str]] = Counter()
-        tokens = [one for one in statistics if one.scope == "token"]
-        samples = [one for one in statistics if one.scope == "sample"]
+        tokens = [statistic for statistic in statistics if statistic.scope == "token"]
+        samples = [statistic for statistic in statistics if statistic.scope == "sample"]
         self._queries = [(tokens, _histograms_sql(tokens, token_rows_sql()))]
         if samples:
             self._queries.append((samples, _histograms_sql(samples, _SAMPLE_ROWS_SQL)))
 
     def add_files(self, files: Sequence[Path]) -> None:
-        answers = [(chosen, self.database.query_rows(query, files)) for chosen, query in self._queries]
-        for chosen, rows in answers:
+        results = [(statistics, self.database.query_rows(query, files)) for statistics, query in self._queries]
+        for statistics, rows in results:
             for row in rows:
-                name = chosen[row["which"]].name
-                self._counts[name, row["staleness"], row["side"], row["outcome"], row["bin"]] += row["count"]
+                name, sign = statistics[row["statistic_index"]].name, row["advantage_sign"]
+                self._counts[name, row["staleness"], sign, row["outcome"], row["bin"]] += row["count"]
                 if name == "ratio":
-                    self._abs_log_ratio_sums[row["staleness"], row["side"]] += row["distance"]
+                    self._abs_log_ratio_sums[row["staleness"], sign] += row["abs_log_ratio"]
 
     def as_json(self) -> dict[str, Any]:
-        """Counts as lists that begin at bin `start`; the page adds up the sides that it shows."""
-        series: dict[tuple[str, int, str, str], dict[int, int]] = {}
-        for (name, *key, place), count in self._counts.items():
-            series.setdefault((name, *key), {})[place] = count  # type: ignore[arg-type]
-        found = [
+        """Return counts as lists that begin at bin `start`; the page sums over the signs it shows."""
+        bins_by_key: dict[tuple[str, int, str, str], dict[int, int]] = {}
+        for (name, *key, bin_index), count in self._counts.items():
+            bins_by_key.setdefault((name, *key), {})[bin_index] = count  # type: ignore[arg-type]
+        series = [
             {
                 "statistic": name,
                 "staleness": staleness,
-                "side": side,
+                "advantage_sign": sign,
                 "outcome": outcome,
                 "start": min(bins),
-                "counts": [bins.get(place, 0) for place in range(min(bins), max(bins) + 1)],
+                "counts": [bins.get(index, 0) for index in range(min(bins), max(bins) + 1)],
             }
-            for (name, staleness, side, outcome), bins in sorted(series.items())
+            for (name, staleness, sign, outcome), bins in sorted(bins_by_key.items())
         ]
         return {
-            "statistics": [one.as_json() for one in self.statistics],
+            "statistics": [statistic.as_json() for statistic in self.statistics],
             "bins": BINS_PER_UNIT,
-            "oldest": MAX_STALENESS,
-            "series": found,
-            "distance": [[*key, value] for key, value in sorted(self._abs_log_ratio_sums.items())],
+            "max_staleness": MAX_STALENESS,
+            "series": series,
+            "abs_log_ratio": [[*key, value] for key, value in sorted(self._abs_log_ratio_sums.items())],
         }
 
 
 _SAMPLE_ROWS_SQL = f"""
-SELECT {ADVANTAGE_SIGN_SQL} AS side, version - list_min(list_filter(versions, lambda v: v >= 0)) AS staleness, 1.0 AS l, 0.0 AS b,
+SELECT {ADVANTAGE_SIGN_SQL} AS advantage_sign, version - list_min(list_filter(versions, lambda v: v >= 0)) AS staleness,
+    1.0 AS l, 0.0 AS b,
     list_sum(list_transform(list_zip(logprobs, sampler_logprobs), lambda x: x[1] - x[2])) AS d,
     list_count(logprobs) AS n, logprobs, sampler_logprobs,
     CASE WHEN list_count(drop_reason) = list_count(logprobs) THEN list_any_value(drop_reason) END AS drop_reason
@@ -179,31 +182,31 @@ FROM {{files}} WHERE outcome = 'trained' AND list_count(logprobs) > 0
 
 
 def _histograms_sql(statistics: Sequence[Statistic], rows: str) -> str:
-    """All histograms of one scan: which statistic, which bin, and how many."""
+    """Return a query that counts all histograms in one scan: index of the statistic, bin, and count."""
     bins = [
-        f"floor(asinh(({one.expression}) / {one.scale!r}) * {BINS_PER_UNIT})::INT AS bin{n}"
-        for n, one in enumerate(statistics)
+        f"floor(asinh(({statistic.expression}) / {statistic.scale!r}) * {BINS_PER_UNIT})::INT AS bin{n}"
+        for n, statistic in enumerate(statistics)
     ]
     names = [f"bin{n}" for n in range(len(statistics))]
-    sets = ", ".join(f"(staleness, side, outcome, {name})" for name in names)
-    # a name that its grouping set leaves out is null in its rows, and no bin ever is
-    which = " ".join(f"WHEN {name} IS NOT NULL THEN {n}" for n, name in enumerate(names))
+    sets = ", ".join(f"(staleness, advantage_sign, outcome, {name})" for name in names)
+    # a bin is never null, so in a row of a grouping set only the bin of that set is not null
+    index = " ".join(f"WHEN {name} IS NOT NULL THEN {n}" for n, name in enumerate(names))
     return f"""
-    SELECT staleness, side, outcome, CASE {which} END AS which, coalesce({", ".join(names)}) AS bin, count(*) AS count,
-        sum(abs(l - b)) AS distance
-    FROM (SELECT least(greatest(staleness, 0), {MAX_STALENESS}) AS staleness, side, {OUTCOME_SQL} AS outcome, l, b,
-              {", ".join(bins)}
+    SELECT staleness, advantage_sign, outcome, CASE {index} END AS statistic_index, coalesce({", ".join(names)}) AS bin,
+        count(*) AS count, sum(abs(l - b)) AS abs_log_ratio
+    FROM (SELECT least(greatest(staleness, 0), {MAX_STALENESS}) AS staleness, advantage_sign, {OUTCOME_SQL} AS outcome,
+              l, b, {", ".join(bins)}
           FROM ({rows}) WHERE {VALID_TOKEN_SQL})
     GROUP BY GROUPING SETS ({sets})
     """
 
 
 class DroppedTexts(Aggregate):
-    """Which tokens are dropped most, by their text."""
+    """The token texts that are dropped most often."""
 
     QUERY = f"""
-    SELECT token_id, any_value(left(text, 80)) AS text, side, {OUTCOME_SQL} AS outcome, count(*) AS count
-    FROM ({token_rows_sql(_TEXT_COLUMNS)}) WHERE {VALID_TOKEN_SQL} GROUP BY token_id, side, outcome
+    SELECT token_id, any_value(left(text, 80)) AS text, advantage_sign, {OUTCOME_SQL} AS outcome, count(*) AS count
+    FROM ({token_rows_sql(_TEXT_COLUMNS)}) WHERE {VALID_TOKEN_SQL} GROUP BY token_id, advantage_sign, outcome
     """
 
     def __init__(self, database: Database, run: RunReader, first: int, last: int | None) -> None:
@@ -216,7 +219,7 @@ class DroppedTexts(Aggregate):
             token = row["token_id"]
             if token in self._texts or len(self._texts) < MAX_TEXTS:
                 self._texts.setdefault(token, row["text"] or "")
-                self._counts[token, row["side"], row["outcome"]] += row["count"]
+                self._counts[token, row["advantage_sign"], row["outcome"]] += row["count"]
 
     def as_json(self) -> dict[str, Any]:
         dropped: Counter[int] = Counter()
@@ -225,18 +228,18 @@ class DroppedTexts(Aggregate):
                 dropped[token] += count
         texts = []
         for token, count in dropped.most_common(MAX_ROWS):
-            counts = {(side, out): self._counts[token, side, out] for side in ADVANTAGE_SIGNS for out in TOKEN_OUTCOMES}
+            counts = {(sign, out): self._counts[token, sign, out] for sign in ADVANTAGE_SIGNS for out in TOKEN_OUTCOMES}
             texts.append(
                 {
                     "token_id": token,
                     "text": self._texts[token],
                     "dropped": count,
                     "all": sum(counts.values()),
-                    **{side: sum(counts[side, out] for out in TOKEN_OUTCOMES[1:]) for side in ADVANTAGE_SIGNS},
-                    **{out: sum(counts[side, out] for side in ADVANTAGE_SIGNS) for out in TOKEN_OUTCOMES[1:]},
+                    **{sign: sum(counts[sign, out] for out in TOKEN_OUTCOMES[1:]) for sign in ADVANTAGE_SIGNS},
+                    **{out: sum(counts[sign, out] for sign in ADVANTAGE_SIGNS) for out in TOKEN_OUTCOMES[1:]},
                 }
             )
-        return {"texts": texts, "dropped": dropped.total(), "different": len(dropped)}
+        return {"texts": texts, "dropped": dropped.total(), "distinct": len(dropped)}
 
 
 TOKEN_ORDERS = {
@@ -247,7 +250,7 @@ TOKEN_ORDERS = {
     "gradient": ("abs(gradient)", "DESC"),
     "entropy": ("entropy", "DESC"),
 }
-"""What "extreme" may mean, and the only orders that reach a query."""
+"""SQL expression and direction of each order. No other text of a request reaches ORDER BY."""
 OUTCOME_FILTERS = {
     "any": "true",
     "trained": "drop_reason IS NULL",
@@ -259,7 +262,7 @@ ADVANTAGE_FILTERS = {"any": "true", "positive": "advantage > 0", "negative": "ad
 
 
 class ExtremeTokens(Aggregate):
-    """The tokens that lie furthest out, among those that a filter lets through."""
+    """The most extreme tokens in some order, among those that match a filter."""
 
     def __init__(
         self,
@@ -270,28 +273,32 @@ class ExtremeTokens(Aggregate):
         *,
         order: str = "distance",
         outcome: str = "any",
-        side: str = "any",
+        advantage: str = "any",
         text: str = "",
     ) -> None:
         super().__init__(database, run, first, last)
         for name, value, known in (
             ("order", order, TOKEN_ORDERS),
             ("outcome", outcome, OUTCOME_FILTERS),
-            ("side", side, ADVANTAGE_FILTERS),
+            ("advantage", advantage, ADVANTAGE_FILTERS),
         ):
             if value not in known:
                 raise KeelError(f"{name} = {value[:40]!r} must be one of {', '.join(known)}")
         self.text, self._tokens, self._matching = text, list[dict[str, Any]](), 0
-        value, way = TOKEN_ORDERS[order]
-        self._sign = -1 if way == "DESC" else 1
-        chosen = f"{VALID_TOKEN_SQL} AND {OUTCOME_FILTERS[outcome]} AND {ADVANTAGE_FILTERS[side]} AND (? = '' OR contains(text, ?))"
+        value, direction = TOKEN_ORDERS[order]
+        self._sign = -1 if direction == "DESC" else 1
+        condition = (
+            f"{VALID_TOKEN_SQL} AND {OUTCOME_FILTERS[outcome]} AND {ADVANTAGE_FILTERS[advantage]}"
+            " AND (? = '' OR contains(text, ?))"
+        )
         self._count_query = (
-            f"SELECT count(*) AS matching FROM ({token_rows_sql('advantage,', _TEXT_COLUMNS)}) WHERE {chosen}"
+            f"SELECT count(*) AS matching FROM ({token_rows_sql('advantage,', _TEXT_COLUMNS)}) WHERE {condition}"
         )
         self._query = f"""
         SELECT filename, "group", member, attempt, sample, position, left(text, 80) AS text, advantage, staleness,
-            drop_reason, l, b, gradient, entropy, {value} AS value
-        FROM ({token_rows_sql(_POSITION_COLUMNS, _TEXT_COLUMNS)}) WHERE {chosen} AND {value} IS NOT NULL ORDER BY {value} {way} LIMIT {MAX_ROWS}
+            drop_reason, l AS logprob, b AS sampler_logprob, gradient, entropy, {value} AS value
+        FROM ({token_rows_sql(_POSITION_COLUMNS, _TEXT_COLUMNS)})
+        WHERE {condition} AND {value} IS NOT NULL ORDER BY {value} {direction} LIMIT {MAX_ROWS}
         """
 
     def add_files(self, files: Sequence[Path]) -> None:

@@ -1,7 +1,7 @@
-"""duckdb over the parquet files of runs: bounded in memory, kept to one folder, and never on the network.
+"""Run duckdb queries over the parquet files of runs, with bounded memory, in one folder, and without network access.
 
-Guarantees that a query can open files below its folder only, that no extension is fetched, and that text which is not
-UTF-8 is shown with replacement characters instead of failing the step. It never writes.
+Guarantees that a query opens only files below its folder, that no extension is downloaded, and that text which is not
+UTF-8 is shown with replacement characters instead of making the step unreadable. Nothing is written.
 """
 
 import logging
@@ -22,18 +22,18 @@ from keel.errors import KeelError
 log = logging.getLogger("keel.tools.lens")
 
 MEMORY_LIMIT = "1GB"
-"""What duckdb may take. Queries stream; none needs as much."""
+"""Memory limit of duckdb. Queries stream and need less."""
 THREADS = 4
 MAX_CONCURRENT_QUERIES = 2
-"""Queries under way at a time; others wait, so that a page cannot take the whole machine from the run it watches."""
+"""Queries that run concurrently; others wait, so that the page does not slow down a run on the same machine."""
 CLOSE_TIMEOUT = 10.0
-"""Seconds that queries under way have to break off."""
+"""Seconds to wait for running queries to stop."""
 FILES_PLACEHOLDER = "{files}"
-"""Stands for the files in a query."""
+"""Placeholder for the files in a query."""
 
 
 class Database:
-    """Answers queries over files below one folder, given as it really is: absolute, without links."""
+    """Runs queries over files below one folder, which must be absolute and without symbolic links."""
 
     def __init__(self, folder: Path) -> None:
         settings = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
@@ -46,11 +46,11 @@ class Database:
         self._closed = False
 
     def close(self) -> None:
-        """Break off what is being asked, and end."""
+        """Interrupt running queries and close the connection."""
         self._closed = True
-        ended, end = 0, time.monotonic() + CLOSE_TIMEOUT
-        while ended < MAX_CONCURRENT_QUERIES and time.monotonic() < end:
-            # again and again: one that was about to start has not heard it
+        ended, deadline = 0, time.monotonic() + CLOSE_TIMEOUT
+        while ended < MAX_CONCURRENT_QUERIES and time.monotonic() < deadline:
+            # repeated, because an interrupt has no effect on a query that has not started yet
             for cursor in list(self._active_cursors):
                 cursor.interrupt()
             ended += self._query_slots.acquire(timeout=0.05)
@@ -58,10 +58,10 @@ class Database:
             self._connection.close()
 
     def query_rows(self, query: str, files: Sequence[Path], parameters: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """The rows that a query has over some files. `{files}` in it is what it reads from; its first parameter.
+        """Return the rows of a query over files. `{files}` in the query is replaced by the files.
 
-        When the text of a file is broken, the query is asked of each file by itself and the rows are put together: a
-        query over several files must be one whose answers add up.
+        If the text of a file is not UTF-8, the query runs on each file separately and the rows are concatenated, so
+        callers must be able to merge rows of a query over several files.
         """
         try:
             source = [_escape_glob(path) for path in files]
@@ -75,19 +75,19 @@ class Database:
             raise KeelError(f"{_describe_files(files)} cannot be read: {error}") from error
         if len(files) > 1:
             return [row for path in files for row in self.query_rows(query, [path], parameters)]
-        return self._execute(query.replace(FILES_PLACEHOLDER, "mended"), parameters, repaired=_repair_utf8(files[0]))
+        return self._execute(query.replace(FILES_PLACEHOLDER, "repaired"), parameters, repaired=_repair_utf8(files[0]))
 
     def _execute(self, query: str, parameters: Sequence[Any], repaired: pa.Table | None = None) -> list[dict[str, Any]]:
         if self._closed:
-            raise KeelError("the lens is being closed")
+            raise KeelError("the lens is shutting down")
         with self._query_slots, self._connection.cursor() as cursor:
             self._active_cursors.add(cursor)
             try:
                 if repaired is not None:
-                    cursor.register("mended", repaired)
-                found = cursor.execute(query, list(parameters))
-                names = [column[0] for column in found.description or []]
-                return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+                    cursor.register("repaired", repaired)
+                result = cursor.execute(query, list(parameters))
+                names = [column[0] for column in result.description or []]
+                return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
             finally:
                 self._active_cursors.discard(cursor)
 
@@ -97,29 +97,28 @@ def _describe_files(files: Sequence[Path]) -> str:
 
 
 def _escape_glob(path: Path) -> str:
-    """A path in which nothing is taken for a pattern."""
+    """Return a path without characters that duckdb reads as a glob pattern."""
     return re.sub(r"([\[\]*?])", r"[\1]", str(path))
 
 
 def _repair_utf8(path: Path) -> pa.Table:
-    """A step's table with replacement characters where its text is not UTF-8. In memory: one step fits there."""
-    log.warning("%s holds text that is not UTF-8; it is shown with replacement characters", path)
+    """Read a step's table into memory with replacement characters where its text is not UTF-8."""
+    log.warning("%s contains text that is not UTF-8; it is shown with replacement characters", path)
     try:
         with pq.ParquetFile(path) as file:
             check_parquet_size(path, file.metadata)
             table = file.read()
     except (OSError, ValueError, pa.ArrowException) as error:
         raise KeelError(f"{path} cannot be read: {error}") from error
-    for place, column in enumerate(table.schema):
+    for index, column in enumerate(table.schema):
         if column.type == pa.string():
-            values = table.column(place).cast(pa.binary()).to_pylist()
-            table = table.set_column(
-                place, column.name, pa.array([_decode_utf8(value) for value in values], pa.string())
-            )
+            values = table.column(index).cast(pa.binary()).to_pylist()
+            texts = pa.array([_decode_utf8(value) for value in values], pa.string())
+            table = table.set_column(index, column.name, texts)
         elif column.type == pa.list_(pa.string()):
-            lists = table.column(place).cast(pa.list_(pa.binary())).to_pylist()
-            texts = [None if values is None else [_decode_utf8(value) for value in values] for values in lists]
-            table = table.set_column(place, column.name, pa.array(texts, pa.list_(pa.string())))
+            lists = table.column(index).cast(pa.list_(pa.binary())).to_pylist()
+            decoded = [None if values is None else [_decode_utf8(value) for value in values] for values in lists]
+            table = table.set_column(index, column.name, pa.array(decoded, pa.list_(pa.string())))
     return table.append_column("filename", pa.array([str(path)] * len(table), pa.string()))
 
 

@@ -1,7 +1,7 @@
-"""Everything that the page may ask, by name: the server answers it over HTTP, and a report has the answers written in.
+"""The queries of the page, by name. The server answers them over HTTP; a report has their results embedded.
 
-A question is a name and words; each word is checked by the table of questions, and none reaches a path or a query as
-text. Answers are plain data that JSON can say.
+A query is a name and parameters. Each parameter is validated by the QUERIES table, and none is inserted as text into a
+path or into SQL. Results are plain JSON data.
 """
 
 import threading
@@ -28,9 +28,9 @@ from keel.tools.lens.run_reader import RunCatalog, RunReader, UnknownRun
 from keel.tools.lens.trust_region_bands import statistics_of
 
 MAX_AGGREGATES = 24
-"""Aggregates that are kept to be read on; the one that was not asked for longest goes first."""
+"""Aggregates kept in memory to be continued; the least recently used one is removed first."""
 READ_SECONDS = 0.6
-"""Seconds of reading for one answer about many steps."""
+"""Reading time of one request about many steps."""
 
 _RANGE_PARAMS: Mapping[str, Param] = {"run": TextParam(), "first": IntParam(0), "last": IntParam(0)}
 _STEP_PARAMS: Mapping[str, Param] = {"run": TextParam(), "step": IntParam()}
@@ -45,10 +45,10 @@ QUERIES: Mapping[str, Mapping[str, Param]] = {
         **_RANGE_PARAMS,
         "order": ChoiceParam(TOKEN_ORDERS, "distance"),
         "outcome": ChoiceParam(OUTCOME_FILTERS, "any"),
-        "side": ChoiceParam(ADVANTAGE_FILTERS, "any"),
+        "advantage": ChoiceParam(ADVANTAGE_FILTERS, "any"),
         "text": TextParam(""),
     },
-    "groups": {**_STEP_PARAMS, "order": ChoiceParam(rollouts.GROUP_ORDERS, "order"), "offset": IntParam(0)},
+    "groups": {**_STEP_PARAMS, "order": ChoiceParam(rollouts.GROUP_ORDERS, "name"), "offset": IntParam(0)},
     "members": {**_STEP_PARAMS, "group": TextParam(""), "offset": IntParam(0)},
     "sample": {
         **_STEP_PARAMS,
@@ -60,11 +60,11 @@ QUERIES: Mapping[str, Mapping[str, Param]] = {
         "limit": IntParam(rollouts.PAGE_TOKENS),
     },
 }
-"""Every question with its words; the server's description is made from it too."""
+"""Every query with its parameters; the OpenAPI document is generated from it as well."""
 
 
 class Lens:
-    """Answers about the runs below a folder."""
+    """Answers queries about the runs below a folder."""
 
     def __init__(self, root: Path, read_seconds: float = READ_SECONDS) -> None:
         self.runs = RunCatalog(root)
@@ -76,9 +76,9 @@ class Lens:
             "runs": self._query_runs,
             "run": self._query_run,
             "series": self._query_series,
-            "outcomes": lambda words: self._get_run(words).outcomes(),
+            "outcomes": lambda params: self._get_run(params).outcomes(),
             "region": self._query_region,
-            "texts": lambda words: self._query_aggregate(words, DroppedTexts),
+            "texts": lambda params: self._query_aggregate(params, DroppedTexts),
             "extremes": self._query_extremes,
             "groups": self._query_groups,
             "members": self._query_members,
@@ -89,9 +89,9 @@ class Lens:
         self.database.close()
 
     def query(self, name: str, params: Mapping[str, str]) -> dict[str, Any]:
-        """One question."""
+        """Run one query. Invalid parameters raise a `KeelError` that names them."""
         if name not in QUERIES:
-            raise UnknownRun(f"{name[:40]!r} is no question; known are {', '.join(QUERIES)}")
+            raise UnknownRun(f"{name[:40]!r} is not a query; known queries: {', '.join(QUERIES)}")
         return self._handlers[name](parse_params(QUERIES[name], params))
 
     # -- runs ---------------------------------------------------------------------------------------------------------
@@ -100,20 +100,20 @@ class Lens:
         return self.runs.get(params["run"])
 
     def _query_runs(self, _params: ParamValues) -> dict[str, Any]:
-        found = []
+        summaries = []
         for run in self.runs.list_runs():
             try:
-                found.append(run.summary())
+                summaries.append(run.summary())
             except KeelError as error:
-                found.append({"run": run.name, "status": "unreadable", "why": str(error), "step": 0, "time": None})
-        return {"root": self.runs.root.name, "runs": found}
+                summaries.append({"run": run.name, "status": "unreadable", "why": str(error), "step": 0, "time": None})
+        return {"root": self.runs.root.name, "runs": summaries}
 
     def _query_run(self, params: ParamValues) -> dict[str, Any]:
-        """What a run is made of, for the head of each view."""
+        """Return the facts about a run that every view shows."""
         run = self._get_run(params)
         settings, problem = run.settings()
         composition = settings.objective.composition if settings else None
-        said = describe(composition) if composition else None
+        description = describe(composition) if composition else None
         recorded = run.recorded_steps()
         return {
             "names": run.metric_names(),
@@ -121,15 +121,15 @@ class Lens:
             "recorded": len(recorded),
             "first": recorded[0] if recorded else None,
             "last": recorded[-1] if recorded else None,
-            "formula": said.formula if said else "",
-            "dropped": list(said.dropped) if said else [],
+            "formula": description.formula if description else "",
+            "dropped": list(description.dropped) if description else [],
             "notes": ([problem] if problem else []) + statistics_of(composition)[1],
         }
 
     def _query_series(self, params: ParamValues) -> dict[str, Any]:
         names = [name for name in params["names"].split(",") if name]
         if len(names) > 100:
-            raise KeelError(f"names lists {len(names)} numbers; ask for at most 100 at a time")
+            raise KeelError(f"names lists {len(names)} metrics; request at most 100 at a time")
         return self._get_run(params).series(names)
 
     # -- many steps ---------------------------------------------------------------------------------------------------
@@ -138,12 +138,12 @@ class Lens:
         run, first, last = self._get_run(params), params["first"], params["last"] or None
         key = (kind, run, first, last, *(value for value in options.values() if isinstance(value, str)))
         with self._lock:
-            survey = self._aggregates.get(key) or kind(self.database, run, first, last, **options)
-            self._aggregates[key] = survey
+            aggregate = self._aggregates.get(key) or kind(self.database, run, first, last, **options)
+            self._aggregates[key] = aggregate
             self._aggregates.move_to_end(key)
             while len(self._aggregates) > MAX_AGGREGATES:
                 self._aggregates.popitem(last=False)
-        return survey.advance(self.read_seconds)
+        return aggregate.advance(self.read_seconds)
 
     def _query_region(self, params: ParamValues) -> dict[str, Any]:
         settings, _ = self._get_run(params).settings()
@@ -151,8 +151,8 @@ class Lens:
         return self._query_aggregate(params, TrustRegionHistograms, statistics=statistics)
 
     def _query_extremes(self, params: ParamValues) -> dict[str, Any]:
-        chosen = {name: params[name] for name in ("order", "outcome", "side")}
-        return self._query_aggregate(params, ExtremeTokens, **chosen, text=params["text"][:80])
+        filters = {name: params[name] for name in ("order", "outcome", "advantage")}
+        return self._query_aggregate(params, ExtremeTokens, **filters, text=params["text"][:80])
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -166,5 +166,5 @@ class Lens:
 
     def _query_sample(self, params: ParamValues) -> dict[str, Any]:
         file = self._get_run(params).rollout_file(params["step"])
-        name = (params["group"], params["member"], params["attempt"], params["sample"])
-        return rollouts.read_sample(self.database, file, name, params["offset"], params["limit"])
+        sample_id = (params["group"], params["member"], params["attempt"], params["sample"])
+        return rollouts.read_sample(self.database, file, sample_id, params["offset"], params["limit"])

@@ -1,7 +1,7 @@
-"""The words of a question: what may be asked with it, checked by the same table that describes it.
+"""Parameters of queries, validated by the same declarations that describe them in the OpenAPI document.
 
-Guarantees that a word which is not declared is refused, and that one which is reaches its question as a whole number in
-range, one of a closed list, or a text of bounded length. It knows nothing of runs.
+Guarantees that an undeclared parameter is an error, and that a declared one reaches its query as an integer in range,
+one of a fixed set of values, or a text of bounded length. This module knows nothing about runs.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,17 +15,17 @@ MAX_INT = 2**31 - 1
 
 @dataclass(frozen=True)
 class IntParam:
-    """A whole number; -1 is the sample of a rollout that has none."""
+    """An integer. A minimum of -1 is used for the sample of a rollout without samples."""
 
     default: int | None = None
-    """Not given: the word is needed."""
+    """None: the parameter is required."""
     minimum: int = 0
 
     def parse(self, name: str, text: str) -> int:
         if not text.removeprefix("-").isdecimal() or not text.isascii() or len(text) > 11:
-            raise KeelError(f"{name} = {text[:40]!r} must be a whole number")
+            raise KeelError(f"{name} = {text[:40]!r} must be an integer")
         if not self.minimum <= int(text) <= MAX_INT:
-            raise KeelError(f"{name} = {text} must be a whole number from {self.minimum} to {MAX_INT}")
+            raise KeelError(f"{name} = {text} must be an integer from {self.minimum} to {MAX_INT}")
         return int(text)
 
     def schema(self) -> dict[str, Any]:
@@ -34,14 +34,14 @@ class IntParam:
 
 @dataclass(frozen=True)
 class TextParam:
-    """Any text; what is longer is refused."""
+    """Any text up to a maximum length."""
 
     default: str | None = None
     max_length: int = 2000
 
     def parse(self, name: str, text: str) -> str:
         if len(text) > self.max_length:
-            raise KeelError(f"{name} has {len(text)} characters; at most {self.max_length} are taken")
+            raise KeelError(f"{name} has {len(text)} characters; the maximum is {self.max_length}")
         return text
 
     def schema(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class TextParam:
 
 @dataclass(frozen=True)
 class ChoiceParam:
-    """One of a closed list."""
+    """One of a fixed set of values."""
 
     choices: Collection[str]
     default: str | None = None
@@ -69,25 +69,26 @@ ParamValues = Mapping[str, Any]
 
 
 def parse_params(declared: Mapping[str, Param], query: Mapping[str, str]) -> dict[str, Any]:
-    """The words of a question as values; an empty word is one that was not given."""
+    """Return the values of all declared parameters; an empty text counts as not given."""
     for name in query:
         if name not in declared:
-            raise KeelError(f"{name[:40]!r} is no word of this question; known are {', '.join(declared) or 'none'}")
+            known = ", ".join(declared) or "none"
+            raise KeelError(f"{name[:40]!r} is not a parameter of this query; known parameters: {known}")
     values: dict[str, Any] = {}
-    for name, word in declared.items():
+    for name, param in declared.items():
         text = query.get(name, "")
         if text:
-            values[name] = word.parse(name, text)
-        elif word.default is None:
+            values[name] = param.parse(name, text)
+        elif param.default is None:
             raise KeelError(f"{name} is missing")
         else:
-            values[name] = word.default
+            values[name] = param.default
     return values
 
 
 def openapi_parameters(declared: Mapping[str, Param]) -> list[dict[str, Any]]:
-    """The words as OpenAPI has them."""
+    """Return the parameters as an OpenAPI document lists them."""
     return [
-        {"name": name, "in": "query", "required": word.default is None, "schema": word.schema()}
-        for name, word in declared.items()
+        {"name": name, "in": "query", "required": param.default is None, "schema": param.schema()}
+        for name, param in declared.items()
     ]

@@ -1,14 +1,10 @@
-"""A run as one HTML file: the page of the lens with the answers it would ask for written into it.
+"""Write a run as one HTML file: the lens page with the query results it needs embedded.
 
-Guarantees that the file needs no network and can reach none (its policy names the hashes of the one script and the one
-style that it holds, and no source), that it is no larger than asked for, and that it says what was left out: all curves
-and counts are in it, histograms and lists of as many steps as could be read in time, and a sample of rollouts.
+Guarantees that the file works without a network (see `offline_page`), that it is no larger than the given limit, and
+that it states what was left out. It contains every curve and count, histograms and lists over as many steps as can be
+read in time, and a sample of the rollouts.
 """
 
-import base64
-import hashlib
-import html
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -18,45 +14,45 @@ from typing import Any
 from keel.errors import KeelError
 from keel.tools.lens import rollouts
 from keel.tools.lens.aggregates import ADVANTAGE_FILTERS, OUTCOME_FILTERS, TOKEN_ORDERS
+from keel.tools.lens.offline_page import ASSETS, inline_assets, script_json
 from keel.tools.lens.queries import Lens
-from keel.tools.lens.server import ASSETS
 
 JS_MODULES = ("source", "dom", "charts", "overview", "region", "reader", "tokens", "main")
-"""In an order in which each comes after those that it imports."""
+"""Modules of the page, each after the modules it imports."""
 MIN_BYTES = 500_000
-"""Bytes below which a report has no room for its own page and curves."""
+"""Smallest allowed report size; below it there is no space for the page and its curves."""
 AGGREGATE_SECONDS = 20.0
-"""Of reading, for each of the two aggregates over the whole run."""
+"""Reading time for each of the two aggregates over the whole run."""
 LIST_SECONDS = 1.0
-"""Of reading, for each list of extreme tokens."""
+"""Reading time for each list of extreme tokens."""
 SAMPLED_STEPS = 12
-"""Steps of which rollouts are sampled, evenly spread."""
+"""Number of evenly spaced steps whose rollouts are sampled."""
 MAX_STEP_FRACTION = 0.25
-"""The share of the room that one step may take, so that several steps have some."""
+"""Largest fraction of the remaining bytes that one step may use, so that several steps fit."""
 
 JsonObject = dict[str, Any]
 
 
 class EmbeddedResults:
-    """Questions and their answers, as long as there is room."""
+    """Query results to embed, up to a number of bytes."""
 
     def __init__(self, lens: Lens, bytes_left: int) -> None:
         self.lens, self.bytes_left = lens, bytes_left
         self.results: dict[str, Any] = {}
 
     def query(self, name: str, max_bytes: float | None = None, **params: Any) -> Any:
-        """Ask, and keep the answer if it fits; None when it does not."""
-        told = self.lens.query(name, {key: str(value) for key, value in params.items()})
+        """Run a query and store its result if it fits; return None if it does not."""
+        result = self.lens.query(name, {key: str(value) for key, value in params.items()})
         if name == "series":
             del params["names"]
-        return self.store(told, name, max_bytes, **params)
+        return self.store(result, name, max_bytes, **params)
 
     def store(self, result: Any, name: str, max_bytes: float | None = None, **params: Any) -> Any:
-        """Keep what is known to be the answer, if it fits."""
-        key = "|".join([name, *sorted(f"{word}={value}" for word, value in params.items())])
+        """Store the known result of a query if it fits; return None if it does not."""
+        key = "|".join([name, *sorted(f"{param}={value}" for param, value in params.items())])
         if key in self.results:
             return self.results[key]
-        size = len(_script_json(result).encode()) + len(key.encode()) + 8
+        size = len(script_json(result).encode()) + len(key.encode()) + 8
         if size > (self.bytes_left if max_bytes is None else min(self.bytes_left, max_bytes)):
             return None
         self.bytes_left -= size
@@ -65,9 +61,9 @@ class EmbeddedResults:
 
 
 def write_report(folder: Path, out: Path, limit: int) -> int:
-    """Write the report of a run to a file, and return its size. `limit`: in bytes."""
+    """Write the report of a run, at most `limit` bytes, and return its size in bytes."""
     if not (folder / "run.db").is_file():
-        raise KeelError(f"{folder} holds no run: there is no run.db in it")
+        raise KeelError(f"{folder} is not a run folder: it has no run.db")
     lens = Lens(folder, read_seconds=AGGREGATE_SECONDS)
     try:
         page = _render_page(lens, limit)
@@ -79,149 +75,119 @@ def write_report(folder: Path, out: Path, limit: int) -> int:
         temporary.replace(out)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise KeelError(f"{out} cannot be written: {error.strerror}; choose another with --out") from error
+        raise KeelError(f"{out} cannot be written: {error.strerror}; choose another file with --out") from error
     return len(page.encode())
 
 
 def _render_page(lens: Lens, limit: int) -> str:
-    shell = build_html({})
-    answers = EmbeddedResults(lens, limit - len(shell.encode()) - 2000)
-    (run,) = (one["run"] for one in answers.lens.query("runs", {})["runs"])
+    embedded = EmbeddedResults(lens, limit - len(build_html({}).encode()) - 2000)
+    (run,) = (row["run"] for row in lens.query("runs", {})["runs"])
     facts = lens.query("run", {"run": run})
-    for name, words in (("runs", {}), ("run", {"run": run}), ("outcomes", {"run": run})):
-        _require_fits(answers.query(name, **words), limit)
-    _require_fits(answers.query("series", run=run, names=_series_names(facts["names"])), limit)
-    _require_fits(answers.query("region", run=run), limit)
-    texts = answers.query("texts", run=run)
+    for name, params in (("runs", {}), ("run", {"run": run}), ("outcomes", {"run": run})):
+        _require_fits(embedded.query(name, **params), limit)
+    _require_fits(embedded.query("series", run=run, names=_series_names(facts["names"])), limit)
+    _require_fits(embedded.query("region", run=run), limit)
+    texts = embedded.query("texts", run=run)
     lens.read_seconds = LIST_SECONDS
-    hits = list(_extreme_tokens(answers, run))
-    steps, samples, total = _sample_rollouts(answers, run, hits)
-    said = {
-        "answers": answers.results,
+    extreme_tokens = list(_extreme_tokens(embedded, run))
+    steps, samples, total = _sample_rollouts(embedded, run, extreme_tokens)
+    payload = {
+        "results": embedded.results,
         "steps": steps,
-        "made": time.strftime("%Y-%m-%d"),
-        "left_out": _omissions_note(facts["recorded"], steps, samples, total, texts),
+        "date": time.strftime("%Y-%m-%d"),
+        "omissions": _omissions_note(facts["recorded"], steps, samples, total, texts),
     }
-    return build_html(said)
+    return build_html(payload)
 
 
 def _require_fits(result: Any, limit: int) -> None:
     if result is None:
-        raise KeelError(f"--megabytes {limit / 1e6:g} leaves no room for the curves of this run; give more")
+        raise KeelError(f"--megabytes {limit / 1e6:g} is too small for the curves of this run; increase it")
 
 
 def _series_names(names: list[str]) -> str:
-    """Those that fit one question: what the page draws by itself, and others in their order."""
+    """Return the metrics of one series query: those that the page draws by default first, at most 100."""
     source = (ASSETS / "overview.js").read_text()
     drawn = [name for name in names if f'"{name}"' in source]
     return ",".join([*drawn, *(name for name in names if name not in drawn)][:100])
 
 
 def _extreme_tokens(embedded: EmbeddedResults, run: str) -> Iterator[dict[str, Any]]:
-    """The most extreme tokens of the run: every filter by distance, and every order without a filter."""
-    asked = [("distance", outcome, side) for outcome in OUTCOME_FILTERS for side in ADVANTAGE_FILTERS]
-    asked += [(order, "any", "any") for order in TOKEN_ORDERS if order != "distance"]
-    for order, outcome, side in asked:
-        found = embedded.query("extremes", run=run, order=order, outcome=outcome, side=side)
-        yield from (found or {"tokens": []})["tokens"][:5]
+    """Yield extreme tokens of the run: every filter ordered by distance, and every order without a filter."""
+    queries = [("distance", outcome, advantage) for outcome in OUTCOME_FILTERS for advantage in ADVANTAGE_FILTERS]
+    queries += [(order, "any", "any") for order in TOKEN_ORDERS if order != "distance"]
+    for order, outcome, advantage in queries:
+        result = embedded.query("extremes", run=run, order=order, outcome=outcome, advantage=advantage)
+        yield from (result or {"tokens": []})["tokens"][:5]
 
 
 def _sample_rollouts(
     embedded: EmbeddedResults, run: str, extreme_tokens: list[dict[str, Any]]
 ) -> tuple[list[int], int, int]:
-    """A sample: of evenly spread steps, first the rollouts with extreme tokens, then group by group."""
+    """Embed rollouts of evenly spaced steps, groups with extreme tokens first.
+
+    Return the steps, the number of embedded samples, and the number of rollouts of those steps.
+    """
     recorded = embedded.lens.runs.get(run).recorded_steps()
-    spread = (
+    spaced = (
         {recorded[round(n * (len(recorded) - 1) / max(SAMPLED_STEPS - 1, 1))] for n in range(SAMPLED_STEPS)}
         if recorded
         else set()
     )
     steps: list[int] = []
     samples = total = 0
-    wanted = [(hit["step"], hit["group"]) for hit in extreme_tokens]
-    ordered = sorted(spread | {step for step, _ in wanted[:10]}, reverse=True)
+    preferred = [(token["step"], token["group"]) for token in extreme_tokens]
+    ordered = sorted(spaced | {step for step, _ in preferred[:10]}, reverse=True)
     for step in ordered:
-        most = embedded.bytes_left * max(MAX_STEP_FRACTION, 1 / len(ordered))
+        step_bytes = embedded.bytes_left * max(MAX_STEP_FRACTION, 1 / len(ordered))
         try:
-            groups = embedded.query("groups", most, run=run, step=step)
+            groups = embedded.query("groups", step_bytes, run=run, step=step)
         except KeelError:
-            continue  # a file that cannot be read is named among the aggregates
+            continue  # the aggregates list files that cannot be read
         if groups is None:
             continue
         steps.append(step)
         total += sum(group["rollouts"] for group in groups["groups"])
-        named = [group["group"] for group in groups["groups"]]
-        for group in sorted(named, key=lambda one: (step, one) not in wanted):
+        names = [group["group"] for group in groups["groups"]]
+        for group in sorted(names, key=lambda name: (step, name) not in preferred):
             before = embedded.bytes_left
-            kept, whole = _embed_group(embedded, run, step, group, most)
-            samples += kept
-            most -= before - embedded.bytes_left
-            if not whole:
+            stored, complete = _embed_group(embedded, run, step, group, step_bytes)
+            samples += stored
+            step_bytes -= before - embedded.bytes_left
+            if not complete:
                 break
     return sorted(steps), samples, total
 
 
 def _embed_group(embedded: EmbeddedResults, run: str, step: int, group: str, max_bytes: float) -> tuple[int, bool]:
-    """A group and those of its rollouts that fit: how many, and whether all did."""
+    """Embed a group and as many of its samples as fit; return how many did, and whether all did."""
     lens, before = embedded.lens, embedded.bytes_left
     members = embedded.query("members", max_bytes, run=run, step=step, group=group)
     if members is None:
         return 0, False
-    found = rollouts.read_group_samples(lens.database, lens.runs.get(run).rollout_file(step), group)
-    kept = 0
-    for one in found:
-        name = {key: one[key] for key in ("group", "member", "attempt", "sample")}
-        room = max_bytes - (before - embedded.bytes_left)
-        kept += embedded.store(one, "sample", room, run=run, step=step, **name) is not None
-    return kept, kept == len(found)
+    samples = rollouts.read_group_samples(lens.database, lens.runs.get(run).rollout_file(step), group)
+    stored = 0
+    for sample in samples:
+        key = {name: sample[name] for name in ("group", "member", "attempt", "sample")}
+        bytes_left = max_bytes - (before - embedded.bytes_left)
+        stored += embedded.store(sample, "sample", bytes_left, run=run, step=step, **key) is not None
+    return stored, stored == len(samples)
 
 
 def _omissions_note(recorded: int, steps: list[int], samples: int, total: int, texts: Any) -> str:
     parts = [
-        f"A report: rollouts of {len(steps)} of {recorded} steps, {samples} of the {total} rollouts of those steps."
+        f"This report includes rollouts of {len(steps)} of {recorded} steps: {samples} of the {total} rollouts of"
+        " those steps."
     ]
     if texts is None or texts["read"] < texts["steps"]:
         read = 0 if texts is None else texts["read"]
-        parts.append(f"Histograms and lists are of {read} or more of {recorded} steps, evenly spread.")
-    parts.append("The rest is in the run folder: keel lens shows it.")
+        parts.append(f"Histograms and lists cover {read} or more of {recorded} steps, evenly spaced.")
+    parts.append("Run keel lens on the run folder to see everything.")
     return " ".join(parts)
 
 
 def build_html(payload: JsonObject) -> str:
-    """One file of the page's parts and these answers."""
-    script = (ASSETS / "vendor/uPlot.iife.min.js").read_text().strip() + "\n" + bundle_scripts()
-    style = "\n".join((ASSETS / name).read_text() for name in ("vendor/uPlot.min.css", "style.css"))
-    if re.search(r"</(script|style)|<!--", script + style, re.IGNORECASE):
-        raise KeelError("an asset of the lens holds the end of its own element; it was changed, install keel again")
-    policy = (
-        f"default-src 'none'; script-src '{_csp_hash(script)}'; style-src '{_csp_hash(style)}'; img-src data:;"
-        " base-uri 'none'; form-action 'none'"
-    )
-    text = (ASSETS / "index.html").read_text()
-    text = re.sub(r"^<(?:link rel=\"(?:stylesheet|modulepreload)\"|script).*\n", "", text, flags=re.MULTILINE)
-    head = f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n<style>{style}</style>\n'
-    # "<" inside of a string is written as an escape: no text of a model can end the element
-    data = f'<script type="application/json" id="keel-answers">{_script_json(payload)}</script>\n'
-    text = text.replace("<title>", head + "<title>", 1)
-    return text.replace("</body>", f"{data}<script>{script}</script>\n</body>", 1)
-
-
-def bundle_scripts() -> str:
-    """The page's modules as one script: their names are different, so that imports and exports can be left out."""
-    parts = []
-    for name in JS_MODULES:
-        source = (ASSETS / f"{name}.js").read_text()
-        source = re.sub(r"^import .*;\n", "", source, flags=re.MULTILINE)
-        parts.append(re.sub(r"^export (?=async|function|const)", "", source, flags=re.MULTILINE))
-    return '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
-
-
-def _script_json(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    # lone surrogates cannot be written to a file
-    text = text.encode("utf-8", "replace").decode()
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def _csp_hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+    """Return the page with its assets inlined and `payload` embedded."""
+    shell = (ASSETS / "index.html").read_text()
+    shell = re.sub(r"^<(?:link rel=\"(?:stylesheet|modulepreload)\"|script).*\n", "", shell, flags=re.MULTILINE)
+    return inline_assets(shell, JS_MODULES, (), "keel-results", payload)

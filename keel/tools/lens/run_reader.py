@@ -1,8 +1,8 @@
-"""Run folders as the lens reads them: which there are, how they are doing, and their numbers step by step.
+"""Read run folders: which runs exist, their status, and their metrics by step.
 
-Reads `run.db`, `run.json`, `config.toml` and the names of files, while a run writes to them or after it has ended, and
-writes nothing. What was read of steps is kept and only added to, so that looking again is cheap; rollouts are counted
-step by step for the same reason. No run room is imported: a folder is all that the lens knows of a run.
+Reads `run.db`, `run.json`, `config.toml` and file names, during a run or after it, and writes nothing. Steps that were
+read are cached and only new ones are added, so that repeated requests are cheap; rollouts are counted per step for the
+same reason. `keel.run` is not imported: the lens depends only on the format of the folder.
 """
 
 import math
@@ -22,21 +22,21 @@ from keel.config import RunSettings, load_settings
 from keel.errors import ConfigError, KeelError
 
 MAX_POINTS = 2000
-"""Of a series, at most; a longer one is averaged over equally many steps to the point."""
+"""Maximum number of points of a series; in a longer one each point is the mean of several steps."""
 QUERY_TIMEOUT = 20.0
-"""Seconds for all queries of one answer."""
+"""Seconds for all SQL queries of one request."""
 MAX_VALUE_BYTES = 64 * 2**20
-"""Bytes of one value in a ledger."""
+"""Maximum size of one value in a ledger."""
 SEARCH_DEPTH = 3
-"""How many folders deep runs are looked for."""
+"""Depth of folders that are searched for runs."""
 
 
 class UnknownRun(KeelError):
-    """A run that is not there, or not any more."""
+    """A run, or a file of it, that does not exist or cannot be read."""
 
 
 class RunReader:
-    """One run folder, read."""
+    """Reads one run folder."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
@@ -51,10 +51,10 @@ class RunReader:
         self._outcomes: dict[int, Counter[str]] = {}
         self._config: tuple[int, RunSettings | None, str] = (0, None, "")
 
-    # -- how it is doing ----------------------------------------------------------------------------------------------
+    # -- status -------------------------------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """What a line about the run says."""
+        """Return the status and the main settings of the run."""
         settings, problem = self.settings()
         with self._lock, self._open_ledger() as db:
             self._read_new_steps(db)
@@ -83,7 +83,7 @@ class RunReader:
         }
 
     def settings(self) -> tuple[RunSettings | None, str]:
-        """The resolved settings, or why they cannot be read."""
+        """Return the resolved settings, or None and the reason why they cannot be read."""
         try:
             path = self.resolve_file("config.toml")
         except UnknownRun as error:
@@ -99,6 +99,7 @@ class RunReader:
         return self._config[1], self._config[2]
 
     def evaluations(self) -> list[dict[str, Any]]:
+        """Return the results of all evaluations, ordered by step and environment."""
         with self._open_ledger() as db:
             rows = db.execute(
                 "SELECT step, environment, metrics FROM evaluations ORDER BY step, environment"
@@ -109,160 +110,162 @@ class RunReader:
             ]
 
     def outcomes(self) -> dict[str, Any]:
-        """How many rollouts trained or were refused for what reason: of the run, and of each step."""
+        """Return how many rollouts of the run trained, and how many were dropped for each reason."""
         with self._lock, self._open_ledger() as db:
             self._read_new_steps(db)
-            # the last step that was counted may have got more: what is left over when a run ends is written to it
+            # the last counted step may have grown: rollouts that remain when a run ends are recorded under it
             first = max(self._outcomes, default=-1)
-            found: dict[int, Counter[str]] = {}
+            new_counts: dict[int, Counter[str]] = {}
             rows = db.execute(
                 "SELECT step, coalesce(reason, outcome), count(*) FROM rollouts WHERE step >= ? GROUP BY 1, 2", (first,)
             )
             for step, reason, count in rows:
-                found.setdefault(step, Counter())[reason] = count
-            self._outcomes |= found
+                new_counts.setdefault(step, Counter())[reason] = count
+            self._outcomes |= new_counts
             total: Counter[str] = Counter()
             for counts in self._outcomes.values():
                 total.update(counts)
         return {"rollouts": total.total(), "outcomes": dict(total.most_common())}
 
-    # -- numbers ------------------------------------------------------------------------------------------------------
+    # -- metrics ------------------------------------------------------------------------------------------------------
 
     def metric_names(self) -> list[str]:
-        """Of all numbers that some step has."""
+        """Return the names of all metrics that at least one step has."""
         with self._lock, self._open_ledger() as db:
             self._read_new_steps(db)
             return sorted(self._series)
 
     def series(self, names: Sequence[str]) -> dict[str, Any]:
-        """Some numbers over the steps; None where a step has none."""
+        """Return metrics over steps, with None where a step does not have them."""
         with self._lock, self._open_ledger() as db:
             self._read_new_steps(db)
-            each = max(1, math.ceil(len(self._steps) / MAX_POINTS))
-            ends = range(0, len(self._steps), each)
-            blank = array("d")
+            size = max(1, math.ceil(len(self._steps) / MAX_POINTS))
+            starts = range(0, len(self._steps), size)
+            empty = array("d")
             return {
                 "run": self.name,
-                "each": each,
-                "step": [self._steps[min(end + each, len(self._steps)) - 1] for end in ends],
+                "steps_per_point": size,
+                "step": [self._steps[min(start + size, len(self._steps)) - 1] for start in starts],
                 "values": {
-                    name: [_finite_mean(self._series.get(name, blank)[end : end + each]) for end in ends]
+                    name: [_finite_mean(self._series.get(name, empty)[start : start + size]) for start in starts]
                     for name in names
                 },
             }
 
     def recorded_steps(self) -> list[int]:
-        """The steps whose rollouts are written down. A file whose step was never committed is not one of them."""
+        """Return the steps whose rollouts are recorded. A file whose step was never committed does not count."""
         with suppress(OSError):
-            there = set(os.listdir(self.path / "rollouts"))
+            files = set(os.listdir(self.path / "rollouts"))
             with self._lock, self._open_ledger() as db:
                 self._read_new_steps(db)
-                return [step for step in self._steps if f"step_{step:06d}.parquet" in there]
+                return [step for step in self._steps if f"step_{step:06d}.parquet" in files]
         return []
 
     def rollout_file(self, step: int) -> Path:
-        """Where the rollouts of a step are."""
+        """Return the path of the rollouts of a step, which exists."""
         path = self.resolve_file(f"rollouts/step_{step:06d}.parquet")
         if not path.is_file():
-            raise UnknownRun(f"step {step} of run {self.name} has no recorded rollouts: {path} is not there")
+            raise UnknownRun(f"step {step} of run {self.name} has no recorded rollouts: {path} does not exist")
         return path
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- files --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _open_ledger(self) -> Iterator[sqlite3.Connection]:
-        """The ledger, open to be read. Whatever is wrong in it is an `UnknownRun` that says so."""
+        """Open the ledger for reading. Any problem with it raises an `UnknownRun` that describes it."""
         try:
             with closing(self._connect()) as db:
                 yield db
         except KeelError:
             raise
         except (sqlite3.Error, ArithmeticError, ValueError, TypeError, LookupError, AttributeError, OSError) as error:
-            self._reset_cache()  # it may have been read by half
-            raise UnknownRun(f"{self.path / 'run.db'} is damaged or no ledger: {error}") from error
+            self._reset_cache()  # it may have been read partially
+            raise UnknownRun(f"{self.path / 'run.db'} is damaged or not a ledger: {error}") from error
 
     def _connect(self) -> sqlite3.Connection:
         path = self.resolve_file("run.db")
         uri = path.resolve().as_uri()
         try:
-            here = path.stat()
+            status = path.stat()
             try:
                 db = _restrict_connection(
                     sqlite3.connect(f"{uri}?mode=ro", uri=True, timeout=5, check_same_thread=False)
                 )
             except sqlite3.OperationalError:
-                # a folder that may not be written to: a log file cannot be opened there, and nobody is writing one
+                # in a read-only folder sqlite cannot open its log file, and nobody is writing to the ledger
                 db = _restrict_connection(sqlite3.connect(f"{uri}?immutable=1", uri=True, check_same_thread=False))
         except (OSError, sqlite3.DatabaseError) as error:
             raise UnknownRun(f"{path} cannot be read: {error}") from error
-        if self._file_identity != (here.st_dev, here.st_ino):
-            # another run has taken the place of the one that was read
+        if self._file_identity != (status.st_dev, status.st_ino):
+            # another run has replaced the one that was read
             self._reset_cache()
-            self._file_identity = (here.st_dev, here.st_ino)
+            self._file_identity = (status.st_dev, status.st_ino)
         return db
 
     def _read_json_object(self, name: str) -> dict[str, Any]:
-        """The object in a small file; empty when there is none."""
+        """Return the JSON object in a small file, or an empty one if there is none."""
         try:
-            found = read_json(self.resolve_file(name))
+            content = read_json(self.resolve_file(name))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return content if isinstance(content, dict) else {}
 
     def resolve_file(self, name: str) -> Path:
-        """A file of the run; a link that leads out of its folder is none."""
+        """Return the path of a file of the run; a symbolic link to outside the folder is an error."""
         path = self.path / name
         try:
             inside = path.resolve().is_relative_to(self.path.resolve())
         except (OSError, RuntimeError) as error:
-            raise UnknownRun(f"{path} cannot be followed: {error}") from error
+            raise UnknownRun(f"{path} cannot be resolved: {error}") from error
         if not inside:
-            raise UnknownRun(f"{path} is a link that leads out of the run's folder, and is not followed")
+            raise UnknownRun(f"{path} is a symbolic link to outside the run folder, and is not followed")
         return path
 
     def _read_new_steps(self, db: sqlite3.Connection) -> None:
-        """Read the steps that are new."""
+        """Add the steps that are new to the cache."""
         last = self._steps[-1] if self._steps else -1
-        for step, at, text in db.execute("SELECT step, time, metrics FROM steps WHERE step > ? ORDER BY step", (last,)):
+        query = "SELECT step, time, metrics FROM steps WHERE step > ? ORDER BY step"
+        for step, timestamp, text in db.execute(query, (last,)):
             for name, value in parse_json(text).items():
                 if isinstance(value, int | float):
                     column = self._series.setdefault(name, array("d"))
                     column.extend([math.nan] * (len(self._steps) - len(column)))
                     column.append(value)
             self._steps.append(step)
-            self._times.append(at)
+            self._times.append(timestamp)
             for column in self._series.values():
                 column.extend([math.nan] * (len(self._steps) - len(column)))
 
 
 class RunCatalog:
-    """The runs below a folder, or the one that it is."""
+    """The runs below a folder, or the folder itself if it is a run."""
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
-            raise KeelError(f"{root} is no folder; give a run, or a folder that holds runs")
+            raise KeelError(f"{root} is not a folder; give a run folder, or a folder that contains runs")
         self.root = root.resolve()
         self._runs_by_name: dict[str, RunReader] = {}
         if not self.list_runs():
             raise KeelError(
-                f"{root} holds no run: there is no run.db in it, nor {SEARCH_DEPTH} folders deep; give another folder"
+                f"{root} contains no run: there is no run.db in it or in subfolders up to {SEARCH_DEPTH} levels deep;"
+                " give another folder"
             )
 
     def list_runs(self) -> list[RunReader]:
-        """All runs there are now, those that were started last first."""
+        """Return all runs that exist now, most recently started first."""
         if (self.root / "run.db").is_file():
-            found = {self.root.name: self.root}
+            paths = {self.root.name: self.root}
         else:
-            found = {
+            paths = {
                 path.relative_to(self.root).as_posix(): path for path in _find_run_folders(self.root, SEARCH_DEPTH)
             }
         self._runs_by_name = {
-            name: self._runs_by_name.get(name) or RunReader(name, path) for name, path in found.items()
+            name: self._runs_by_name.get(name) or RunReader(name, path) for name, path in paths.items()
         }
         return sorted(self._runs_by_name.values(), key=lambda run: (-_creation_time(run.path), run.name))
 
     def get(self, name: str) -> RunReader:
-        """One run, by the name that `all` gave it; a name is never taken for a path."""
+        """Return a run by its name in `list_runs`; a name is never used as a path."""
         if name not in self._runs_by_name:
             self.list_runs()
         if name not in self._runs_by_name:
@@ -271,7 +274,7 @@ class RunCatalog:
 
 
 def replace_non_finite(value: Any) -> Any:
-    """A value that JSON can say: NaN and infinities are None."""
+    """Return the value with None in place of NaN and infinities, which JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -282,8 +285,8 @@ def replace_non_finite(value: Any) -> Any:
 
 
 def _finite_mean(values: Sequence[float]) -> float | None:
-    good = [value for value in values if math.isfinite(value)]
-    return math.fsum(good) / len(good) if good else None
+    finite = [value for value in values if math.isfinite(value)]
+    return math.fsum(finite) / len(finite) if finite else None
 
 
 def _creation_time(path: Path) -> float:
@@ -295,10 +298,10 @@ def _creation_time(path: Path) -> float:
 def _find_run_folders(folder: Path, depth: int) -> Iterator[Path]:
     try:
         with os.scandir(folder) as entries:
-            inside = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+            subfolders = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
     except OSError:
         return
-    for path in map(Path, inside):
+    for path in map(Path, subfolders):
         if (path / "run.db").is_file():
             yield path
         elif depth > 1 and not path.name.startswith("."):
@@ -306,9 +309,9 @@ def _find_run_folders(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _plain_values(payload: Any) -> dict[str, Any]:
-    """The plain values of an object; a number may be too large to be one."""
+    """Return the scalar values of a JSON object, with None for integers that are too large."""
     if not isinstance(payload, dict):
-        raise ValueError(f"{str(payload)[:40]} is no object")
+        raise ValueError(f"{str(payload)[:40]} is not a JSON object")
     return {
         str(name): None if isinstance(value, int) and abs(value) > 2**63 else replace_non_finite(value)
         for name, value in payload.items()
@@ -317,12 +320,12 @@ def _plain_values(payload: Any) -> dict[str, Any]:
 
 
 def _restrict_connection(db: sqlite3.Connection) -> sqlite3.Connection:
-    """A ledger that others may have made: no query runs for long, no value is large, no view stands for a table."""
-    end = time.monotonic() + QUERY_TIMEOUT
-    db.set_progress_handler(lambda: time.monotonic() > end, 100_000)
+    """Limit what an untrusted ledger can do: long queries, large values and views are errors."""
+    deadline = time.monotonic() + QUERY_TIMEOUT
+    db.set_progress_handler(lambda: time.monotonic() > deadline, 100_000)
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
     db.execute("PRAGMA trusted_schema = OFF")
     if db.execute("SELECT 1 FROM sqlite_master WHERE type = 'view'").fetchone():
-        raise sqlite3.DatabaseError("it has a view, and no ledger has one")
+        raise sqlite3.DatabaseError("it contains a view, which a ledger never does")
     db.execute("SELECT 1 FROM meta").fetchone()
     return db

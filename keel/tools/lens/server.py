@@ -1,9 +1,9 @@
-"""The page and its questions over HTTP, for this machine unless there is a key.
+"""Serve the lens page and its queries over HTTP, to this machine only unless an API key is set.
 
-Guarantees that without a key only loopback is answered, and no web page of another site through a browser here (the
-Host header must name this machine, and requests that a browser marks as another site's are refused); that the page may
-load and ask nothing but this server (Content-Security-Policy, without inline script); that no request changes anything;
-and that /openapi.json describes every question by the table that reads its words.
+Guarantees that without a key only loopback clients are served, and that pages of other sites cannot send queries
+through a browser on this machine: the Host header must name this machine, and requests that a browser marks as
+cross-site are rejected. The page can load from and connect to this server only (Content-Security-Policy without inline
+scripts). No request changes anything. /openapi.json is generated from the table that validates the parameters.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keel.errors import KeelError
 from keel.inference.server.access import AccessControl, AccessDenial, RateLimit
+from keel.tools.lens.offline_page import ASSETS
 from keel.tools.lens.openapi import RouteSpec, openapi_document
 from keel.tools.lens.queries import QUERIES, Lens
 from keel.tools.lens.query_params import openapi_parameters
@@ -33,10 +34,8 @@ from keel.tools.lens.run_reader import UnknownRun
 
 log = logging.getLogger("keel.tools.lens")
 
-ASSETS = Path(__file__).parent / "assets"
-
 RATE_LIMIT = RateLimit(per_second=100, burst=500)
-"""A page asks some ten questions when a view is opened, and a few each time it looks again."""
+"""The page sends about ten queries when a view is opened, and a few with each refresh."""
 ERROR_SCHEMA = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
 
 SECURITY_HEADERS = {
@@ -46,13 +45,13 @@ SECURITY_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
-    # a page kept from an older version would ask questions that this one does not know
+    # a cached page of an older version would send queries that this version does not know
     "cache-control": "no-store",
 }
 
 
 class LensAccessMiddleware:
-    """Lets through who may ask, and puts the headers on every answer."""
+    """Rejects clients without access, and adds the security headers to every response."""
 
     def __init__(self, app: ASGIApp, access: AccessControl) -> None:
         self.app, self.access = app, access
@@ -67,89 +66,87 @@ class LensAccessMiddleware:
                 MutableHeaders(scope=message).update(SECURITY_HEADERS)
             await send(message)
 
-        why = self.access.check_request(scope) or _check_same_site(scope)
-        await (self.app if why is None else refusal_response(why))(scope, receive, with_headers)
+        denial = self.access.check_request(scope) or _check_same_site(scope)
+        await (self.app if denial is None else denial_response(denial))(scope, receive, with_headers)
 
 
-def refusal_response(refusal: AccessDenial) -> Response:
-    """A refusal as a browser understands it: where a key is needed it asks its user for one, as a password."""
-    headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
-    if refusal.status == 401:
-        headers["www-authenticate"] = 'Basic realm="keel lens: any name, and the key as password", charset="UTF-8"'
-    return JSONResponse({"error": refusal.message}, refusal.status, headers)
+def denial_response(denial: AccessDenial) -> Response:
+    """Return the response to a denied request. With status 401 a browser asks its user for the key as a password."""
+    headers = {} if denial.retry_after is None else {"retry-after": str(denial.retry_after)}
+    if denial.status == 401:
+        headers["www-authenticate"] = 'Basic realm="keel lens: any user name, the key as password", charset="UTF-8"'
+    return JSONResponse({"error": denial.message}, denial.status, headers)
 
 
 def _check_same_site(scope: Scope) -> AccessDenial | None:
     site = Headers(scope=scope).get("sec-fetch-site", "none")
     if site not in ("none", "same-origin") and scope["path"] != "/":
-        return AccessDenial(403, "another site's page may not ask the lens")
+        return AccessDenial(403, "pages of other sites cannot query the lens")
     return None
 
 
 def build_app(root: Path, api_key: str | None = None) -> Starlette:
-    """The application over the runs below a folder."""
+    """Return the application that serves the runs below a folder."""
     lens = Lens(root)
     access = AccessControl(api_key, RATE_LIMIT)
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        # the first page finds the runs already read
-        reading = asyncio.create_task(run_in_threadpool(respond, lens, "runs", {}))
+        # read the runs before the first page asks for them
+        warm_up = asyncio.create_task(run_in_threadpool(respond, lens, "runs", {}))
         yield
-        await reading
+        await warm_up
         lens.close()
 
     async def page(_request: Request) -> Response:
         return FileResponse(ASSETS / "index.html")
 
-    async def ask(request: Request) -> Response:
-        name, words = request.url.path.removeprefix("/ask/"), dict(request.query_params)
-        return await run_in_threadpool(respond, lens, name, words)
+    async def query(request: Request) -> Response:
+        name, params = request.url.path.removeprefix("/query/"), dict(request.query_params)
+        return await run_in_threadpool(respond, lens, name, params)
 
-    async def failed(_request: Request, error: Exception) -> Response:
-        why = cast(HTTPException, error)
-        return JSONResponse({"error": why.detail}, why.status_code, why.headers)
+    async def http_error(_request: Request, error: Exception) -> Response:
+        http_exception = cast(HTTPException, error)
+        return JSONResponse({"error": http_exception.detail}, http_exception.status_code, http_exception.headers)
 
-    questions = [
+    queries = [
         RouteSpec(
-            path=f"/ask/{name}",
-            handler=ask,
-            summary=f"The question {name}.",
-            parameters=openapi_parameters(words),
+            path=f"/query/{name}",
+            handler=query,
+            summary=f"Query {name}.",
+            parameters=openapi_parameters(params),
             error_statuses=(400, 404),
         )
-        for name, words in QUERIES.items()
+        for name, params in QUERIES.items()
     ]
-    described = openapi_document("keel lens", "1", questions, ERROR_SCHEMA, requires_key=api_key is not None)
+    openapi = openapi_document("keel lens", "1", queries, ERROR_SCHEMA, requires_key=api_key is not None)
     return Starlette(
         routes=[
             Route("/", page, methods=["GET"]),
-            Route("/openapi.json", lambda _request: JSONResponse(described), methods=["GET"]),
-            *(Route(one.path, one.handler, methods=[one.method]) for one in questions),
-            Route("/ask/{name:path}", ask, methods=["GET"]),
+            Route("/openapi.json", lambda _request: JSONResponse(openapi), methods=["GET"]),
+            *(Route(route.path, route.handler, methods=[route.method]) for route in queries),
+            Route("/query/{name:path}", query, methods=["GET"]),
             Mount("/assets", StaticFiles(directory=ASSETS)),
         ],
         middleware=[Middleware(LensAccessMiddleware, access=access)],
-        exception_handlers={HTTPException: failed},
+        exception_handlers={HTTPException: http_error},
         lifespan=lifespan,
     )
 
 
 def respond(lens: Lens, name: str, params: dict[str, str]) -> Response:
-    """An answer, or why there is none, as JSON."""
+    """Return the result of a query, or its error, as JSON."""
     try:
-        answer: dict[str, Any] = lens.query(name, params)
+        result: dict[str, Any] = lens.query(name, params)
         try:
-            return JSONResponse(answer)
+            return JSONResponse(result)
         except (TypeError, ValueError, RecursionError) as error:
-            # a ledger made by others may hold any kind of value in any place
-            raise KeelError(f"the run's files hold what cannot be shown: {error}") from error
+            # an untrusted ledger may contain values of any type
+            raise KeelError(f"the run's files contain values that cannot be shown: {error}") from error
     except UnknownRun as error:
         return JSONResponse({"error": str(error)}, 404)
     except KeelError as error:
         return JSONResponse({"error": str(error)}, 400)
-    except Exception as error:  # a question that fails must not take the page down
-        log.error("question %s failed", name, exc_info=error)
-        return JSONResponse(
-            {"error": f"the lens failed on this question: {type(error).__name__}; its log says more"}, 500
-        )
+    except Exception as error:  # a query that fails must not stop the page
+        log.error("query %s failed", name, exc_info=error)
+        return JSONResponse({"error": f"query {name} failed: {type(error).__name__}; see the log of the lens"}, 500)

@@ -1,8 +1,8 @@
-"""Which statistics a run's trust region is about, as duckdb computes them, and the bands of its objective on them.
+"""Choose the statistics that show a run's trust region, and compute the bands of its objective on them.
 
-Read off the composition of the run's own settings. Every histogram has the same bins: equal steps of asinh(value /
-scale), linear inside of the band, relative far outside, without end: a bound of 1e-4 and one of 5 look equally well.
-What the recorded files cannot say (a ratio against the proximal policy inside of a step) is listed and not drawn.
+Both follow from the composition in the run's settings. Every histogram has bins of equal width in asinh(value / scale):
+linear inside the band and logarithmic far outside it, so that bounds of 1e-4 and of 5 are equally readable. A band that
+the recorded files cannot show, such as a ratio to the proximal policy within a step, is described and not drawn.
 """
 
 import math
@@ -14,12 +14,12 @@ from keel.objectives.composition import Composition, Gate
 from keel.objectives.statistics import STATISTICS, GateStatistic, gate_statistic
 
 BINS_PER_UNIT = 30
-"""Bins to each unit of asinh(value / scale)."""
+"""Number of bins per unit of asinh(value / scale)."""
 
 
 @dataclass
 class Statistic:
-    """What a histogram counts."""
+    """The statistic that a histogram counts."""
 
     name: str
     title: str
@@ -27,21 +27,21 @@ class Statistic:
     expression: str
     """DuckDB expression, `LensHistogram.sql`."""
     axis: Literal["ratio", "plain"]
-    """ratio: the value is the logarithm of one."""
+    """ratio: values are logarithms of ratios, and the axis is labelled with ratios."""
     scale: float
     bands: list["Band"] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """For the page."""
+        """Return the fields that the page needs."""
         return {name: value for name, value in asdict(self).items() if name != "expression"}
 
 
 @dataclass
 class Band:
-    """What the objective lets through of a statistic, in its own unit."""
+    """The range of a statistic inside which tokens train with their full gradient, in the unit of the statistic."""
 
     kind: Literal["gate", "clip", "weight"]
-    """gate: outside of it tokens are dropped; clip: the loss is flat there; weight: the importance weight is."""
+    """Effect outside the range. gate: tokens are dropped; clip: the loss is flat; weight: the importance weight is."""
     low: float | None
     high: float | None
     when: str
@@ -61,9 +61,9 @@ def _from_table(statistic: GateStatistic) -> Statistic:
 
 
 def statistics_of(composition: Composition | None) -> tuple[list[Statistic], list[str]]:
-    """Return the statistics to draw and, as sentences, the bands that cannot be drawn.
+    """Return the statistics to draw, and notes about the bands that cannot be drawn.
 
-    Drawn are those that are always shown and those on which the objective has a band.
+    Statistics are drawn if they are always shown or if the objective has a band on them.
     """
     notes = []
     drawable = {entry.histogram.name: _from_table(entry) for entry in STATISTICS.values()}
@@ -74,37 +74,37 @@ def statistics_of(composition: Composition | None) -> tuple[list[Statistic], lis
             else:
                 drawable[name].bands.append(band)
     always_shown = {entry.histogram.name for entry in STATISTICS.values() if entry.histogram.always_shown}
-    shown = [one for one in drawable.values() if one.bands or one.name in always_shown]
-    for one in shown:
-        sizes = [abs(bound) for band in one.bands for bound in (band.low, band.high) if bound]
-        if sizes:
-            # half of the nearest bound: the inside of the band is nearly to scale
-            one.scale = max(min(sizes) / 2, 1e-6)
+    shown = [statistic for statistic in drawable.values() if statistic.bands or statistic.name in always_shown]
+    for statistic in shown:
+        bounds = [abs(bound) for band in statistic.bands for bound in (band.low, band.high) if bound]
+        if bounds:
+            # with half of the nearest bound the inside of the band is nearly linear
+            statistic.scale = max(min(bounds) / 2, 1e-6)
     return shown, notes
 
 
 def _bands(composition: Composition) -> Iterator[tuple[str, Band, str]]:
-    for place, gate in enumerate(composition.gates):
-        yield _gate(place, gate)
-    for place, weight in enumerate(composition.weights):
+    for index, gate in enumerate(composition.gates):
+        yield _gate(index, gate)
+    for index, weight in enumerate(composition.weights):
         if weight.kernel == "ratio" and (weight.low is not None or weight.high is not None):
-            band = Band("weight", _log(weight.low), _log(weight.high), "always", f"weight {place}")
-            yield _ratio_histogram(weight.level), band, _drawable(weight.between, f"weight {place}")
+            band = Band("weight", _log(weight.low), _log(weight.high), "always", f"weight {index}")
+            yield _ratio_histogram(weight.level), band, _undrawable_note(weight.between, f"weight {index}")
     policy = composition.policy
     if policy.surrogate == "clip" and policy.eps is not None:
         above = policy.eps if policy.eps_high is None else policy.eps_high
         band = Band("clip", _log(1 - policy.eps), math.log1p(above), "always", "clip")
         name = _ratio_histogram("geometric" if policy.level == "sequence" else "token")
-        yield name, band, _drawable(f"policy/{policy.anchor}", "the clip")
+        yield name, band, _undrawable_note(f"policy/{policy.anchor}", "the clip")
 
 
-def _gate(place: int, gate: Gate) -> tuple[str, Band, str]:
-    label, statistic = f"gate {place}", gate.spec
+def _gate(index: int, gate: Gate) -> tuple[str, Band, str]:
+    label, statistic = f"gate {index}", gate.spec
     band = Band("gate", *statistic.comparable_bounds(gate.low, gate.high), gate.when, label)
     if gate.scope == "step":
-        note = f"{label} ({statistic.label}) has no fixed band: its bound follows from the tokens of each step"
+        note = f"{label} ({statistic.label}) has no fixed band: its bound depends on the tokens of each step"
     else:
-        note = _drawable(gate.between, label)
+        note = _undrawable_note(gate.between, label)
     return statistic.histogram.name, band, note
 
 
@@ -113,14 +113,15 @@ def _ratio_histogram(level: str) -> str:
 
 
 def _log(ratio: float | None) -> float | None:
-    """A bound of 0 on a ratio is none."""
+    """Return the logarithm of a bound; a bound of 0 on a ratio has no effect."""
     return math.log(ratio) if ratio is not None and ratio > 0 else None
 
 
-def _drawable(pair: str, what: str) -> str:
-    """Why a band cannot be drawn. Recorded is the policy at the start of the step, which is the proximal one."""
+def _undrawable_note(pair: str, component: str) -> str:
+    """Return why a band cannot be drawn, or "". The recorded policy is that at the start of the step, the proximal."""
     if pair.endswith("/sampler"):
         return ""
     return (
-        f"{what} compares {pair}, which are equal where the step starts; what happens inside of a step is not recorded"
+        f"{component} compares {pair}, which are equal at the start of the step; later updates of the same step are not"
+        " recorded"
     )

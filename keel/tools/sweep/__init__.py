@@ -1,8 +1,8 @@
-"""Several short runs that differ in one thing, side by side: the comparison that settles what a recording cannot.
+"""Train short runs that differ in one setting and compare their results.
 
-A trial is a variant (an objective, or the values of some settings) and a seed. All trials of a seed have the same
-start, the same tasks under the same group names and the same seeds of sampling. `plan` says which trials there are,
-`work` runs them, `results` reads their ledgers, `page` and `long` render. No winner is named: one sees the spread.
+A trial is a variant (an objective, or values of settings) and a seed. All trials with the same seed share initial
+weights, tasks, group names and sampling seeds. `plan` lists the trials, `runner` runs them, `results` reads their
+ledgers, `html` and `long_table` write files. No winner is declared; means are shown with their spread.
 """
 
 from keel.tools.sweep.plan import SweepPlan, Trial, Variant

@@ -1,4 +1,4 @@
-"""The trials as one long parquet table: a row for every number of every step and every evaluation of every run."""
+"""Write a sweep as a parquet table in long format, one row per number of every step and evaluation of every run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from keel.tools.compare.files import atomic_file
+from keel.common.atomic_files import atomic_file
 from keel.tools.sweep.results import SweepResults
 
 SCHEMA = pa.schema(
@@ -16,7 +16,7 @@ SCHEMA = pa.schema(
         ("seed", pa.int64()),
         ("run", pa.string()),
         ("step", pa.int64()),
-        ("environment", pa.string()),  # of an evaluation; null: a number of the training step
+        ("environment", pa.string()),  # of an evaluation; null for metrics of training steps
         ("measure", pa.string()),  # the names in run.db: reward, mismatch_kl, is_masked_low, ...
         ("value", pa.float64()),
     ]
@@ -25,9 +25,9 @@ SCHEMA = pa.schema(
 
 
 def write_table(path: Path, results: SweepResults) -> None:
-    """All of it, or nothing."""
-    lines = list(_rows(results))
-    columns = {name: [line[place] for line in lines] for place, name in enumerate(SCHEMA.names)}
+    """Write the table atomically."""
+    rows = list(_rows(results))
+    columns = {name: [row[index] for row in rows] for index, name in enumerate(SCHEMA.names)}
     with atomic_file(path) as temporary:
         pq.write_table(pa.table(columns, schema=SCHEMA), temporary, compression="zstd")
 
@@ -38,6 +38,6 @@ def _rows(results: SweepResults) -> Iterator[tuple[Any, ...]]:
         for row in trial.step_rows:
             for measure, value in row.metrics.items():
                 yield *key, row.step, None, measure, value
-        for step, environment, numbers in trial.evaluation_rows:
-            for measure, value in numbers.items():
+        for step, environment, metrics in trial.evaluation_rows:
+            for measure, value in metrics.items():
                 yield *key, step, environment, measure, value

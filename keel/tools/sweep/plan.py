@@ -1,8 +1,8 @@
-"""Which trials there are: every variant with every seed, checked before the first of them starts.
+"""The trials of a sweep: every variant with every seed, validated before the first one starts.
 
-A plan is a folder: `recipe.toml`, a copy of the recipe, and `trials.json`, which has a name and the overrides of each
-trial; the run of a trial is the folder of its name beside them. Whoever goes on with a plan needs nothing else, and a
-recipe that is edited meanwhile changes nothing. A plan is never changed after it was written.
+A plan is a folder with `recipe.toml`, a copy of the recipe, and `trials.json`, the name and overrides of each trial.
+The run folder of a trial is next to them and has the trial's name. Resuming needs nothing else, so later edits of the
+recipe have no effect. A plan is immutable once written.
 """
 
 import re
@@ -21,12 +21,12 @@ from keel.run.monitor.sinks import resolve_sinks
 
 FORMAT = 2
 MAX_NAME_LENGTH = 80
-"""Characters of a folder's name, without the seed."""
+"""Maximum length of a folder name, without the seed."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is compared: a name for people, and the overrides that make it."""
+    """One of the compared alternatives: its name and the overrides that define it."""
 
     name: str
     overrides: tuple[str, ...]
@@ -34,26 +34,26 @@ class Variant:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run to be done."""
+    """One run of a sweep."""
 
     name: str
-    """Of its folder, too."""
+    """Also the name of its folder."""
     variant: str
     seed: int
     overrides: tuple[str, ...]
-    """Overrides of the recipe, the variant's and the seed's included."""
+    """Overrides of the recipe, including those of the variant and the seed."""
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """All trials, variant after variant, in the order in which they run."""
+    """All trials in the order in which they run, grouped by variant."""
 
     folder: Path
     recipe: str
-    """As the user wrote it."""
+    """Path of the recipe as given by the user."""
     trials: tuple[Trial, ...]
     recipe_folder: Path | None = None
-    """Where the recipe was, for modules next to it; None: it was not recorded."""
+    """Folder of the original recipe, for modules next to it; None if it was not recorded."""
 
     @property
     def variants(self) -> list[str]:
@@ -61,27 +61,27 @@ class SweepPlan:
 
     @cached_property
     def steps(self) -> dict[str, int]:
-        """How many steps each trial has, by name."""
+        """Number of steps of each trial, by name."""
         return {trial.name: self.load_trial_settings(trial).settings.steps for trial in self.trials}
 
     def load_trial_settings(self, trial: Trial) -> LoadedSettings:
-        """The settings of one."""
+        """Return the settings of a trial."""
         loaded = load_settings(self.folder / "recipe.toml", trial.overrides)
         return replace(loaded, recipe_folder=self.recipe_folder or loaded.recipe_folder)
 
     def path(self, trial: Trial) -> Path:
-        """Where its run is, or will be."""
+        """Return the run folder of a trial, which may not exist yet."""
         return self.folder / trial.name
 
     @classmethod
     def create(
         cls, folder: Path, recipe: Path, overrides: Sequence[str], variants: Sequence[Variant], seeds: int
     ) -> Self:
-        """Check every trial, then write the plan. `words`: overrides that hold for all of them."""
+        """Validate every trial, then write the plan. `overrides` apply to all trials."""
         if (folder / "trials.json").exists():
-            raise ConfigError(f"{folder} holds trials; go on with them by --resume {folder}, or choose another --run")
+            raise ConfigError(f"{folder} already contains trials; use --resume {folder}, or choose another --run")
         if (folder / "run.db").exists():
-            raise ConfigError(f"--run {folder} is a run itself; choose another folder for the trials")
+            raise ConfigError(f"--run {folder} is a run folder; choose another folder for the trials")
         if seeds < 1:
             raise ConfigError(f"--seeds {seeds} must be at least 1")
         first = load_settings(recipe, overrides).settings.seed
@@ -98,59 +98,61 @@ class SweepPlan:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """A plan that was written."""
+        """Read a plan from its folder."""
         path = folder / "trials.json"
         try:
-            found = read_json(path)
+            content = read_json(path)
         except FileNotFoundError:
-            raise ConfigError(f"{folder} holds no trials: there is no trials.json in it") from None
+            raise ConfigError(f"{folder} contains no trials: it has no trials.json") from None
         except (OSError, ValueError) as error:
             raise KeelError(f"{path} cannot be read: {error}") from None
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise KeelError(f"{path} is of another version; this version of keel reads format {FORMAT}")
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise KeelError(f"{path} has an unsupported format; this version of keel reads format {FORMAT}")
         try:
             trials = (
-                Trial(one["name"], one["variant"], one["seed"], tuple(one["overrides"])) for one in found["trials"]
+                Trial(row["name"], row["variant"], row["seed"], tuple(row["overrides"])) for row in content["trials"]
             )
-            beside = found.get("recipe_folder")
-            plan = cls(folder, str(found["recipe"]), tuple(trials), None if beside is None else Path(beside))
+            recipe_folder = content.get("recipe_folder")
+            plan = cls(
+                folder, str(content["recipe"]), tuple(trials), None if recipe_folder is None else Path(recipe_folder)
+            )
         except (LookupError, TypeError) as error:
             raise KeelError(f"{path} is damaged: {error!r}") from None
         for trial in plan.trials:
             if not isinstance(trial.name, str) or Path(trial.name).name != trial.name or trial.name == "..":
-                raise KeelError(f"{path}: {trial.name!r} is no name of a folder in {folder}")
+                raise KeelError(f"{path}: {trial.name!r} is not a valid folder name in {folder}")
         return plan
 
     def _write(self, recipe: Path) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--run {self.folder} cannot be made: {error.strerror}") from error
+            raise ConfigError(f"--run {self.folder} cannot be created: {error.strerror}") from error
         with atomic_file(self.folder / "recipe.toml") as temporary:
             temporary.write_bytes(recipe.read_bytes())
         rows = [
-            {"name": one.name, "variant": one.variant, "seed": one.seed, "overrides": list(one.overrides)}
-            for one in self.trials
+            {"name": trial.name, "variant": trial.variant, "seed": trial.seed, "overrides": list(trial.overrides)}
+            for trial in self.trials
         ]
-        # last: a folder without it holds no trials yet
-        beside = None if self.recipe_folder is None else str(self.recipe_folder)
-        written = {"format": FORMAT, "recipe": self.recipe, "recipe_folder": beside, "trials": rows}
-        write_json(self.folder / "trials.json", written)
+        recipe_folder = None if self.recipe_folder is None else str(self.recipe_folder)
+        content = {"format": FORMAT, "recipe": self.recipe, "recipe_folder": recipe_folder, "trials": rows}
+        # written last: a folder without it is not a plan yet
+        write_json(self.folder / "trials.json", content)
 
 
 def _check_trials(recipe: Path, trials: Sequence[Trial]) -> None:
-    """Load every variant, and refuse what could not run or could not be told apart."""
+    """Load every variant; one that cannot run, or equals another one, is an error."""
     seen: dict[str, str] = {}
-    worlds: set[str] = set()
+    checked_environments: set[str] = set()
     for trial in trials:
         try:
             loaded = load_settings(recipe, trial.overrides)
-            _check_runnable(loaded.settings, worlds)
+            _check_runnable(loaded.settings, checked_environments)
         except ConfigError as error:
             raise ConfigError("\n".join(f"{trial.variant}: {line}" for line in str(error).splitlines())) from None
         settings = repr([row[:2] for row in loaded.rows()])
         if settings in seen:
-            raise ConfigError(f"{seen[settings]} and {trial.variant} are the same settings; leave one of them out")
+            raise ConfigError(f"{seen[settings]} and {trial.variant} are the same settings; remove one of them")
         seen[settings] = trial.variant
 
 
@@ -159,23 +161,23 @@ def _check_runnable(settings: RunSettings, checked_environments: set[str]) -> No
         raise ConfigError("environments is empty: a run needs at least one, for example [environments.arithmetic]")
     if settings.engine.kind == "pool":
         raise ConfigError(
-            'engine.kind = "pool" cannot be compared live: its servers hold the weights of the run before, so that no'
-            ' two runs have the same start; use "local", "process" or "vllm"'
+            'engine.kind = "pool" cannot be used in a sweep: its servers keep the weights of the previous run, so that'
+            ' runs would start from different weights; use "local", "process" or "vllm"'
         )
     resolve_sinks(settings.metrics)
-    world = repr((settings.environments, settings.sampling))
-    if world not in checked_environments:
+    key = repr((settings.environments, settings.sampling))
+    if key not in checked_environments:
         build_environments(settings)
-        checked_environments.add(world)
+        checked_environments.add(key)
 
 
 def _slugs(names: Sequence[str]) -> list[str]:
-    """Names that are good for folders, each of them once."""
-    found: list[str] = []
+    """Return distinct names that are valid folder names."""
+    slugs: list[str] = []
     for name in names:
         short = re.sub(r"[^A-Za-z0-9._=+-]+", "_", name).strip("._-")[:MAX_NAME_LENGTH] or "variant"
         slug, number = short, 2
-        while slug in found:
+        while slug in slugs:
             slug, number = f"{short}_{number}", number + 1
-        found.append(slug)
-    return found
+        slugs.append(slug)
+    return slugs

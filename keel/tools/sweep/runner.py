@@ -1,8 +1,8 @@
-"""Runs the trials of a plan: one after another in this process, or several at once in processes of their own.
+"""Run the trials of a plan: one after another in this process, or several concurrently in separate processes.
 
-Guarantees. A trial that is finished is not run again; one that was begun goes on from where it was. A trial that fails
-is an outcome with its error, also when its process was killed, and the others go on. After `stop` the steps under way
-are finished, nothing new begins, and the rest can be gone on with later.
+Guarantees: a finished trial is not run again, and a started one is resumed. A trial that fails, even because its
+process was killed, is an outcome with an error, and the others continue. After `stop` the current steps are finished,
+no trial is started, and the remaining ones can be resumed later.
 """
 
 import asyncio
@@ -29,57 +29,57 @@ from keel.tools.sweep.plan import SweepPlan, Trial
 
 
 class TrialOutcome(NamedTuple):
-    """What became of a trial."""
+    """How a trial ended."""
 
     status: Literal["finished", "stopped", "failed"]
     error: str = ""
 
 
 class SweepCallback(Protocol):
-    """Is told, one call at a time, from any thread."""
+    """Receives events of trials. Calls are serialised but may come from any thread."""
 
     def skipped(self, trial: Trial) -> None:
-        """It was finished before."""
+        """The trial was finished by an earlier sweep run."""
 
     def started(self, trial: Trial, start_step: int) -> None:
-        """Its model is loaded; `first`: the step that it goes on from."""
+        """The model is loaded; training starts after step `start_step`."""
 
     def step(self, trial: Trial, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is written down."""
+        """A step was recorded."""
 
     def notice(self, trial: Trial, text: str) -> None:
-        """A line for people."""
+        """A message for the user."""
 
     def ended(self, trial: Trial, outcome: TrialOutcome) -> None:
-        """Whatever way it ended."""
+        """The trial finished, was stopped, or failed."""
 
 
 class SweepRunner:
-    """Goes through a plan, once."""
+    """Runs the trials of a plan once."""
 
     def __init__(self, plan: SweepPlan, callback: SweepCallback, *, parallel: int = 1) -> None:
         if parallel < 1:
-            raise ConfigError(f"--at-once {parallel} must be at least 1")
+            raise ConfigError(f"--parallel {parallel} must be at least 1")
         self.plan, self._callback, self._parallel = plan, callback, parallel
         self.stopping = False
         self._stop_functions: dict[str, Callable[[], None]] = {}
-        # a signal handler may interrupt the very thread that is telling the watcher something
+        # reentrant, because a signal handler may interrupt the thread that is calling the callback
         self._lock = threading.RLock()
         self._children: set[Any] = set()
 
     def stop(self) -> None:
-        """Finish the steps that are under way, and begin nothing more."""
+        """Finish the current steps and start no further trials."""
         self.stopping = True
         for stop in list(self._stop_functions.values()):
             stop()
 
     def kill(self) -> None:
-        """End the processes of all trials now; what is on the disk is as good as after a crash."""
+        """Kill the processes of all trials; their folders can be resumed as after a crash."""
         for child in list(self._children):
             child.kill()
 
     def run(self) -> dict[str, TrialOutcome]:
-        """Every trial that is not finished; the outcomes by name, without those that never began."""
+        """Run every unfinished trial; return the outcomes by name, without trials that were not started."""
         outcomes, pending = dict[str, TrialOutcome](), list[Trial]()
         for trial in self.plan.trials:
             if is_finished(self.plan.path(trial)):
@@ -88,11 +88,12 @@ class SweepRunner:
             else:
                 pending.append(trial)
         if self._parallel == 1:
-            found = [self._run_trial(trial, self._run_in_process) for trial in pending]
+            results = [self._run_trial(trial, self._run_in_process) for trial in pending]
         else:
-            with ThreadPoolExecutor(self._parallel) as slots:
-                found = list(slots.map(lambda trial: self._run_trial(trial, self._run_in_subprocess), pending))
-        return outcomes | {trial.name: one for trial, one in zip(pending, found, strict=True) if one is not None}
+            with ThreadPoolExecutor(self._parallel) as executor:
+                results = list(executor.map(lambda trial: self._run_trial(trial, self._run_in_subprocess), pending))
+        started = {trial.name: outcome for trial, outcome in zip(pending, results, strict=True) if outcome is not None}
+        return outcomes | started
 
     def _run_trial(self, trial: Trial, execute: Callable[[Trial], TrialOutcome]) -> TrialOutcome | None:
         if self.stopping:
@@ -108,7 +109,7 @@ class SweepRunner:
 
     def _register_stop(self, trial: Trial, stop: Callable[[], None]) -> None:
         self._stop_functions[trial.name] = stop
-        if self.stopping:  # asked for while the trial was being started
+        if self.stopping:  # stop was called while the trial was starting
             stop()
 
     def _run_in_process(self, trial: Trial) -> TrialOutcome:
@@ -116,46 +117,47 @@ class SweepRunner:
             return run_trial(
                 self.plan,
                 trial,
-                lambda *told: self._notify(trial, *told),
+                lambda *event: self._notify(trial, *event),
                 lambda run: self._register_stop(trial, run.stop),
             )
         finally:
             self._stop_functions.pop(trial.name, None)
-            gc.collect()  # a run has cycles, and its model should not wait beside the next one
+            gc.collect()  # a run has reference cycles; free its model before the next one is loaded
 
     def _run_in_subprocess(self, trial: Trial) -> TrialOutcome:
-        """In a process of its own. It is spawned: torch's threads do not survive a fork."""
+        """Run a trial in a separate process, spawned because torch's threads do not survive a fork."""
         context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe(duplex=False)
+        receiver, sender = context.Pipe(duplex=False)
         threads = max(1, torch.get_num_threads() // self._parallel)
         child = context.Process(
-            target=_child_main, name=trial.name, args=(there, self.plan.folder, trial.name, threads)
+            target=_child_main, name=trial.name, args=(sender, self.plan.folder, trial.name, threads)
         )
         child.start()
-        there.close()
+        sender.close()
         self._children.add(child)
         self._register_stop(trial, child.terminate)
         outcome = None
         try:
             with suppress(EOFError):
                 while outcome is None:
-                    event, *told = here.recv()
+                    event, *args = receiver.recv()
                     if event == "ended":
-                        outcome = TrialOutcome(*told)
+                        outcome = TrialOutcome(*args)
                     else:
-                        self._notify(trial, event, *told)
+                        self._notify(trial, event, *args)
             child.join()
         finally:
             self._stop_functions.pop(trial.name, None)
             self._children.discard(child)
-            here.close()
+            receiver.close()
         if outcome is None and self.stopping and child.exitcode == -signal.SIGTERM:
-            return TrialOutcome("stopped")  # asked before it could listen; nothing of it had begun
-        return outcome or TrialOutcome("failed", f"its process ended without a word, {_describe_exit(child.exitcode)}")
+            return TrialOutcome("stopped")  # terminated before it installed its signal handler; nothing was started
+        exit_status = _describe_exit(child.exitcode)
+        return outcome or TrialOutcome("failed", f"its process ended without reporting an outcome, {exit_status}")
 
 
 def is_finished(path: Path) -> bool:
-    """Whether the run in this folder has come to its end."""
+    """Return whether the run in this folder is finished."""
     if not (path / "run.db").is_file():
         return False
     ledger = Ledger(path / "run.db")
@@ -168,29 +170,29 @@ def is_finished(path: Path) -> bool:
 def run_trial(
     plan: SweepPlan, trial: Trial, notify: Callable[..., None], register_run: Callable[[TrainingRun], None]
 ) -> TrialOutcome:
-    """Run one trial, or go on with it. `tell` gets the name of an event and what belongs to it."""
+    """Run or resume one trial. `notify` is called with the name of an event and its arguments."""
     path = plan.path(trial)
     try:
-        begun = (path / "run.db").is_file()
-        folder = RunFolder.open(path) if begun else RunFolder.create(path, plan.load_trial_settings(trial))
+        started = (path / "run.db").is_file()
+        folder = RunFolder.open(path) if started else RunFolder.create(path, plan.load_trial_settings(trial))
         try:
-            teller = _ForwardingCallback(notify)
-            observer = CallbackList(open_sinks(folder, teller.notice), teller)
+            forwarding = _ForwardingCallback(notify)
+            callback = CallbackList(open_sinks(folder, forwarding.notice), forwarding)
             try:
-                run = TrainingRun(folder, observer)
+                run = TrainingRun(folder, callback)
                 register_run(run)
                 asyncio.run(run.train())
             finally:
-                observer.ended("")
+                callback.ended("")
             return TrialOutcome("finished" if folder.ledger.get_meta("status") == "finished" else "stopped")
         finally:
             folder.close()
-    except Exception as error:  # noqa: BLE001 - whatever breaks one trial must not break the others
+    except Exception as error:  # noqa: BLE001 - an error in one trial must not stop the others
         return TrialOutcome("failed", _error_text(error))
 
 
 class _ForwardingCallback(NullCallback):
-    """An observer of a run that passes on what a watcher of trials is told."""
+    """A run callback that forwards events to the callback of the sweep."""
 
     def __init__(self, notify: Callable[..., None]) -> None:
         self._notify = notify
@@ -206,39 +208,39 @@ class _ForwardingCallback(NullCallback):
 
 
 def _child_main(pipe: Connection, folder: Path, name: str, threads: int) -> None:
-    """The whole life of a trial's process. It stops after a step when told to, or when nobody listens any more."""
+    """Run one trial in its own process. It stops after a step on SIGTERM, or when the parent has gone."""
     running: list[TrainingRun] = []
-    asked = False
+    stop_requested = False
 
     def stop(*_: object) -> None:
-        nonlocal asked
-        if not asked:
-            asked = True
+        nonlocal stop_requested
+        if not stop_requested:
+            stop_requested = True
             for run in running:
                 run.stop()
 
-    def hold(run: TrainingRun) -> None:
+    def register_run(run: TrainingRun) -> None:
         running.append(run)
-        if asked:
+        if stop_requested:
             run.stop()
 
-    def tell(*told: Any) -> None:
+    def notify(*event: Any) -> None:
         try:
-            pipe.send(told)
+            pipe.send(event)
         except OSError:
             stop()
 
-    # Ctrl-C reaches every process of a terminal; it is for the parent to say what it means
+    # Ctrl-C reaches every process of a terminal; only the parent handles it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, stop)
     torch.set_num_threads(threads)
     plan = SweepPlan.read(folder)
-    (trial,) = (one for one in plan.trials if one.name == name)
-    tell("ended", *run_trial(plan, trial, tell, hold))
+    (trial,) = (trial for trial in plan.trials if trial.name == name)
+    notify("ended", *run_trial(plan, trial, notify, register_run))
 
 
 def _error_text(error: BaseException) -> str:
-    """An error for people: Keel's own as they are, others with their kind."""
+    """Return the message of an error, with its type unless it is a `KeelError`."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) if isinstance(error, KeelError) else f"{type(error).__name__}: {error}"

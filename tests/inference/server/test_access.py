@@ -193,9 +193,9 @@ def test_the_lens_with_a_key_lets_a_browser_ask_for_it(tmp_path: Path) -> None:
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"].startswith("Basic ")
         assert client.get("/", auth=("anyone", KEY)).status_code == 200
-        assert client.get("/ask/runs", auth=("anyone", KEY)).json()["runs"][0]["run"] == "run"
+        assert client.get("/query/runs", auth=("anyone", KEY)).json()["runs"][0]["run"] == "run"
         other = {"sec-fetch-site": "cross-site"}
-        assert client.get("/ask/runs", auth=("anyone", KEY), headers=other).status_code == 403
+        assert client.get("/query/runs", auth=("anyone", KEY), headers=other).status_code == 403
 
 
 # --- no code in data ---

@@ -1,6 +1,6 @@
-// Elements and text. Data reaches the page as text nodes only: nothing here, or elsewhere, parses a string as markup.
+// Elements and text. Data is inserted as text nodes only: no module of the page parses a string as markup.
 
-/** An element with properties and children; children that are not elements become text. */
+/** Create an element with properties and children; children that are not elements become text. */
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -13,53 +13,52 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
-/** A labelled choice. */
-export function choice(label, options, value, changed) {
+/** Create a labelled select element. `options`: pairs of value and text. */
+export function selectField(label, options, value, onChange) {
   const select = make(
     "select",
-    { onchange: () => changed(select.value) },
+    { onchange: () => onChange(select.value) },
     options.map(([key, text]) => make("option", { value: key }, text)),
   );
   select.value = value;
   return make("label", { class: "field" }, make("span", {}, label), select);
 }
 
-const HIDDEN = /[\p{C}\p{Zl}\p{Zp}]/u;
-const HIDDEN_ALL = /[\p{C}\p{Zl}\p{Zp}]/gu;
+const INVISIBLE = /[\p{C}\p{Zl}\p{Zp}]/u;
+const ALL_INVISIBLE = /[\p{C}\p{Zl}\p{Zp}]/gu;
 
-/** Text with all that is invisible, or turns the direction of what follows, as visible escapes. */
-export function visible(text, oneLine = false) {
-  if (!HIDDEN.test(text)) return [text];
+/** Return text as nodes, with invisible characters and direction marks as visible escapes. */
+export function escapeInvisible(text, oneLine = false) {
+  if (!INVISIBLE.test(text)) return [text];
   const parts = [];
-  let from = 0;
-  for (const match of text.matchAll(HIDDEN_ALL)) {
-    if (match.index > from) parts.push(text.slice(from, match.index));
-    from = match.index + match[0].length;
+  let start = 0;
+  for (const match of text.matchAll(ALL_INVISIBLE)) {
+    if (match.index > start) parts.push(text.slice(start, match.index));
+    start = match.index + match[0].length;
     if (match[0] === "\n") parts.push(make("span", { class: "mark" }, "↵"), oneLine ? "" : "\n");
     else if (match[0] === "\t") parts.push(make("span", { class: "mark" }, "⇥"), "\t");
-    else parts.push(make("span", { class: "escape" }, `U+${hex(match[0])}`));
+    else parts.push(make("span", { class: "escape" }, `U+${codePoint(match[0])}`));
   }
-  parts.push(text.slice(from));
+  parts.push(text.slice(start));
   return parts;
 }
 
-function hex(letter) {
-  return letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
+function codePoint(character) {
+  return character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
 }
 
-/** The same as one string, for attributes and titles. */
-export function plain(text) {
-  return text.replace(HIDDEN_ALL, (letter) => (letter === "\n" ? "↵" : `U+${hex(letter)}`));
+/** Like `escapeInvisible`, as one string for attributes and titles. */
+export function escapeToString(text) {
+  return text.replace(ALL_INVISIBLE, (character) => (character === "\n" ? "↵" : `U+${codePoint(character)}`));
 }
 
-/** A short text of a token in a list: spaces seen, on one line. */
-export function quoted(text) {
-  const start = text.startsWith(" ") ? [make("span", { class: "mark" }, "␣")] : [];
-  return make("bdi", { class: "token-text" }, start, visible(start.length ? text.slice(1) : text, true));
+/** Return the text of a token for a list: on one line, with a visible leading space. */
+export function tokenText(text) {
+  const space = text.startsWith(" ") ? [make("span", { class: "mark" }, "␣")] : [];
+  return make("bdi", { class: "token-text" }, space, escapeInvisible(space.length ? text.slice(1) : text, true));
 }
 
-/** A number, short. */
-export function number(value, digits = 3) {
+export function formatNumber(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e15) return value.toLocaleString("en-US");
@@ -68,23 +67,26 @@ export function number(value, digits = 3) {
   return String(Number(value.toPrecision(digits)));
 }
 
-export function share(part, whole) {
-  if (!whole) return "–";
-  const percent = (100 * part) / whole;
+/** Format a part of a total as a percentage; shares next to 0 % and 100 % are not rounded to them. */
+export function formatShare(part, total) {
+  if (!total) return "–";
   if (part === 0) return "0 %";
-  return `${percent < 0.01 ? "<0.01" : percent > 99 && percent < 100 ? Math.min(percent, 99.99).toPrecision(4) : percent >= 10 ? percent.toFixed(0) : percent.toPrecision(2)} %`;
+  const percent = (100 * part) / total;
+  if (percent < 0.01) return "<0.01 %";
+  if (percent > 99 && percent < 100) return `${Math.min(percent, 99.99).toPrecision(4)} %`;
+  return `${percent >= 10 ? percent.toFixed(0) : percent.toPrecision(2)} %`;
 }
 
-export function ago(seconds) {
+export function formatAge(seconds) {
   if (seconds < 90) return `${Math.max(0, Math.round(seconds))} s ago`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min ago`;
   if (seconds < 172800) return `${Math.round(seconds / 3600)} h ago`;
   return `${Math.round(seconds / 86400)} days ago`;
 }
 
-/** Say on the page what went wrong; with nothing, take it back. */
-export function trouble(text = "") {
-  const place = document.getElementById("trouble");
-  place.replaceChildren(...visible(text));
-  place.hidden = !text;
+/** Show a message at the top of the page; an empty text hides it. */
+export function showMessage(text = "") {
+  const bar = document.getElementById("message");
+  bar.replaceChildren(...escapeInvisible(text));
+  bar.hidden = !text;
 }

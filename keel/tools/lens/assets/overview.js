@@ -1,190 +1,202 @@
-// Overview: how runs are doing. Curves of the chosen runs over each other, and of one of them what it is and what
-// became of its rollouts.
+// Overview: curves of the selected runs over each other, and the facts and rollout outcomes of one of them.
 
-import { curves, RUNS } from "./charts.js";
-import { ago, choice, make, number, plain, share, visible } from "./dom.js";
-import { ask, report } from "./source.js";
+import { lineChart, RUN_COLOURS } from "./charts.js";
+import { escapeInvisible, escapeToString, formatAge, formatNumber, formatShare, make, selectField } from "./dom.js";
+import { embeddedReport, query } from "./source.js";
 
 const CHARTS = [
   { title: "Reward", names: [["reward", ""]], evaluations: true },
   { title: "Loss", names: [["loss", ""]] },
-  { title: "Mismatch, KL of sampler and policy", names: [["mismatch_kl", ""]], zero: true },
+  { title: "Mismatch: KL between sampler and policy", names: [["mismatch_kl", ""]], zero: true },
   { title: "Share of tokens dropped", names: [["is_masked_low", "low"], ["is_masked_high", "high"]], zero: true },
-  { title: "Staleness, versions", names: [["staleness", "mean"], ["staleness_max", "max"]], zero: true },
+  { title: "Staleness in versions", names: [["staleness", "mean"], ["staleness_max", "max"]], zero: true },
   { title: "Entropy", names: [["entropy", ""]] },
   { title: "Tokens per second", names: [["tokens_per_second", ""]], zero: true },
   { title: "Gradient norm", names: [["grad_norm", ""]], zero: true },
 ];
-const NAMES = CHARTS.flatMap((chart) => chart.names.map(([name]) => name));
-const MOST = 8;
+const METRICS = CHARTS.flatMap((chart) => chart.names.map(([name]) => name));
+const DEFAULT_METRIC = "dropped";
+const MAX_RUNS = 8;
+const DEFAULT_RUNS = 4;
+/** Outcomes of rollouts that are no error, with what they mean. */
+const NEUTRAL_OUTCOMES = {
+  zero_variance: "all rewards of the group are equal, so its advantages are zero",
+  run_ended: "in flight or queued when the run ended",
+  stale: "sampled by a version older than scheduler.max_off_policy_steps allows",
+};
 
-/** The runs that are drawn: those that the address names, or the first few. */
-export function chosen(page) {
+/** The runs that are drawn: those named in the address, or the most recent ones. */
+export function selectedRuns(page) {
   const named = (page.state.runs ?? "").split("|").filter((name) => page.runs.some((run) => run.run === name));
-  return named.length ? named : page.runs.slice(0, 4).map((run) => run.run);
+  return named.length ? named : page.runs.slice(0, DEFAULT_RUNS).map((run) => run.run);
 }
 
-/** The run that one looks at closely. */
-export function focused(page) {
-  const known = (name) => page.runs.some((run) => run.run === name);
-  return known(page.state.run) ? page.state.run : chosen(page)[0];
+/** The run whose details are shown: the one named in the address, or the most recent one with a step. */
+export function focusedRun(page) {
+  if (page.runs.some((run) => run.run === page.state.run)) return page.state.run;
+  const selected = selectedRuns(page);
+  return selected.find((name) => page.runs.some((run) => run.run === name && run.step > 0)) ?? selected[0];
 }
 
 export function overview(page, main) {
   const figures = [...CHARTS.map((chart) => chart.title), ""].map((title) =>
     make("figure", {}, make("figcaption", {}, title), make("div", { class: "legend" }), make("div", { class: "plot" })));
-  const side = make("aside", { "aria-label": "runs" });
-  main.append(side, make("section", { class: "charts", "aria-label": "curves" }, figures));
-  const kept = new Map(); // run -> what was read of it, and at which step
-  let drawn = "";
+  const sidebar = make("aside", { "aria-label": "runs" });
+  main.append(sidebar, make("section", { class: "charts", "aria-label": "curves" }, figures));
+  const cache = new Map(); // run name -> its data, with the step and status it was read at
+  let drawnState = "";
 
-  async function read(run, extra) {
-    const stamp = `${run.step} ${run.status} ${extra}`;
-    if (kept.get(run.run)?.stamp === stamp) return kept.get(run.run);
-    const names = [...NAMES, ...(extra ? [extra] : [])].join(",");
-    const [series, facts] = await Promise.all([ask("series", { run: run.run, names }), ask("run", { run: run.run })]);
-    const found = { stamp, series, facts, outcomes: null };
-    kept.set(run.run, found);
-    return found;
+  async function readRun(run, metric) {
+    const version = `${run.step} ${run.status} ${metric}`;
+    if (cache.get(run.run)?.version === version) return cache.get(run.run);
+    const names = [...METRICS, ...(metric ? [metric] : [])].join(",");
+    const [series, facts] = await Promise.all([query("series", { run: run.run, names }), query("run", { run: run.run })]);
+    cache.set(run.run, { version, series, facts });
+    return cache.get(run.run);
   }
 
-  async function update(fresh) {
-    const runs = page.runs.filter((run) => run.status !== "unreadable" && chosen(page).includes(run.run));
-    const extra = page.state.number ?? "dropped";
-    const focus = page.runs.find((run) => run.run === focused(page));
-    const found = await Promise.all(runs.map((run) => read(run, extra)));
-    if (!fresh()) return;
-    const stamp = JSON.stringify([runs.map((run) => [run.run, run.step, run.status]), extra, focus.run]);
-    if (stamp !== drawn) {
-      drawn = stamp;
-      draw(runs, found, extra);
+  async function update(isCurrent) {
+    const runs = page.runs.filter((run) => run.status !== "unreadable" && selectedRuns(page).includes(run.run));
+    const metric = page.state.metric ?? DEFAULT_METRIC;
+    const focus = page.runs.find((run) => run.run === focusedRun(page));
+    const data = await Promise.all(runs.map((run) => readRun(run, metric)));
+    if (!isCurrent()) return;
+    const state = JSON.stringify([runs.map((run) => [run.run, run.step, run.status]), metric, focus.run]);
+    if (state !== drawnState) {
+      drawnState = state;
+      drawCharts(runs, data, metric);
     }
-    sidebar(focus, found[runs.indexOf(focus)]);
+    showSidebar(focus, data[runs.indexOf(focus)]);
     if (focus.status === "unreadable") return;
-    const outcomes = await ask("outcomes", { run: focus.run });
-    if (fresh()) rollouts(outcomes);
+    const outcomes = await query("outcomes", { run: focus.run });
+    if (isCurrent()) showOutcomes(outcomes);
   }
 
-  function draw(runs, found, extra) {
-    const color = (run) => RUNS[page.runs.indexOf(run) % RUNS.length];
-    const all = [...CHARTS, { title: extra, names: extra ? [[extra, ""]] : [] }];
-    all.forEach((chart, n) => {
+  /** Runs are listed newest first; counting from the end keeps the colours of older runs when a run is added. */
+  function runColour(run) {
+    return RUN_COLOURS[(page.runs.length - 1 - page.runs.indexOf(run)) % RUN_COLOURS.length];
+  }
+
+  function drawCharts(runs, data, metric) {
+    const charts = [...CHARTS, { title: metric, names: metric ? [[metric, ""]] : [] }];
+    charts.forEach((chart, n) => {
       const lines = [];
-      runs.forEach((run, place) => {
-        const { series, facts } = found[place];
-        chart.names.forEach(([name, label], second) => lines.push({
-          label: [runs.length > 1 ? plain(run.run) : "", label].filter(Boolean).join(" ") || plain(name),
-          color: color(run),
-          dash: second ? [5, 4] : undefined,
+      runs.forEach((run, index) => {
+        const { series, facts } = data[index];
+        chart.names.forEach(([name, label], position) => lines.push({
+          label: [runs.length > 1 ? escapeToString(run.run) : "", label].filter(Boolean).join(" ") || escapeToString(name),
+          color: runColour(run),
+          dash: position ? [5, 4] : undefined,
           step: series.step,
           values: series.values[name],
         }));
         if (chart.evaluations && facts.evaluations.length) lines.push({
           label: runs.length > 1 ? "eval" : "evaluation",
-          color: color(run),
+          color: runColour(run),
           points: true,
-          ...averaged(facts.evaluations),
+          ...meanOverEnvironments(facts.evaluations),
         });
       });
-      if (n < CHARTS.length || extra) curves(figures[n], lines, { zero: chart.zero });
+      if (n < CHARTS.length || metric) lineChart(figures[n], lines, { zero: chart.zero });
     });
-    const names = [...new Set(found.flatMap(({ facts }) => facts.names))];
-    const options = names.map((name) => [name, plain(name)]);
+    const names = [...new Set(data.flatMap(({ facts }) => facts.names))];
     figures.at(-1).querySelector("figcaption").replaceChildren(
-      choice("Any other", options, extra, (value) => page.go({ number: value })));
-    const each = Math.max(...found.map(({ series }) => series.each));
+      selectField("Metric", names.map((name) => [name, escapeToString(name)]), metric, (value) => page.navigate({ metric: value })));
+    const stepsPerPoint = Math.max(...data.map(({ series }) => series.steps_per_point));
     performance.mark("curves"); // for the benchmark
-    side.dataset.each = each > 1 ? `each point is the mean of ${each} steps` : "";
+    sidebar.dataset.note = stepsPerPoint > 1 ? `each point is the mean of ${stepsPerPoint} steps` : "";
   }
 
-  function sidebar(focus, found) {
-    const rows = page.runs.map((run, n) => {
-      const box = make("input", {
-        type: "checkbox", checked: chosen(page).includes(run.run), "aria-label": `draw ${plain(run.run)}`,
-        disabled: run.status === "unreadable",
-        onchange: (event) => toggle(run.run, event.target.checked),
-      });
-      const swatch = make("i", { class: "swatch" });
-      swatch.style.color = RUNS[n % RUNS.length];
-      const state = make("span", { class: `state ${run.status}` }, run.status);
-      const name = make("button", { class: "name", "aria-pressed": String(run === focus), onclick: () => page.go({ run: run.run }) }, visible(run.run));
-      const progress = make("span", { class: "steps" }, run.steps ? `${run.step} / ${run.steps}` : `${run.step}`);
-      return make("li", {}, box, swatch, name, state, progress);
-    });
-    const parts = side.querySelector("ul") ? null : [
-      make("h2", {}, page.runs.length > 1 ? `Runs (${page.runs.length})` : "Run"),
-      make("ul", { class: "runs" }),
-      make("div", { class: "facts" }),
-      make("div", { class: "outcomes" }),
-    ];
-    if (parts) side.append(...parts);
-    const list = side.querySelector("ul");
-    const again = JSON.stringify([page.runs.map((run) => [run.run, run.status, run.step]), chosen(page), focus.run]);
-    if (list.dataset.now !== again) {
-      const held = list.contains(document.activeElement) ? [...list.querySelectorAll("button, input")].indexOf(document.activeElement) : -1;
-      list.replaceChildren(...rows);
-      list.dataset.now = again;
-      if (held >= 0) list.querySelectorAll("button, input")[held]?.focus();
+  function showSidebar(focus, data) {
+    const selected = selectedRuns(page);
+    if (!sidebar.querySelector("ul")) sidebar.append(
+      make("h2", {}), make("ul", { class: "runs" }), make("div", { class: "facts" }), make("div", { class: "outcomes" }));
+    const drawn = selected.length < page.runs.length ? `, ${selected.length} drawn` : "";
+    sidebar.querySelector("h2").textContent = page.runs.length > 1 ? `Runs (${page.runs.length}${drawn})` : "Run";
+    const list = sidebar.querySelector("ul");
+    const state = JSON.stringify([page.runs.map((run) => [run.run, run.status, run.step]), selected, focus.run]);
+    if (list.dataset.state !== state) {
+      const controls = () => [...list.querySelectorAll("button, input")];
+      const focusedControl = controls().indexOf(document.activeElement);
+      list.replaceChildren(...page.runs.map((run) => runRow(run, focus, selected)));
+      list.dataset.state = state;
+      if (focusedControl >= 0) controls()[focusedControl]?.focus();
     }
-    side.querySelector(".facts").replaceChildren(...facts(focus, found));
+    sidebar.querySelector(".facts").replaceChildren(...factList(focus, data));
   }
 
-  function toggle(name, on) {
-    const now = chosen(page).filter((one) => one !== name);
-    const next = on ? [...now, name].slice(-MOST) : now;
-    page.go({ runs: next.join("|") });
+  function runRow(run, focus, selected) {
+    const box = make("input", {
+      type: "checkbox", checked: selected.includes(run.run), "aria-label": `draw ${escapeToString(run.run)}`,
+      disabled: run.status === "unreadable",
+      onchange: (event) => toggleRun(run.run, event.target.checked),
+    });
+    const swatch = make("i", { class: "swatch" });
+    swatch.style.color = runColour(run);
+    const name = make("button", {
+      class: "name", title: escapeToString(run.run), "aria-pressed": String(run === focus), onclick: () => page.navigate({ run: run.run }),
+    }, escapeInvisible(run.run));
+    const progress = make("span", { class: "steps" }, run.steps ? `${run.step} / ${run.steps}` : `${run.step}`);
+    return make("li", {}, box, swatch, name, make("span", { class: `state ${run.status}` }, run.status), progress);
   }
 
-  function facts(run, found) {
-    const doing = run.live?.doing;
+  function toggleRun(name, on) {
+    const others = selectedRuns(page).filter((other) => other !== name);
+    page.navigate({ runs: (on ? [...others, name].slice(-MAX_RUNS) : others).join("|") });
+  }
+
+  function factList(run, data) {
+    const activity = run.live?.doing;
     const rows = [
       ["status", [run.status, run.why ? `: ${run.why}` : ""].join("")],
-      ["now", doing && run.status === "running" ? doing : null],
+      ["now", activity && run.status === "running" ? activity : null],
       ["engines", run.live?.engines ?? null],
-      ["step", `${number(run.step)}${run.steps ? ` of ${number(run.steps)}` : ""}, policy version ${run.version ?? "–"}`],
-      ["last step", run.time && !report ? ago(Date.now() / 1000 - run.time) : null],
-      ["waiting", run.waiting ? `${number(run.waiting)} finished rollouts wait for their batch` : null],
+      ["step", `${formatNumber(run.step)}${run.steps ? ` of ${formatNumber(run.steps)}` : ""}, policy version ${run.version ?? "–"}`],
+      ["last step", run.time && !embeddedReport ? formatAge(Date.now() / 1000 - run.time) : null],
+      ["queued", run.waiting ? `${formatNumber(run.waiting)} finished rollouts wait for their batch` : null],
       ["objective", run.objective],
-      ["loss", found?.facts.formula || null],
-      ["dropped", found?.facts.dropped.join("; ") || null],
+      ["loss", data?.facts.formula || null],
+      ["dropped", data?.facts.dropped.join("; ") || null],
       ["model", run.model],
       ["environments", run.environments?.join(", ") || null],
       ["commit", run.commit?.slice(0, 10)],
-      ["note", [run.problem, side.dataset.each].filter(Boolean).join("; ") || null],
+      ["note", [run.problem, sidebar.dataset.note].filter(Boolean).join("; ") || null],
     ];
-    const list = rows.filter(([, value]) => value).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, visible(String(value), true))]);
-    const evaluations = (found?.facts.evaluations ?? []).slice(-6).reverse();
-    return [make("h2", {}, visible(run.run)), make("dl", {}, list), evaluations.length ? table(evaluations) : ""];
+    const list = rows.filter(([, value]) => value).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, escapeInvisible(String(value), true))]);
+    const evaluations = (data?.facts.evaluations ?? []).slice(-6).reverse();
+    return [make("h2", {}, escapeInvisible(run.run)), make("dl", {}, list), evaluations.length ? evaluationTable(evaluations) : ""];
   }
 
-  function table(evaluations) {
+  function evaluationTable(evaluations) {
     const rows = evaluations.map(({ step, environment, numbers }) => make("tr", {},
-      make("td", { class: "n" }, number(step)), make("td", { class: "cut", title: plain(environment) }, visible(environment)),
-      make("td", { class: "n" }, number(numbers.reward)),
-      make("td", { class: "n quiet" }, `${number(numbers.low ?? null, 2)} – ${number(numbers.high ?? null, 2)}`)));
+      make("td", { class: "n" }, formatNumber(step)), make("td", { class: "cut", title: escapeToString(environment) }, escapeInvisible(environment)),
+      make("td", { class: "n" }, formatNumber(numbers.reward)),
+      make("td", { class: "n quiet" }, `${formatNumber(numbers.low ?? null, 2)} – ${formatNumber(numbers.high ?? null, 2)}`)));
     const head = make("tr", {}, ["step", "evaluation", "reward", "95 %"].map((text, n) => make("th", { class: n === 1 ? "" : "n" }, text)));
     return make("table", {}, make("thead", {}, head), make("tbody", {}, rows));
   }
 
-  function rollouts({ rollouts: total, outcomes }) {
+  function showOutcomes({ rollouts: total, outcomes }) {
+    const largest = Math.max(...Object.values(outcomes));
     const rows = Object.entries(outcomes).map(([reason, count]) => {
-      const bar = make("i", { class: reason === "trained" ? "bar good" : "bar" });
-      bar.style.width = `${(100 * count) / Math.max(...Object.values(outcomes))}%`;
-      return make("tr", {}, make("td", {}, visible(reason)), make("td", { class: "wide" }, bar),
-        make("td", { class: "n" }, number(count)), make("td", { class: "n quiet" }, share(count, total)));
+      const kind = reason === "trained" ? "bar good" : reason in NEUTRAL_OUTCOMES ? "bar neutral" : "bar";
+      const bar = make("i", { class: kind });
+      bar.style.width = `${(100 * count) / largest}%`;
+      return make("tr", { title: NEUTRAL_OUTCOMES[reason] }, make("td", {}, escapeInvisible(reason)), make("td", { class: "wide" }, bar),
+        make("td", { class: "n" }, formatNumber(count)), make("td", { class: "n quiet" }, formatShare(count, total)));
     });
-    side.querySelector(".outcomes").replaceChildren(
-      make("h2", {}, `Rollouts (${number(total)})`), make("table", {}, make("tbody", {}, rows)));
+    sidebar.querySelector(".outcomes").replaceChildren(
+      make("h2", {}, `Rollouts (${formatNumber(total)})`), make("table", {}, make("tbody", {}, rows)));
   }
 
   return { update };
 }
 
-/** One point a step: the mean over environments. */
-function averaged(evaluations) {
-  const steps = new Map();
+/** The mean reward over environments at each evaluated step. */
+function meanOverEnvironments(evaluations) {
+  const rewards = new Map();
   for (const { step, numbers } of evaluations)
-    if (typeof numbers.reward === "number") steps.set(step, [...(steps.get(step) ?? []), numbers.reward]);
-  const step = [...steps.keys()];
-  return { step, values: step.map((one) => steps.get(one).reduce((a, b) => a + b, 0) / steps.get(one).length) };
+    if (typeof numbers.reward === "number") rewards.set(step, [...(rewards.get(step) ?? []), numbers.reward]);
+  const step = [...rewards.keys()];
+  return { step, values: step.map((at) => rewards.get(at).reduce((a, b) => a + b, 0) / rewards.get(at).length) };
 }

@@ -1,151 +1,158 @@
-// One rollout, read: its text in blocks of who wrote it, every token coloured, the numbers of the one under the pointer
-// or the keyboard above it.
+// One rollout: its text in blocks of prompt and completion, every token coloured, and above it the numbers of the token
+// under the pointer or the keyboard cursor.
 
-import { choice, make, number, visible } from "./dom.js";
-import { ask } from "./source.js";
+import { escapeInvisible, formatNumber, make, selectField } from "./dom.js";
+import { query } from "./source.js";
 
-const COLOURS = [["reason", "why dropped"], ["ratio", "ratio"], ["advantage", "advantage"], ["difference", "p - q"], ["gradient", "gradient"], ["entropy", "entropy"], ["staleness", "staleness"]];
-const SHOWN = [["any", "all"], ["dropped", "dropped"], ["positive", "dropped, A > 0"], ["negative", "dropped, A < 0"], ["low", "dropped low"], ["high", "dropped high"], ["trained", "trained"]];
-const PAGE = 2000;
+const COLOUR_MODES = [["reason", "drop reason"], ["ratio", "ratio"], ["advantage", "advantage"], ["difference", "p - q"], ["gradient", "gradient"], ["entropy", "entropy"], ["staleness", "staleness"]];
+const TOKEN_FILTERS = [["any", "all"], ["dropped", "dropped"], ["positive", "dropped, A > 0"], ["negative", "dropped, A < 0"], ["low", "dropped low"], ["high", "dropped high"], ["trained", "trained"]];
+const PAGE_TOKENS = 2000;
 
-/** How far out a token is by each colour, from -1 to 1; null where it has no such number. */
-const MEASURES = {
+/** The strength of each colour for a token, from -1 to 1; null where the token has no such number. */
+const COLOUR_VALUES = {
   reason: (token) => (token.status === null ? null : token.dropped ? (token.high ? 1 : -1) : 0),
-  ratio: (token) => (token.d === null ? null : token.d / Math.log(5)),
+  ratio: (token) => (token.logRatio === null ? null : token.logRatio / Math.log(5)),
   advantage: (token, sample) => (token.status === null ? null : sample.advantage),
-  difference: (token) => (token.d === null ? null : (token.p - token.q) / 0.5),
-  gradient: (token, sample) => (token.gradient === null ? null : token.gradient / sample.steepest),
+  difference: (token) => (token.logRatio === null ? null : (token.p - token.q) / 0.5),
+  gradient: (token, sample) => (token.gradient === null ? null : token.gradient / sample.maxGradient),
   entropy: (token) => (token.entropy === null ? null : token.entropy / 2),
   staleness: (token) => (token.staleness === null ? null : token.staleness / 4),
 };
 const HUES = { advantage: ["--drop", "--good"], gradient: ["--good", "--drop"], entropy: ["--other", "--other"], staleness: ["--other", "--other"] };
+/** The meaning of the negative and the positive hue of each colour mode. */
+const HUE_LABELS = {
+  reason: ["dropped, p ≪ q", "dropped, p ≫ q"],
+  ratio: ["ratio 1/5 or less", "ratio 5 or more"],
+  advantage: ["negative", "positive"],
+  difference: ["p - q of -0.5 or less", "0.5 or more"],
+  gradient: ["increases the probability", "decreases the probability"],
+  entropy: [null, "2 nats or more"],
+  staleness: [null, "4 versions or more"],
+};
 
-export function reader(page) {
+export function createReader(page) {
   const about = make("div", { class: "about" });
-  const strip = make("div", { class: "token-facts", role: "status", "aria-live": "off" });
-  const key = make("div", { class: "key" });
-  const text = make("div", { class: "text", tabindex: 0, role: "region", "aria-label": "conversation; left and right move by token, n and p by how extreme, d to the next dropped" });
-  const element = make("section", { class: "reader", "aria-label": "rollout" }, about, strip, key, text);
+  const tokenFacts = make("div", { class: "token-facts", role: "status", "aria-live": "off" });
+  const colourKey = make("div", { class: "key" });
+  const text = make("div", { class: "text", tabindex: 0, role: "region", "aria-label": "conversation; left and right move by token, n and p to the most extreme tokens, d to the next dropped token" });
+  const element = make("section", { class: "reader", "aria-label": "rollout" }, about, tokenFacts, colourKey, text);
   const controls = make("span", { class: "field" });
-  let now = "";
+  let shownState = "";
   let sample = null;
-  let listed = []; // tokens that are on the page
-  let current = -1;
-  let rank = -1; // of the current token among the extreme ones, when it was reached as one of them
+  let listed = []; // the tokens on the page
+  let current = -1; // index of the current token
+  let rank = -1; // rank of the current token among the extreme ones, if it was reached with n or p
 
-  /** What is on the page: a look that finds the same leaves it alone. */
-  function stamp(wanted) {
-    return JSON.stringify([wanted, page.state.colour, page.state.show, page.state.at]);
+  /** The state that the page shows; a refresh with the same state changes nothing. */
+  function stateOf(sampleKey) {
+    return JSON.stringify([sampleKey, page.state.colour, page.state.show, page.state.at]);
   }
 
-  async function show(run, step, chosen, fresh) {
+  async function show(run, step, selected, isCurrent) {
     const { colour = "reason", show: filter = "any", at = "" } = page.state;
-    const name = chosen && { run, step, group: chosen.group, member: chosen.member, attempt: chosen.attempt, sample: chosen.sample };
-    const offset = Math.floor(Number(at || 0) / PAGE) * PAGE;
-    const wanted = JSON.stringify([name, offset]);
-    if (stamp(wanted) === now) return;
-    if (!name) {
+    const id = selected && { run, step, group: selected.group, member: selected.member, attempt: selected.attempt, sample: selected.sample };
+    const offset = Math.floor(Number(at || 0) / PAGE_TOKENS) * PAGE_TOKENS;
+    const sampleKey = JSON.stringify([id, offset]);
+    if (stateOf(sampleKey) === shownState) return;
+    if (!id) {
       about.replaceChildren("No rollout.");
       return;
     }
-    const again = sample?.wanted !== wanted;
-    if (again) {
-      const told = await ask("sample", { ...name, offset: offset || "" });
-      if (!fresh()) return;
-      sample = { ...told, wanted };
+    const isNew = sample?.key !== sampleKey;
+    if (isNew) {
+      const data = await query("sample", { ...id, offset: offset || "" });
+      if (!isCurrent()) return;
+      sample = { ...data, key: sampleKey };
       rank = -1;
-      prepare();
+      prepareTokens();
     }
-    now = stamp(wanted);
+    shownState = stateOf(sampleKey);
     controls.replaceChildren(
-      choice("Colour", COLOURS, colour, (value) => page.go({ colour: value })),
-      choice("Show", SHOWN, filter, (value) => page.go({ show: value })));
-    if (again) {
-      head();
-      write();
+      selectField("Colour", COLOUR_MODES, colour, (value) => page.navigate({ colour: value })),
+      selectField("Show", TOKEN_FILTERS, filter, (value) => page.navigate({ show: value })));
+    if (isNew) {
+      showAbout();
+      writeText();
     }
     paint(colour, filter);
-    point(at === "" ? -1 : Number(at) - sample.offset, true);
+    setCurrent(at === "" ? -1 : Number(at) - sample.offset, true);
   }
 
-  function prepare() {
-    const at = (name, n) => sample[name]?.[n] ?? null;
+  function prepareTokens() {
+    const valueAt = (name, n) => sample[name]?.[n] ?? null;
     listed = (sample.token_ids ?? []).map((id, n) => {
-      const [l, b] = [at("logprobs", n), at("sampler_logprobs", n)];
-      const own = sample.trainable[n];
-      const status = l === null ? null : at("drop_reason", n) ?? "trained";
-      const usable = own && l !== null && b !== null;
+      const trainable = sample.trainable[n];
+      const logprob = valueAt("logprobs", n);
+      const samplerLogprob = trainable ? valueAt("sampler_logprobs", n) : null;
+      // tokens without a policy log-prob were not part of the step; the others have trained unless they have a reason
+      const status = logprob === null ? null : valueAt("drop_reason", n) ?? "trained";
       return {
-        id, own, status, l, b: own ? b : null,
-        text: sample.token_text[n] ?? "", letters: sample.letters[n] ?? 0,
-        d: usable ? l - b : null, p: l === null ? null : Math.exp(l), q: own && b !== null ? Math.exp(b) : null,
+        id, trainable, status, logprob, samplerLogprob,
+        text: sample.token_text[n] ?? "", characters: sample.num_characters[n] ?? 0,
+        logRatio: logprob !== null && samplerLogprob !== null ? logprob - samplerLogprob : null,
+        p: logprob === null ? null : Math.exp(logprob), q: samplerLogprob === null ? null : Math.exp(samplerLogprob),
         dropped: status !== null && status !== "trained", high: status?.endsWith(" high") ?? false, low: status?.endsWith(" low") ?? false,
-        staleness: own ? sample.version - sample.versions[n] : null,
-        entropy: at("entropy", n), gradient: at("dloss_dlogprob", n), reference: at("reference_logprobs", n),
+        staleness: trainable ? sample.version - sample.versions[n] : null,
+        entropy: valueAt("entropy", n), gradient: valueAt("dloss_dlogprob", n), referenceLogprob: valueAt("reference_logprobs", n),
       };
     });
-    sample.steepest = Math.max(1e-12, ...listed.map((token) => Math.abs(token.gradient ?? 0)));
+    sample.maxGradient = Math.max(1e-12, ...listed.map((token) => Math.abs(token.gradient ?? 0)));
   }
 
-  function head() {
-    const own = listed.filter((token) => token.own).length;
+  function showAbout() {
+    const trainable = listed.filter((token) => token.trainable).length;
     const dropped = listed.filter((token) => token.dropped).length;
     const facts = [
       ["rollout", `${sample.group}/${sample.member}${sample.attempt ? `, attempt ${sample.attempt}` : ""}${sample.sample > 0 ? `, sample ${sample.sample}` : ""}`],
       ["task", sample.task_id], ["outcome", sample.outcome + (sample.reason ? `: ${sample.reason}` : "")],
-      ["reward", number(sample.reward)], ["advantage", number(sample.advantage)],
-      ["tokens", `${number(own)} of ${number(sample.length)} by the policy, ${number(dropped)} dropped`],
-      ["begins", sample.split_reason === "start" ? null : sample.split_reason], ["error", sample.error],
+      ["reward", formatNumber(sample.reward)], ["advantage", formatNumber(sample.advantage)], ["turns", sample.turns || null],
+      ["tokens", `${formatNumber(trainable)} of ${formatNumber(sample.length)} from the policy, ${formatNumber(dropped)} dropped`],
+      ["split reason", sample.split_reason === "start" ? null : sample.split_reason], ["error", sample.error],
     ];
     about.replaceChildren(...facts.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) =>
-      make("span", {}, make("span", { class: "quiet" }, `${name} `), make("b", {}, visible(String(value), true)))));
+      make("span", {}, make("span", { class: "quiet" }, `${name} `), make("b", {}, escapeInvisible(String(value), true)))));
   }
 
-  function write() {
+  function writeText() {
     const blocks = [];
     listed.forEach((token, n) => {
-      if (!n || token.own !== listed[n - 1].own)
-        blocks.push(make("div", { class: token.own ? "block own" : "block" }, make("span", {}, token.own ? "policy" : "context"), make("div", {})));
-      const cut = token.letters > [...token.text].length
-        ? make("span", { class: "note" }, `… cut; the token has ${number(token.letters)} characters`) : null;
-      token.span = make("span", { class: "t", "data-n": n }, visible(token.text), cut);
+      if (!n || token.trainable !== listed[n - 1].trainable)
+        blocks.push(make("div", { class: token.trainable ? "block own" : "block" }, make("span", {}, token.trainable ? "completion" : "prompt"), make("div", {})));
+      const truncated = token.characters > [...token.text].length
+        ? make("span", { class: "note" }, `… truncated; the token has ${formatNumber(token.characters)} characters`) : null;
+      token.span = make("span", { class: "t", "data-n": n }, escapeInvisible(token.text), truncated);
       blocks.at(-1).lastChild.append(token.span);
     });
     const end = sample.offset + listed.length;
-    const button = (label, at) => make("div", { class: "more" }, make("button", { onclick: () => page.go({ at }) }, label));
-    if (sample.offset) blocks.unshift(button(`the ${number(PAGE)} tokens before`, sample.offset - PAGE));
-    if (end < sample.length) blocks.push(button(`${number(sample.length - end)} more tokens`, end));
+    const button = (label, at) => make("div", { class: "more" }, make("button", { onclick: () => page.navigate({ at }) }, label));
+    if (sample.offset) blocks.unshift(button(`previous ${formatNumber(PAGE_TOKENS)} tokens`, sample.offset - PAGE_TOKENS));
+    if (end < sample.length) blocks.push(button(`${formatNumber(sample.length - end)} more tokens`, end));
     if (!listed.length) blocks.push(make("p", { class: "quiet" }, "This rollout has no tokens."));
     text.replaceChildren(...blocks);
     text.scrollTop = 0;
   }
 
   function paint(colour, filter) {
-    const [minus, plus] = HUES[colour] ?? ["--low", "--high"];
+    const hues = HUES[colour] ?? ["--low", "--high"];
     for (const token of listed) {
-      const far = MEASURES[colour](token, sample);
-      const size = far === null ? 0 : Math.min(1, Math.abs(far));
-      token.far = far === null ? -1 : Math.abs(far);
-      token.matches = matching(token, filter);
-      token.span.style.setProperty("--hue", `var(${far < 0 ? minus : plus})`);
-      token.span.style.setProperty("--much", String(Math.round(55 * size)));
+      const value = COLOUR_VALUES[colour](token, sample);
+      token.extremeness = value === null ? -1 : Math.abs(value);
+      token.matches = matchesFilter(token, filter);
+      token.span.style.setProperty("--hue", `var(${value < 0 ? hues[0] : hues[1]})`);
+      token.span.style.setProperty("--much", String(Math.round(55 * Math.min(1, Math.max(0, token.extremeness)))));
       token.span.classList.toggle("dropped", token.dropped);
       token.span.classList.toggle("faint", !token.matches);
     }
-    const swatch = (hue, word) => {
+    const swatches = HUE_LABELS[colour].map((label, n) => {
+      if (label === null) return null;
       const square = make("i", {});
-      square.style.background = `color-mix(in srgb, var(${hue}) 55%, transparent)`;
-      return make("span", {}, square, word);
-    };
-    const words = {
-      reason: [[minus, "dropped, policy too low"], [plus, "dropped, policy too high"]], ratio: [[minus, "ratio 1/5 or less"], [plus, "ratio 5 or more"]],
-      advantage: [[minus, "negative"], [plus, "positive"]], difference: [[minus, "p - q of -0.5 or less"], [plus, "0.5 or more"]],
-      gradient: [[minus, "pushes the token up"], [plus, "pushes it down"]], entropy: [[plus, "2 nats or more"]], staleness: [[plus, "4 versions or more"]],
-    }[colour];
-    key.replaceChildren(...words.map(([hue, word]) => swatch(hue, word)), make("span", { class: "t dropped" }, "dropped"), make("span", {}, "keys: ← → token, n p most extreme, d next dropped"));
+      square.style.background = `color-mix(in srgb, var(${hues[n]}) 55%, transparent)`;
+      return make("span", {}, square, label);
+    });
+    colourKey.replaceChildren(...swatches.filter(Boolean), make("span", { class: "t dropped" }, "dropped"), make("span", {}, "keys: ← → token, n p most extreme, d next dropped"));
   }
 
-  function matching(token, filter) {
+  function matchesFilter(token, filter) {
     if (filter === "any") return true;
     if (filter === "trained") return token.status === "trained";
     if (filter === "low" || filter === "high") return token.dropped && token[filter];
@@ -153,70 +160,71 @@ export function reader(page) {
     return filter === "dropped" || (filter === "positive" ? sample.advantage > 0 : sample.advantage < 0);
   }
 
-  /** Make a token the current one. */
-  function point(n, scroll = false) {
+  function setCurrent(n, scroll = false) {
     listed[current]?.span.classList.remove("at");
     current = n;
     const token = listed[n];
     token?.span.classList.add("at");
     if (scroll && token) token.span.scrollIntoView({ block: "center" });
-    tell(token);
+    showTokenFacts(token);
   }
 
-  function tell(token) {
+  function showTokenFacts(token) {
     const cells = token ? [
-      ["token", [make("bdi", { class: "token-text" }, visible(token.text.slice(0, 60), true))]],
-      ["outcome", [token.status ?? (token.own ? "not trained" : "context")]],
-      ["ratio", [number(token.d === null ? null : Math.exp(token.d))]],
-      ["p policy", [number(token.p)]], ["q sampler", [number(token.q)]], ["p - q", [number(token.d === null ? null : token.p - token.q)]],
-      ["advantage", [number(token.own ? sample.advantage : null)]], ["gradient", [number(token.gradient)]],
-      ["entropy", [number(token.entropy)]], ["staleness", [number(token.staleness)]],
-    ] : [["token", ["point at one"]]];
-    strip.replaceChildren(...cells.map(([name, value]) => make("div", { title: name === "outcome" ? value[0] : undefined }, make("span", {}, name), value)));
-    if (token) strip.title = `token ${sample.offset + listed.indexOf(token)}, id ${token.id}, log-probs: policy ${number(token.l, 6)}, sampler ${number(token.b, 6)}, reference ${number(token.reference, 6)}`;
+      ["token", [make("bdi", { class: "token-text" }, escapeInvisible(token.text.slice(0, 60), true))]],
+      ["outcome", [token.status ?? (token.trainable ? "not trained" : "prompt")]],
+      ["ratio p/q", [formatNumber(token.logRatio === null ? null : Math.exp(token.logRatio))]],
+      ["p policy", [formatNumber(token.p)]], ["q sampler", [formatNumber(token.q)]], ["p - q", [formatNumber(token.logRatio === null ? null : token.p - token.q)]],
+      ["logprob", [formatNumber(token.logprob, 4)]], ["sampler logprob", [formatNumber(token.samplerLogprob, 4)]],
+      ["advantage", [formatNumber(token.trainable ? sample.advantage : null)]], ["gradient", [formatNumber(token.gradient)]],
+      ["entropy", [formatNumber(token.entropy)]], ["staleness", [formatNumber(token.staleness)]],
+    ] : [["token", ["point at a token to see its numbers"]]];
+    tokenFacts.replaceChildren(...cells.map(([name, value]) => make("div", { title: name === "outcome" ? value[0] : undefined }, make("span", {}, name), value)));
+    if (token) tokenFacts.title = `token ${sample.offset + listed.indexOf(token)}, id ${token.id}, log-probs: policy ${formatNumber(token.logprob, 6)}, sampler ${formatNumber(token.samplerLogprob, 6)}, reference ${formatNumber(token.referenceLogprob, 6)}`;
   }
 
   text.addEventListener("pointerover", (event) => {
     const span = event.target.closest("[data-n]");
-    if (span) tell(listed[Number(span.dataset.n)]);
+    if (span) showTokenFacts(listed[Number(span.dataset.n)]);
   });
-  text.addEventListener("pointerleave", () => tell(listed[current]));
+  text.addEventListener("pointerleave", () => showTokenFacts(listed[current]));
   text.addEventListener("click", (event) => {
     const span = event.target.closest("[data-n]");
     if (span) jump(Number(span.dataset.n));
   });
 
-  function jump(n, place = -1) {
+  function jump(n, newRank = -1) {
     if (!listed[n]) return;
-    rank = place;
-    page.go({ at: n + sample.offset }, { quietly: true });
-    point(n);
+    rank = newRank;
+    page.navigate({ at: n + sample.offset }, { silent: true });
+    setCurrent(n);
     listed[n].span.scrollIntoView({ block: "nearest" });
-    now = stamp(sample.wanted);
+    shownState = stateOf(sample.key);
   }
 
-  /** The most extreme first; those that are filtered out, or have no number, not at all. */
-  function extreme(by) {
-    const order = listed.map((_, n) => n).filter((n) => listed[n].matches && listed[n].far > 0).sort((a, b) => listed[b].far - listed[a].far || a - b);
-    const place = Math.min(Math.max(rank + by, 0), order.length - 1);
-    jump(order[place], place);
+  /** Jump to the next or previous token in order of extremeness, among those that match the filter and have a number. */
+  function jumpToExtreme(by) {
+    const order = listed.map((_, n) => n).filter((n) => listed[n].matches && listed[n].extremeness > 0)
+      .sort((a, b) => listed[b].extremeness - listed[a].extremeness || a - b);
+    const newRank = Math.min(Math.max(rank + by, 0), order.length - 1);
+    jump(order[newRank], newRank);
   }
 
-  function keyed(event) {
-    const moves = {
-      n: () => extreme(1), p: () => extreme(-1),
+  function onKey(event) {
+    const actions = {
+      n: () => jumpToExtreme(1), p: () => jumpToExtreme(-1),
       d: () => jump(listed.findIndex((token, n) => n > current && token.dropped)),
       D: () => jump(listed.findLastIndex((token, n) => n < current && token.dropped)),
     };
     if (document.activeElement === text || document.activeElement === document.body) {
-      moves.ArrowRight = () => jump(current + 1);
-      moves.ArrowLeft = () => jump(current - 1);
+      actions.ArrowRight = () => jump(current + 1);
+      actions.ArrowLeft = () => jump(current - 1);
     }
-    if (!moves[event.key]) return;
+    if (!actions[event.key]) return;
     event.preventDefault();
-    moves[event.key]();
+    actions[event.key]();
   }
 
-  tell(null);
-  return { element, controls, show, key: keyed };
+  showTokenFacts(null);
+  return { element, controls, show, onKey };
 }

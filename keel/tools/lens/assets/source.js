@@ -1,25 +1,26 @@
-// Where answers come from: the server that served this page, or, in a report, the answers written into the file.
+// Sends queries to the server of this page or, in a report, looks up the results embedded in the file.
 
-const written = document.getElementById("keel-answers");
-export const report = written ? JSON.parse(written.textContent) : null;
+const embedded = document.getElementById("keel-results");
+/** The data of a report; null on a page with a server. */
+export const embeddedReport = embedded ? JSON.parse(embedded.textContent) : null;
 
-/** One question to the lens. Throws an Error that says why there is no answer. */
-export async function ask(name, words = {}) {
-  const given = Object.entries(words).filter(([, value]) => value !== "" && value !== null && value !== undefined);
-  if (report) return fromReport(name, given);
-  const answer = await fetch(`ask/${name}?${new URLSearchParams(given)}`, { headers: { accept: "application/json" } });
-  const told = await answer.json().catch(() => ({ error: `the lens answered ${answer.status} without words` }));
-  if (!answer.ok) throw new Error(told.error);
-  return told;
+/** Run a query of the lens. Throws an Error with the reason if it fails. */
+export async function query(name, params = {}) {
+  const given = Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  if (embeddedReport) return lookUp(name, given);
+  const response = await fetch(`query/${name}?${new URLSearchParams(given)}`, { headers: { accept: "application/json" } });
+  const result = await response.json().catch(() => ({ error: `the lens returned status ${response.status} without a message` }));
+  if (!response.ok) throw new Error(result.error);
+  return result;
 }
 
-function fromReport(name, given) {
-  const words = given.map(([key, value]) => `${key}=${value}`).sort();
+function lookUp(name, given) {
+  const params = given.map(([key, value]) => `${key}=${value}`).sort();
   const names = name === "series" ? given.find(([key]) => key === "names")[1].split(",") : null;
-  const key = [name, ...(names ? words.filter((word) => !word.startsWith("names=")) : words)].join("|");
-  const found = report.answers[key];
-  if (!found) throw new Error("This was left out of the report; keel lens on the run folder shows it.");
-  if (!names) return found;
-  const nothing = found.step.map(() => null);
-  return { ...found, values: Object.fromEntries(names.map((one) => [one, found.values[one] ?? nothing])) };
+  const key = [name, ...(names ? params.filter((param) => !param.startsWith("names=")) : params)].join("|");
+  const result = embeddedReport.results[key];
+  if (!result) throw new Error("Not included in this report. Run keel lens on the run folder to see it.");
+  if (!names) return result;
+  const missing = result.step.map(() => null);
+  return { ...result, values: Object.fromEntries(names.map((metric) => [metric, result.values[metric] ?? missing])) };
 }
