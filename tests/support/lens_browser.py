@@ -1,7 +1,7 @@
-"""Headless Chromium, driven over WebDriver by plain HTTP: for tests of the page, its pictures and its benchmark.
+"""Headless Chromium, driven over WebDriver with plain HTTP, for tests, screenshots and benchmarks of the lens.
 
-Starts Debian's `chromedriver` on a free port with a fresh profile and ends it. No network but loopback is reachable
-from the browser: every other name resolves to nothing.
+Starts Debian's `chromedriver` on a free port with a new profile. The browser can reach only the loopback interface: no
+other name resolves.
 """
 
 import base64
@@ -32,7 +32,7 @@ FLAGS = (
 
 
 def missing() -> str:
-    """Why there is no browser to drive; empty when there is one."""
+    """Return why no browser is available, or an empty string."""
     for name in ("chromium", "chromedriver"):
         if shutil.which(name) is None:
             return f"{name} is not installed (Debian: apt-get install chromium chromium-driver)"
@@ -40,17 +40,17 @@ def missing() -> str:
 
 
 class Browser:
-    """One window."""
+    """One browser window."""
 
     def __init__(self, client: httpx.Client, session: str) -> None:
         self._client, self._session = client, session
 
     def command(self, path: str, **body: Any) -> Any:
-        """A WebDriver command; raises with what the browser said."""
-        answer = self._client.post(f"/session/{self._session}/{path}", json=body).json()["value"]
-        if isinstance(answer, dict) and "error" in answer:
-            raise RuntimeError(f"{path}: {answer['error']}: {answer.get('message', '')[:500]}")
-        return answer
+        """Send a WebDriver command; raise with the browser's error message."""
+        result = self._client.post(f"/session/{self._session}/{path}", json=body).json()["value"]
+        if isinstance(result, dict) and "error" in result:
+            raise RuntimeError(f"{path}: {result['error']}: {result.get('message', '')[:500]}")
+        return result
 
     def devtools(self, method: str, **parameters: Any) -> Any:
         return self.command("goog/cdp/execute", cmd=method, params=parameters)
@@ -59,23 +59,23 @@ class Browser:
         self.command("url", url=address)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a script returns; `arguments` in it are these."""
+        """Run a script with these `arguments` and return its result."""
         return self.command("execute/sync", script=script, args=list(arguments))
 
     def wait(self, script: str, *arguments: Any, seconds: float = 60) -> Any:
-        """Until a script returns something true."""
+        """Wait until a script returns a true value, and return it."""
         end = time.monotonic() + seconds
-        while not (found := self.run(script, *arguments)):
+        while not (value := self.run(script, *arguments)):
             if time.monotonic() > end:
                 raise TimeoutError(f"not true within {seconds:g} s: {script}; the page says: {self.text()[:800]}")
             time.sleep(0.05)
-        return found
+        return value
 
     def text(self) -> str:
         return str(self.run("return document.body.innerText"))
 
     def press(self, *keys: str) -> None:
-        """Keys, one after another, wherever the focus is."""
+        """Press keys one after another in the focused element."""
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
         self.command("actions", actions=[{"type": "key", "id": "keyboard", "actions": actions}])
 
@@ -90,7 +90,7 @@ class Browser:
         self.command("actions", actions=[{"type": "pointer", "id": "mouse", "actions": [move]}])
 
     def scheme(self, name: str) -> None:
-        """light or dark, as the user prefers."""
+        """Set the preferred color scheme: light or dark."""
         self.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def size(self, width: int, height: int) -> None:
@@ -99,18 +99,18 @@ class Browser:
         )
 
     def picture(self, path: Path) -> None:
-        """What is in the window, as PNG."""
+        """Save a screenshot as PNG."""
         shot = self.devtools("Page.captureScreenshot", format="png")["data"]
         path.write_bytes(base64.b64decode(shot))
 
     def log(self) -> list[str]:
-        """What the browser complained about since the last time it was asked."""
+        """Return the browser's log messages since the last call."""
         return [entry["message"] for entry in self.command("se/log", type="browser")]
 
 
 @contextmanager
 def browser(width: int = 1440, height: int = 900) -> Iterator[Browser]:
-    """A fresh browser, ended with the block."""
+    """Start a browser for the duration of the block."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -120,24 +120,24 @@ def browser(width: int = 1440, height: int = 900) -> Iterator[Browser]:
         )
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
-                _answering(client)
+                _wait_until_ready(client)
                 chrome = {"args": [*FLAGS, f"--user-data-dir={profile}"], "binary": shutil.which("chromium")}
-                wanted = {"goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
-                made = client.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
-                if "sessionId" not in made:
-                    raise RuntimeError(f"chromium did not start: {made.get('message', made)}")
-                window = Browser(client, made["sessionId"])
+                capabilities = {"goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
+                session = client.post("/session", json={"capabilities": {"alwaysMatch": capabilities}}).json()["value"]
+                if "sessionId" not in session:
+                    raise RuntimeError(f"chromium did not start: {session.get('message', session)}")
+                window = Browser(client, session["sessionId"])
                 window.size(width, height)
                 try:
                     yield window
                 finally:
-                    client.delete(f"/session/{made['sessionId']}")
+                    client.delete(f"/session/{session['sessionId']}")
         finally:
             driver.terminate()
             driver.wait(10)
 
 
-def _answering(client: httpx.Client, seconds: float = 60) -> None:
+def _wait_until_ready(client: httpx.Client, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while True:
         try:

@@ -1,7 +1,8 @@
-"""Run folders to look at: written by the run's own records and ledger, from chance with a seed instead of a model.
+"""Synthetic run folders for tests of the lens, written with the run's own records and ledger from seeded random
+numbers.
 
-Every token has a sampler and a policy log-prob; whether it was kept is asked of `keel.objectives.scalar_gates`, the
-second statement of the gates, so that what the lens counts can be held against it.
+Every token has a sampler and a policy log-prob; `keel.objectives.scalar_gates`, the independent implementation of the
+gates, decides whether it was dropped, so that the counts of the lens can be compared with it.
 """
 
 import json
@@ -32,7 +33,7 @@ WAYS = [
 
 
 class Vocabulary:
-    """Ids for pieces of text."""
+    """Assigns token ids to pieces of text."""
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {}
@@ -59,7 +60,7 @@ def make_run(
     status: Any = "finished",
     paragraphs: int = 1,
 ) -> Path:
-    """A run with an ending. Group 0 of every step is refused for having no signal; one rollout of the run failed."""
+    """Write a finished run. Group 0 of every step is dropped for zero variance; one rollout of the run failed."""
     chance, words = random.Random(seed), Vocabulary()
     path.mkdir(parents=True)
     loaded = load_settings(overrides=["--objective.name", objective, "--steps", str(max(steps, 1)), *overrides])
@@ -83,7 +84,7 @@ def make_run(
     ledger.write_evaluation(steps, "sums", {"reward": share, "low": share - 0.08, "high": share + 0.08, "tasks": 64.0})
     ledger.set_status(status)
     ledger.close()
-    # as on an evening with a fixed clock: pictures of the page stay the same
+    # fixed times, so that screenshots of the page stay the same
     with sqlite3.connect(path / "run.db") as db:
         db.execute("UPDATE steps SET time = 1.7e9 + step * 60")
     db.close()
@@ -101,7 +102,7 @@ def make_group(
     paragraphs: int,
     skill: float,
 ) -> list[SampleRecord]:
-    """The rollouts of one task."""
+    """Return the rollouts of one task."""
     name, thing = chance.choice(NAMES), chance.choice(THINGS)
     a, b = chance.randint(2, 60), chance.randint(2, 60)
     prompt = (
@@ -151,7 +152,7 @@ def sampled(prompt: list[int], answer: list[int], step: int, chance: random.Rand
 def account(row: SampleRecord, gates: Any, step: int, chance: random.Random, noise: float) -> dict[str, Any]:
     """What the trainer would have said of each token."""
     assert row.data is not None and row.advantage is not None
-    columns: dict[str, list[Any]] = {name: [] for name in ("logprobs", "entropy", "gradient", "kept")}
+    columns: dict[str, list[Any]] = {name: [] for name in ("logprobs", "entropy", "dloss_dlogprob", "drop_reason")}
     for trains, b, version in zip(row.data.trainable, row.data.logprobs, row.data.versions, strict=True):
         if not trains:
             for column in columns.values():
@@ -159,16 +160,16 @@ def account(row: SampleRecord, gates: Any, step: int, chance: random.Random, noi
             continue
         spread = noise * (0.15 + (step - 1 - version)) * (10 if chance.random() < 0.03 else 1)
         l = min(b + chance.gauss(0, spread), -1e-6)  # noqa: E741 - the letters of the formulas
-        kept = "trained"
+        drop_reason = None
         for place, gate in enumerate(gates):
             side = dropped_side(gate, math.exp(l), math.exp(b), row.advantage)
             if side is not None:
-                kept = f"gate {place} ({gate.statistic}) {side}"
+                drop_reason = f"gate {place} ({gate.statistic}) {side}"
                 break
         columns["logprobs"].append(l)
         columns["entropy"].append(chance.expovariate(2.0))
-        columns["gradient"].append(-row.advantage * math.exp(l - b) / 100 if kept == "trained" else 0.0)
-        columns["kept"].append(kept)
+        columns["dloss_dlogprob"].append(0.0 if drop_reason else -row.advantage * math.exp(l - b) / 100)
+        columns["drop_reason"].append(drop_reason)
     return columns
 
 
@@ -177,9 +178,10 @@ def numbers_of(rows: list[SampleRecord], step: int, chance: random.Random) -> di
     counts, distance = {"trained": 0, "low": 0, "high": 0}, 0.0
     for row in records.trained_rows(rows):
         assert row.data is not None
-        for kept, l, b in zip(row.token_columns["kept"], row.token_columns["logprobs"], row.data.logprobs, strict=True):  # noqa: E741
-            if kept is not None:
-                counts[kept.rpartition(" ")[2]] += 1
+        reasons, logprobs = row.token_columns["drop_reason"], row.token_columns["logprobs"]
+        for drop_reason, l, b in zip(reasons, logprobs, row.data.logprobs, strict=True):  # noqa: E741
+            if l is not None:
+                counts[(drop_reason or "trained").rpartition(" ")[2]] += 1
                 distance += math.exp(l - b) - 1 - (l - b)
     tokens = sum(counts.values()) or 1
     rewards = [row.reward for row in rows if row.reward is not None]
@@ -192,7 +194,7 @@ def numbers_of(rows: list[SampleRecord], step: int, chance: random.Random) -> di
         "lr": 1e-6,
         "groups": len({row.group for row in rows}),
         "samples": len(rows),
-        "tokens": tokens,
+        "trainable_tokens": tokens,
         "seconds": 20 + chance.random(),
         "tokens_per_second": tokens / (20 + 4 * chance.random()),
         "entropy": 0.9 - 0.004 * step + 0.05 * chance.random(),
