@@ -1,4 +1,4 @@
-"""Set-up shared by all tests: one thread, since the tensors are small, and hypothesis without clocks or chance."""
+"""Setup of all tests: one torch thread, since tensors are small, and deterministic hypothesis without deadlines."""
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -10,7 +10,7 @@ settings.register_profile(
     deadline=None,
     derandomize=True,
     max_examples=8,
-    # many properties are parametrised over every recipe, each with its own few examples
+    # many properties are parametrized over every preset, each with a few examples
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
 settings.load_profile("keel")

@@ -1,4 +1,4 @@
-"""docs/environments.md: every file and command it shows works as printed."""
+"""docs/environments.md: every file and command on the page works as printed."""
 
 import os
 import re
@@ -21,19 +21,19 @@ PAGE = ROOT / "docs" / "environments.md"
 
 
 def page_files() -> dict[str, str]:
-    """The files the page shows, by the name in their first line."""
+    """Return the files on the page by the name in their first line."""
     blocks = re.findall(r"^```(?:python|toml)\n(# ([\w.]+)\n.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return {name: text for text, name in blocks}
 
 
 def page_tables() -> list[dict]:
-    """Every TOML block of the page, parsed."""
+    """Return every TOML block of the page, parsed."""
     blocks = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return [tomllib.loads(text) for text in blocks]
 
 
 def run_in(folder, *command) -> str:
-    """Run a command in `folder` with nothing but Keel on PYTHONPATH; return what it printed."""
+    """Run a command in `folder` with only Keel on PYTHONPATH; return its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -42,7 +42,7 @@ def run_in(folder, *command) -> str:
 
 @pytest.fixture
 def page(tmp_path, monkeypatch):
-    """A folder on sys.path that holds the files of the page."""
+    """Return a folder on sys.path with the files of the page."""
     for name, text in page_files().items():
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -50,6 +50,7 @@ def page(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.process
 def test_the_recipe_of_the_page_trains_from_a_folder_with_only_the_two_files(tmp_path):
     for name in ("my_environments.py", "backwards.toml"):
         (tmp_path / name).write_text(page_files()[name])
@@ -60,14 +61,15 @@ def test_the_recipe_of_the_page_trains_from_a_folder_with_only_the_two_files(tmp
     assert ledger.execute("select count(*) from steps").fetchone() == (3,)
 
 
-def test_a_run_finds_its_environment_again_from_another_folder(tmp_path):
-    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
-    here.mkdir()
-    elsewhere.mkdir()
+@pytest.mark.process
+def test_a_run_finds_its_environment_from_another_folder(tmp_path):
+    recipe_folder, other_folder = tmp_path / "recipe", tmp_path / "other"
+    recipe_folder.mkdir()
+    other_folder.mkdir()
     for name in ("my_environments.py", "backwards.toml"):
-        (here / name).write_text(page_files()[name])
+        (recipe_folder / name).write_text(page_files()[name])
     keel = (sys.executable, "-P", "-m", "keel.cli")
-    run_in(elsewhere, *keel, "train", str(here / "backwards.toml"), "--run", str(tmp_path / "run"))
+    run_in(other_folder, *keel, "train", str(recipe_folder / "backwards.toml"), "--run", str(tmp_path / "run"))
     # resumed from a third folder, with more steps than before
     printed = run_in(tmp_path, *keel, "train", "--resume", "run", "--steps", "4", "--allow-changes")
     assert "step 4/4" in printed
@@ -86,14 +88,14 @@ def test_the_environment_of_the_page_scores_episodes_as_documented(page):
         assert (rollout.turns, len(rollout.samples)) == (turns, 1)
 
 
-def test_the_errors_of_the_page_are_the_errors(page):
+def test_the_error_messages_on_the_page_are_the_real_ones(page):
     environment = load("my_environments:Backwards", tries=3)
     text = PAGE.read_text()
     missing = play(environment, Task("t", {}), ScriptedEngine())
-    asked = play(
+    limited = play(
         environment, environment.tasks("train")[0], ScriptedEngine("x", "x"), limits=EpisodeLimits(max_turns=2)
     )
-    for rollout in (missing, asked):
+    for rollout in (missing, limited):
         assert f"| `{rollout.error_kind}` |" in text
         assert f"`{rollout.error}`" in text
 
@@ -115,6 +117,7 @@ def test_the_page_names_every_built_in_environment_and_option():
         assert set(re.findall(r"`(\w+)` \(", rows[name])) == own
 
 
+@pytest.mark.model
 def test_the_program_of_the_page_prints_lines_of_the_shown_form(page):
     printed = run_in(page, sys.executable, "try_it.py").splitlines()
     shown = re.search(r"^```\n(backwards/.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)[1].splitlines()

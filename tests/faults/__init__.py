@@ -1,5 +1,6 @@
-"""Faults put into real runs, and what must hold after each: `python -m tests.faults` makes the table of the docs.
+"""Fault injection into real runs; `python -m tests.faults` prints the table of docs/reliability.md.
 
-Trainers and engine servers are processes, ledgers and records lie on a disk, engines are asked over HTTP. Nothing is
-replaced by a double; what is made to fail is the world around the run. A few of each kind run with the tests.
+Trainers and engine servers are real processes, ledgers and records are on a real disk, engines are reached over HTTP.
+Nothing is replaced by a fake; only the environment of the run is made to fail. `test_faults.py` runs a few of each
+kind.
 """

@@ -1,7 +1,7 @@
-"""A clock that jumps: every call of the C library for the time of day is off by up to a year, another way each time.
+"""A shim library that makes the time of day jump by up to a year several times a second.
 
-The shim is compiled when it is needed and preloaded into the processes; monotonic time is left alone, as it is when an
-administrator or a time server sets a clock.
+It is compiled on demand and preloaded into the processes. Monotonic time is unchanged, as when an administrator or a
+time server sets the clock.
 """
 
 import shutil
@@ -43,7 +43,7 @@ time_t time(time_t *at) {
 
 
 def shim(folder: Path) -> Path | None:
-    """The library, or none where there is no compiler."""
+    """Compile the shim and return its path, or None without a C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         return None

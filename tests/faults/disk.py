@@ -1,7 +1,8 @@
-"""Disks that are full, and files that are not what was written: checkpoints, ledger, records.
+"""Full disks and damaged files: checkpoints, ledger, records.
 
-A full disk is a small tmpfs where the user may mount one (root: a real ENOSPC), and a limit on the length of files
-elsewhere (EFBIG), which the run meets in the same places. Damage is a byte changed, an end cut off, or a file gone.
+A full disk is a small tmpfs if the user may mount one (root: a real ENOSPC), and otherwise a limit on file size
+(EFBIG), which the run hits in the same places. Damage is a flipped bit, a truncated file, an empty file, or a missing
+file.
 """
 
 import contextlib
@@ -13,18 +14,18 @@ from pathlib import Path
 from typing import Literal
 
 from . import checks
-from .lives import Lives
-from .scenes import ends, stops
-from .world import ENDS, Result, World
+from .processes import ForkServer
+from .scenarios import expect_completion, expect_error
+from .target_run import RUN_TIMEOUT, Result, TargetRun
 
-FULL = r"No space left on device|disk is full|disk I/O error|File too large|could not be written"
-Harm = Literal["flip", "cut", "empty", "gone"]
-HARMS: tuple[Harm, ...] = ("flip", "cut", "empty", "gone")
+DISK_FULL_ERROR = r"No space left on device|disk is full|disk I/O error|File too large|could not be written"
+Damage = Literal["flip", "cut", "empty", "gone"]
+DAMAGES: tuple[Damage, ...] = ("flip", "cut", "empty", "gone")
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
-    """A file system of this size, for as long as the block lasts. Only root may make one."""
+    """Mount a file system of this size for the duration of the block; requires root."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)], check=True)
     try:
@@ -41,123 +42,129 @@ def can_mount(folder: Path) -> bool:
         return False
 
 
-def full(lives: Lives, folder: Path, kilobytes: int, *, synchronous: bool, compare: Path | None = None) -> Result:
-    """A run on a disk that fills up; then there is room, and it goes on."""
+def full(
+    fork_server: ForkServer, folder: Path, kilobytes: int, *, synchronous: bool, compare: Path | None = None
+) -> Result:
+    """Run on a disk that fills up, then resume after it has grown."""
     result = Result("full disk", injected=1)
-    age = 0 if synchronous else 2
+    staleness = 0 if synchronous else 2
     with small_disk(folder, kilobytes):
-        world = World(lives, folder, scheduler__max_off_policy_steps=age, checkpoints__keep_last=8)
-        life = world.start()
-        if not life.wait(ENDS):
-            life.kill()
-            result.violations.append(f"hangs on a full disk: {life.said()[-300:]}")
-        if life.code == 0:
+        target = TargetRun(fork_server, folder, scheduler__max_off_policy_steps=staleness, checkpoints__keep_last=8)
+        process = target.start()
+        if not process.wait(RUN_TIMEOUT):
+            process.kill()
+            result.violations.append(f"hangs on a full disk: {process.output()[-300:]}")
+        if process.code == 0:
             result.violations.append(f"{kilobytes} KB are enough: the disk was never full")
         else:
-            stops(life, result, FULL)
-        result.violations += checks.after_a_kill(world.run)
+            expect_error(process, result, DISK_FULL_ERROR)
+        result.violations += checks.check_after_kill(target.run_folder)
         subprocess.run(["mount", "-o", "remount,size=64m", str(folder)], check=True)
-        if ends(world, world.start(), result) and compare is not None:
-            result.violations += checks.same_bits(world.run, compare, world.steps)
+        if expect_completion(target, target.start(), result) and compare is not None:
+            result.violations += checks.compare_checkpoints(target.run_folder, compare, target.steps)
     return result
 
 
-def limited(lives: Lives, folder: Path, largest: int, *, compare: Path | None = None) -> Result:
-    """The same where nothing can be mounted: a file that would grow longer is refused."""
+def limited(fork_server: ForkServer, folder: Path, max_file_bytes: int, *, compare: Path | None = None) -> Result:
+    """Run with a limit on the size of files, then resume without it."""
     result = Result("a file that cannot grow", injected=1)
-    world = World(lives, folder, scheduler__max_off_policy_steps=0)
-    stops(world.start(largest_file=largest), result, FULL)
-    if ends(world, world.start(), result) and compare is not None:
-        result.violations += checks.same_bits(world.run, compare, world.steps)
+    target = TargetRun(fork_server, folder, scheduler__max_off_policy_steps=0)
+    expect_error(target.start(max_file_bytes=max_file_bytes), result, DISK_FULL_ERROR)
+    if expect_completion(target, target.start(), result) and compare is not None:
+        result.violations += checks.compare_checkpoints(target.run_folder, compare, target.steps)
     return result
 
 
-def harm(path: Path, how: Harm, chance: random.Random) -> None:
+def damage_file(path: Path, damage: Damage, rng: random.Random) -> None:
     """Damage one file."""
     data = bytearray(path.read_bytes())
-    if how == "gone":
+    if damage == "gone":
         path.unlink()
         return
-    if how == "flip" and data:
-        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-    path.write_bytes({"flip": bytes(data), "cut": bytes(data[: chance.randrange(len(data))]), "empty": b""}[how])
+    if damage == "flip" and data:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes({"flip": bytes(data), "cut": bytes(data[: rng.randrange(len(data))]), "empty": b""}[damage])
 
 
-def stopped_run(lives: Lives, folder: Path, steps: int = 12) -> World:
-    """A synchronous run that was killed after its seventh step: checkpoints of 3 and 6, and a record to train again."""
-    world = World(lives, folder, steps=steps, scheduler__max_off_policy_steps=0)
-    life = world.start()
-    life.wait(ENDS, lambda: world.recorded() >= 8)
-    life.kill()
-    return world
+def stopped_run(fork_server: ForkServer, folder: Path, steps: int = 12) -> TargetRun:
+    """Return a synchronous run killed after step 7: it has checkpoints of steps 3 and 6, and a record to replay."""
+    target = TargetRun(fork_server, folder, steps=steps, scheduler__max_off_policy_steps=0)
+    process = target.start()
+    process.wait(RUN_TIMEOUT, lambda: target.recorded_steps() >= 8)
+    process.kill()
+    return target
 
 
-def copy_of(world: World, folder: Path) -> World:
-    """The same run in another place."""
-    twin = World(world.lives, folder, steps=world.steps)
-    shutil.copytree(world.run, twin.run)
-    return twin
+def copy_run(target: TargetRun, folder: Path) -> TargetRun:
+    """Return a copy of the run in another folder."""
+    copied = TargetRun(target.fork_server, folder, steps=target.steps)
+    shutil.copytree(target.run_folder, copied.run_folder)
+    return copied
 
 
-def checkpoint(world: World, folder: Path, how: Harm, chance: random.Random, compare: Path, *, all_: bool) -> Result:
-    """Damaged checkpoints are passed over: the run goes on from an earlier one, or from its records alone."""
-    result, twin = Result("damaged checkpoint", injected=1), copy_of(world, folder)
-    steps = sorted((twin.run / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
-    for step in steps if all_ else steps[-1:]:
-        harm(chance.choice([path for path in sorted(step.rglob("*")) if path.is_file()]), how, chance)
-    if ends(twin, twin.start(), result):
-        result.violations += checks.same_bits(twin.run, compare, twin.steps)
+def checkpoint(
+    target: TargetRun, folder: Path, damage: Damage, rng: random.Random, compare: Path, *, all_checkpoints: bool
+) -> Result:
+    """Damaged checkpoints are skipped: the run resumes from an earlier one, or from its records alone."""
+    result, copied = Result("damaged checkpoint", injected=1), copy_run(target, folder)
+    steps = sorted((copied.run_folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
+    for step in steps if all_checkpoints else steps[-1:]:
+        damage_file(rng.choice([path for path in sorted(step.rglob("*")) if path.is_file()]), damage, rng)
+    if expect_completion(copied, copied.start(), result):
+        result.violations += checks.compare_checkpoints(copied.run_folder, compare, copied.steps)
     return result
 
 
-def half_written(world: World, folder: Path, compare: Path) -> Result:
-    """What writers that were killed leave behind is never taken for a result, and is removed."""
-    result, twin = Result("half-written files", injected=3), copy_of(world, folder)
-    half = twin.run / "checkpoints" / ".keel-tmp-step_9-aaaa"
+def half_written(target: TargetRun, folder: Path, compare: Path) -> Result:
+    """Partial files of killed writers are never read as results, and are removed."""
+    result, copied = Result("half-written files", injected=3), copy_run(target, folder)
+    half = copied.run_folder / "checkpoints" / ".keel-tmp-step_9-aaaa"
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
-    (twin.run / "rollouts" / ".keel-tmp-step_000009.parquet-bbbb").write_bytes(b"PAR1")
-    (twin.run / "rollouts" / "step_000009.parquet").write_bytes(b"PAR1 of a step that was never committed")
-    if ends(twin, twin.start(), result):
-        result.violations += checks.same_bits(twin.run, compare, twin.steps)
+    (copied.run_folder / "rollouts" / ".keel-tmp-step_000009.parquet-bbbb").write_bytes(b"PAR1")
+    (copied.run_folder / "rollouts" / "step_000009.parquet").write_bytes(b"PAR1 of a step that was never committed")
+    if expect_completion(copied, copied.start(), result):
+        result.violations += checks.compare_checkpoints(copied.run_folder, compare, copied.steps)
         if half.exists():
             result.violations.append(f"left behind: {half}")
     return result
 
 
-def record(world: World, folder: Path, how: Harm, chance: random.Random, compare: Path, *, needed: bool) -> Result:
-    """A damaged record stops a run that has to train its step again, and by its name; others are not read."""
-    result, twin = Result("damaged record", injected=1), copy_of(world, folder)
-    path = twin.run / "rollouts" / f"step_{7 if needed else 2:06d}.parquet"
-    whole = path.read_bytes()
-    harm(path, how, chance)
+def record(
+    target: TargetRun, folder: Path, damage: Damage, rng: random.Random, compare: Path, *, needed: bool
+) -> Result:
+    """A damaged record that must be replayed stops the run with an error that names it; others are not read."""
+    result, copied = Result("damaged record", injected=1), copy_run(target, folder)
+    path = copied.run_folder / "rollouts" / f"step_{7 if needed else 2:06d}.parquet"
+    original = path.read_bytes()
+    damage_file(path, damage, rng)
     if needed:
-        stops(twin.start(), result, rf"{path.name} cannot be read: .* restore it from a copy")
-        path.write_bytes(whole)  # which is the remedy
-    life = twin.start()
-    life.wait(ENDS)
-    path.write_bytes(whole)  # for the checks, which read all records
-    if ends(twin, life, result):
-        result.violations += checks.same_bits(twin.run, compare, twin.steps)
+        expect_error(copied.start(), result, rf"{path.name} cannot be read: .* restore it from a copy")
+        path.write_bytes(original)  # the fix that the error suggests
+    process = copied.start()
+    process.wait(RUN_TIMEOUT)
+    path.write_bytes(original)  # the checks read all records
+    if expect_completion(copied, process, result):
+        result.violations += checks.compare_checkpoints(copied.run_folder, compare, copied.steps)
     return result
 
 
-def ledger(world: World, folder: Path, file: str, how: Harm, chance: random.Random, compare: Path) -> Result:
-    """A damaged ledger is refused by its name, or the damage is where nothing is and the run goes on as it should."""
-    result, twin = Result("damaged ledger", injected=1), copy_of(world, folder)
-    path = twin.run / file
+def ledger(target: TargetRun, folder: Path, file: str, damage: Damage, rng: random.Random, compare: Path) -> Result:
+    """A damaged ledger stops the run with an error that names it; damage in unused bytes lets the run complete."""
+    result, copied = Result("damaged ledger", injected=1), copy_run(target, folder)
+    path = copied.run_folder / file
     if not path.exists():
         return Result("damaged ledger")
-    harm(path, how, chance)
-    life = twin.start(again=True)
-    life.wait(ENDS)
-    if life.code == 0:
-        if ends(twin, life, result):
-            result.violations += checks.same_bits(twin.run, compare, twin.steps)
+    damage_file(path, damage, rng)
+    process = copied.start(resume=True)
+    process.wait(RUN_TIMEOUT)
+    if process.code == 0:
+        if expect_completion(copied, process, result):
+            result.violations += checks.compare_checkpoints(copied.run_folder, compare, copied.steps)
         return result
-    stops(life, result, r"run\.db|checkpoints/step_\d+ is newer than the ledger|cannot be read")
-    shutil.rmtree(twin.run)
-    shutil.copytree(world.run, twin.run)  # a copy of the folder, which is the remedy
-    if ends(twin, twin.start(), result):
-        result.violations += checks.same_bits(twin.run, compare, twin.steps)
+    expect_error(process, result, r"run\.db|checkpoints/step_\d+ is newer than the ledger|cannot be read")
+    shutil.rmtree(copied.run_folder)
+    shutil.copytree(target.run_folder, copied.run_folder)  # the fix: restore a copy of the folder
+    if expect_completion(copied, copied.start(), result):
+        result.violations += checks.compare_checkpoints(copied.run_folder, compare, copied.steps)
     return result

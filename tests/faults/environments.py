@@ -1,7 +1,7 @@
-"""Environments for runs with faults: what is learned is nonsense, and what goes wrong is by request.
+"""Environments for runs with faults: rewards are arbitrary, and episodes fail on request.
 
-The reward is a function of the sampled tokens alone, so that every group has a signal, nothing has to be learned first,
-and a synchronous run is the same each time. So is what fails: by the tokens, never by chance.
+The reward and the failures depend only on the sampled tokens, so that groups have reward variance without any training,
+and a synchronous run is the same each time.
 """
 
 import asyncio
@@ -13,19 +13,19 @@ from typing import Literal
 from keel.rollout.environments.environment import EpisodeResult, Split, Task
 from keel.rollout.policy_client import PolicyClient
 
-Way = Literal["raise", "nan", "exit", "wait", "deaf", "hold"]
+Failure = Literal["raise", "nan", "exit", "wait", "ignore_cancel", "block"]
 
 
 class Tokens:
-    """Say anything; the tokens decide what it is worth, and whether the episode goes wrong."""
+    """Any completion is accepted; a hash of its tokens decides the reward and whether the episode fails."""
 
     name = "tokens"
 
-    def __init__(self, share: float = 0.0, way: Way | list[Way] = "raise", clock: bool = False) -> None:
-        """`share` of the episodes goes wrong, in one of the ways; `clock`: the time of day jumps all the while."""
-        self.share, self.ways = share, [way] if isinstance(way, str) else list(way)
+    def __init__(self, share: float = 0.0, failure: Failure | list[Failure] = "raise", clock: bool = False) -> None:
+        """A fraction `share` of the episodes fails in one of these ways; with `clock` the time of day jumps."""
+        self.share, self.failures = share, [failure] if isinstance(failure, str) else list(failure)
         if clock:
-            _unsettle()
+            _make_clock_jump()
 
     def tasks(self, split: Split) -> Iterable[Task]:
         return [Task(f"{split}{number}", {}) for number in range(40 if split == "train" else 4)]
@@ -36,32 +36,32 @@ class Tokens:
             hashlib.sha256(repr((task.id, reply.generation.token_ids)).encode()).digest()[:4], "big"
         )
         if number % 1000 < 1000 * self.share:
-            return await self._wrong(self.ways[number // 1000 % len(self.ways)])
+            return await self._fail(self.failures[number // 1000 % len(self.failures)])
         return EpisodeResult(number % 7 / 7)
 
-    async def _wrong(self, way: Way) -> EpisodeResult:
-        if way == "raise":
-            raise LookupError("no such answer")
-        if way == "exit":
+    async def _fail(self, failure: Failure) -> EpisodeResult:
+        if failure == "raise":
+            raise LookupError("no such completion")
+        if failure == "exit":
             raise SystemExit(3)
-        if way == "nan":
+        if failure == "nan":
             return EpisodeResult(float("nan"))
-        if way == "wait":
+        if failure == "wait":
             await asyncio.sleep(1e6)
-        while way == "deaf":  # goes on after it was told to stop, again and again
+        while failure == "ignore_cancel":  # continues after every cancellation
             try:
                 await asyncio.sleep(1e6)
             except asyncio.CancelledError:
                 continue
-        while way == "hold":  # never lets the event loop go on
+        while failure == "block":  # blocks the event loop
             time.sleep(0.1)
         return EpisodeResult(0.0)
 
 
-def _unsettle() -> None:
-    """Set the time of day back by a day and forward by a year, several times a second, in this process."""
-    true, steps = time.time, (0.0, -86_400.0, 3.2e7, -3.2e7)
-    if getattr(time, "unsettled", False):
+def _make_clock_jump() -> None:
+    """Make the time of day in this process jump by a day or a year several times a second."""
+    real_time, steps = time.time, (0.0, -86_400.0, 3.2e7, -3.2e7)
+    if getattr(time, "clock_jumps", False):
         return
-    setattr(time, "unsettled", True)  # noqa: B010 - a mark on the module
-    time.time = lambda: true() + steps[int(time.monotonic() * 5) % len(steps)]
+    setattr(time, "clock_jumps", True)  # noqa: B010 - marks the module as patched
+    time.time = lambda: real_time() + steps[int(time.monotonic() * 5) % len(steps)]

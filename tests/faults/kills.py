@@ -1,8 +1,8 @@
-"""SIGKILL of the trainer, of an engine's server, and of both, at random points and at the points that hurt most.
+"""SIGKILL of the trainer, of an engine server, or of both, at random and at critical points.
 
-Half of the kills come after a random time, half the moment something is half done: a record that is written and not yet
-committed, a checkpoint or published weights under their temporary name. A run is killed a dozen times, then left alone,
-and must end as if nothing had been.
+Half of the kills come after a random time, half while a write is in progress: a record that is written and not
+committed, or a checkpoint or published weights under their temporary name. A run is killed several times, then left
+undisturbed, and must end as if it had never been interrupted.
 """
 
 import random
@@ -11,128 +11,131 @@ from pathlib import Path
 from typing import Literal
 
 from . import checks
-from .lives import Life, Lives, awake
-from .world import ENDS, Result, World
+from .processes import ForkServer, KeelProcess, awake_seconds
+from .target_run import RUN_TIMEOUT, Result, TargetRun
 
 Victim = Literal["trainer", "engine", "both"]
-LONGEST = 2.5
-"""Seconds that a life has at most before it is killed, unless it has to load an engine first."""
+MAX_LIFETIME = 2.5
+"""Seconds after which a process is killed at the latest, unless it has to load an engine first."""
 
 
 class Killer:
-    """Kills one run again and again."""
+    """Kills one run repeatedly."""
 
-    def __init__(self, world: World, chance: random.Random, victims: list[Victim], longest: float = LONGEST) -> None:
-        self.world, self.chance, self.victims, self.longest = world, chance, victims, longest
+    def __init__(
+        self, target: TargetRun, rng: random.Random, victims: list[Victim], max_lifetime: float = MAX_LIFETIME
+    ) -> None:
+        self.target, self.rng, self.victims = target, rng, victims
+        self.max_lifetime = max_lifetime
         self.result = Result("", runs=1)
         self._since: float | None = None
         self._steps = 0
 
-    def go(self, kills: int) -> Result:
-        """Until the run has ended; so many kills on the way."""
-        life = self.world.start()
-        while self.result.injected < kills and not self._waited(life):
-            victim = self.chance.choice(self.victims)
+    def run(self, kills: int) -> Result:
+        """Kill the run this many times, then let it complete; return the result."""
+        process = self.target.start()
+        while self.result.injected < kills and not self._ended_before_kill(process):
+            victim = self.rng.choice(self.victims)
             if victim != "trainer":
-                self._kill_engine(life)
+                self._kill_engine(process)
             if victim != "engine":
-                life.kill()
-                self.result.violations += checks.after_a_kill(self.world.run)
+                process.kill()
+                self.result.violations += checks.check_after_kill(self.target.run_folder)
             self.result.injected += 1
-            self._since, self._steps = awake(), self.world.recorded()
+            self._since, self._steps = awake_seconds(), self.target.recorded_steps()
             if victim != "engine":
-                life = self.world.start()
-        self._to_the_end(life)
+                process = self.target.start()
+        self._wait_for_completion(process)
         return self.result
 
-    def _waited(self, life: Life) -> bool:
-        """Wait for the moment to kill; True if the run ended before it."""
-        moment = self._moment()
-        return life.wait(self.longest * 2, lambda: self._tended() and moment())
+    def _ended_before_kill(self, process: KeelProcess) -> bool:
+        """Wait for the time to kill; return whether the run ended before it."""
+        should_kill = self._choose_moment()
+        return process.wait(self.max_lifetime * 2, lambda: self._maintain() and should_kill())
 
-    def _moment(self) -> Callable[[], bool]:
-        run, kind = self.world.run, self.chance.choice(["time", "time", "record", "half"])
+    def _choose_moment(self) -> Callable[[], bool]:
+        run, kind = self.target.run_folder, self.rng.choice(["time", "time", "record", "half"])
         if kind == "time":
-            at = awake() + self.chance.uniform(0.05, self.longest)
-            return lambda: awake() > at
+            kill_time = awake_seconds() + self.rng.uniform(0.05, self.max_lifetime)
+            return lambda: awake_seconds() > kill_time
         if kind == "record":
-            more = self.world.recorded() + self.chance.randint(1, 3)
-            return lambda: self.world.recorded() >= more
-        place = run / self.chance.choice(["checkpoints", "weights", "rollouts"])
-        return lambda: _half_done(place)
+            target_steps = self.target.recorded_steps() + self.rng.randint(1, 3)
+            return lambda: self.target.recorded_steps() >= target_steps
+        folder = run / self.rng.choice(["checkpoints", "weights", "rollouts"])
+        return lambda: _write_in_progress(folder)
 
-    def _tended(self) -> bool:
-        """Engines are started again, and what came back is noted; always True."""
-        for engine in self.world.engines:
-            engine.keep()
-        if self._since is not None and self.world.recorded() > self._steps:
-            self.result.recovery = max(self.result.recovery, awake() - self._since)
+    def _maintain(self) -> bool:
+        """Restart engines and note the recovery time; always True."""
+        for engine in self.target.engines:
+            engine.ensure_running()
+        if self._since is not None and self.target.recorded_steps() > self._steps:
+            self.result.recovery = max(self.result.recovery, awake_seconds() - self._since)
             self._since = None
         return True
 
-    def _kill_engine(self, life: Life) -> None:
-        if self.world.engines:
-            self.chance.choice(self.world.engines).kill()
+    def _kill_engine(self, process: KeelProcess) -> None:
+        if self.target.engines:
+            self.rng.choice(self.target.engines).kill()
         else:
-            life.kill_child("serve")
+            process.kill_child("serve")
 
-    def _to_the_end(self, life: Life) -> None:
-        ended = life.wait(ENDS, lambda: not self._tended())
+    def _wait_for_completion(self, process: KeelProcess) -> None:
+        ended = process.wait(RUN_TIMEOUT, lambda: not self._maintain())
         if not ended:
-            life.kill()
-            self.result.violations.append(f"hangs: {life.said()[-300:]}")
-        elif life.code != 0:
-            self.result.violations.append(f"ended with {life.code}: {life.said()[-500:]}")
+            process.kill()
+            self.result.violations.append(f"hangs: {process.output()[-300:]}")
+        elif process.code != 0:
+            self.result.violations.append(f"ended with {process.code}: {process.output()[-500:]}")
         else:
             self.result.continued += 1
-            self.result.violations += checks.at_the_end(self.world.run, self.world.steps)
+            self.result.violations += checks.check_finished_run(self.target.run_folder, self.target.steps)
 
 
-def _half_done(place: Path) -> bool:
+def _write_in_progress(folder: Path) -> bool:
     try:
-        return any(path.name.startswith(".keel-tmp-") for path in place.iterdir())
+        return any(path.name.startswith(".keel-tmp-") for path in folder.iterdir())
     except OSError:
         return False
 
 
-def straight(lives: Lives, folder: Path, steps: int) -> Path:
-    """A synchronous run that nobody interrupted, to compare with."""
-    world = World(lives, folder, steps=steps, scheduler__max_off_policy_steps=0)
-    life = world.start()
-    assert life.wait(ENDS) and life.code == 0, life.said()
-    return world.run
+def uninterrupted(fork_server: ForkServer, folder: Path, steps: int) -> Path:
+    """Return the folder of an uninterrupted synchronous run, to compare with."""
+    target = TargetRun(fork_server, folder, steps=steps, scheduler__max_off_policy_steps=0)
+    process = target.start()
+    assert process.wait(RUN_TIMEOUT) and process.code == 0, process.output()
+    return target.run_folder
 
 
 def campaign(
-    lives: Lives,
+    fork_server: ForkServer,
     folder: Path,
     *,
     kind: Literal["local", "process", "pool"],
     synchronous: bool,
     victims: list[Victim],
     kills: int,
-    each: int = 12,
+    kills_per_run: int = 12,
     steps: int = 12,
     seed: int = 0,
     compare: Path | None = None,
 ) -> Result:
-    """Runs of one kind until there were enough kills; a synchronous local one ends with the bits of `compare`."""
+    """Kill runs of one kind until there were enough kills; check synchronous local runs for the bits of `compare`."""
     result, number = Result(""), 0
     while result.injected < kills:
         number += 1
-        age = 0 if synchronous else 2
-        world = World(lives, folder / str(number), steps=steps, scheduler__max_off_policy_steps=age)
+        staleness = 0 if synchronous else 2
+        target = TargetRun(fork_server, folder / str(number), steps=steps, scheduler__max_off_policy_steps=staleness)
         if kind == "pool":
-            world.use_pool(world.with_engines(2))
+            target.use_pool(target.with_engines(2))
         if kind == "process":
-            world.words.append('--engine.kind="process"')
-        longest = LONGEST if kind != "process" else 14.0
-        killer = Killer(world, random.Random(f"{seed}/{kind}/{victims}/{number}"), victims, longest)
+            target.args.append('--engine.kind="process"')
+        max_lifetime = MAX_LIFETIME if kind != "process" else 14.0
+        killer = Killer(target, random.Random(f"{seed}/{kind}/{victims}/{number}"), victims, max_lifetime)
         try:
-            one = killer.go(min(each, kills - result.injected))
+            run_result = killer.run(min(kills_per_run, kills - result.injected))
         finally:
-            world.close()
-        if compare is not None and not one.violations:
-            one.violations += checks.same_bits(world.run, compare, steps)
-        result.add(one)
+            target.close()
+        if compare is not None and not run_result.violations:
+            run_result.violations += checks.compare_checkpoints(target.run_folder, compare, steps)
+        result.add(run_result)
     return result

@@ -1,7 +1,7 @@
-"""A wire that goes wrong: an HTTP proxy before a real engine server, which damages some of its answers.
+"""An HTTP proxy in front of a real engine server that damages some of its responses.
 
-It stands in a thread, speaks HTTP/1.1 with one request a connection, and passes on everything but what it was told to
-spoil. Which answers are spoilt is drawn from a seed; how many were is counted.
+It runs in a thread, speaks HTTP/1.1 with one request per connection, and forwards everything unchanged except the
+responses it corrupts. These are drawn from a seed and counted.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-Spoil = Callable[[dict[str, Any]], None]
-"""Changes the one choice of an answer."""
+Corruption = Callable[[dict[str, Any]], None]
+"""Changes the only choice of a response."""
 
 
 def _short(choice: dict[str, Any]) -> None:
@@ -36,7 +36,7 @@ def _above_zero(choice: dict[str, Any]) -> None:
     choice["logprobs"]["token_logprobs"] = [0.7 for _ in choice["token_ids"]]
 
 
-def _off(choice: dict[str, Any]) -> None:
+def _shifted(choice: dict[str, Any]) -> None:
     choice["logprobs"]["token_logprobs"] = [value - 0.5 for value in choice["logprobs"]["token_logprobs"]]
 
 
@@ -44,30 +44,30 @@ def _old(choice: dict[str, Any]) -> None:
     choice["versions"] = [version - 5 for version in choice["versions"]]
 
 
-SPOILT: dict[str, Spoil] = {
+CORRUPTIONS: dict[str, Corruption] = {
     "fewer log-probs than tokens": _short,
     "more tokens than asked for": _long,
     "token ids that the model does not know": _unknown,
     "log-probs that are NaN": _not_a_number,
     "log-probs above zero": _above_zero,
-    "log-probs that do not match": _off,
+    "log-probs that do not match": _shifted,
     "tokens of another version": _old,
 }
-LOST = ("hang", "slow", "dropped connection", "cut-off JSON", "no JSON", "error 500", "error 503")
-"""What becomes of an answer that does not arrive as it was sent."""
-SLOW, FOR_EVER = 1.5, 3600.0
+TRANSPORT_FAULTS = ("hang", "slow", "dropped connection", "cut-off JSON", "no JSON", "error 500", "error 503")
+"""Faults of the connection or the response as a whole."""
+SLOW_SECONDS, HANG_SECONDS = 1.5, 3600.0
 
 
 class Proxy:
-    """Stands before `upstream` for as long as the block lasts."""
+    """Proxies `upstream` for the duration of the block."""
 
     def __init__(self, upstream: str, faults: Sequence[str], share: float, path: str = "/v1/completions") -> None:
-        """`share` of the answers at `path` meets one of the faults."""
-        if unknown := set(faults) - {*SPOILT, *LOST}:
-            raise ValueError(f"there is no fault called {', '.join(unknown)}")
+        """A fraction `share` of the responses at `path` has one of the faults."""
+        if unknown := set(faults) - {*CORRUPTIONS, *TRANSPORT_FAULTS}:
+            raise ValueError(f"unknown fault {', '.join(unknown)}")
         host, _, port = upstream.removeprefix("http://").partition(":")
         self._upstream = (host, int(port))
-        self._faults, self._share, self._chance = list(faults), share, random.Random(0)
+        self._faults, self._share, self._rng = list(faults), share, random.Random(0)
         self._path = path.encode()
         self.injected, self.url = 0, ""
         self._loop = asyncio.new_event_loop()
@@ -92,28 +92,28 @@ class Proxy:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await asyncio.sleep(0.05)  # for connections that are being closed
+        await asyncio.sleep(0.05)  # lets connections close
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            head, body = await _message(reader)
-            spoil = self._path in head.split(b"\r\n")[0] and self._chance.random() < self._share
-            fault = self._chance.choice(self._faults) if spoil else ""
-            self.injected += spoil
+            head, body = await _read_message(reader)
+            inject = self._path in head.split(b"\r\n")[0] and self._rng.random() < self._share
+            fault = self._rng.choice(self._faults) if inject else ""
+            self.injected += inject
             if fault == "dropped connection":
                 return
             if fault in ("hang", "slow"):
-                await asyncio.sleep(FOR_EVER if fault == "hang" else SLOW)
-            answer = await self._asked(head, body)
-            writer.write(_spoilt(answer, fault) if fault else answer)
+                await asyncio.sleep(HANG_SECONDS if fault == "hang" else SLOW_SECONDS)
+            response = await self._forward(head, body)
+            writer.write(_corrupt(response, fault) if fault else response)
             await writer.drain()
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            return  # either side is gone, which the other will notice; or all is over
+            return  # one side has disconnected, or the proxy is closing
         finally:
             writer.close()
 
-    async def _asked(self, head: bytes, body: bytes) -> bytes:
-        """The whole answer of the server."""
+    async def _forward(self, head: bytes, body: bytes) -> bytes:
+        """Return the complete response of the server."""
         reader, writer = await asyncio.open_connection(*self._upstream)
         try:
             lines = [line for line in head.split(b"\r\n") if line and not line.lower().startswith(b"connection:")]
@@ -124,24 +124,24 @@ class Proxy:
             writer.close()
 
 
-def _spoilt(answer: bytes, fault: str) -> bytes:
+def _corrupt(response: bytes, fault: str) -> bytes:
     if fault in ("error 500", "error 503"):
         code = fault.removeprefix("error ")
         return f"HTTP/1.1 {code} Trouble\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode()
-    head, _, body = answer.partition(b"\r\n\r\n")
-    if fault == "cut-off JSON":  # and says that it is whole
+    head, _, body = response.partition(b"\r\n\r\n")
+    if fault == "cut-off JSON":  # with a matching content-length
         body = body[: len(body) // 2]
     elif fault == "no JSON":
         body = b"<html>gateway</html>"
-    elif fault in SPOILT:
-        said = json.loads(body)
-        SPOILT[fault](said["choices"][0])
-        body = json.dumps(said).encode()
+    elif fault in CORRUPTIONS:
+        payload = json.loads(body)
+        CORRUPTIONS[fault](payload["choices"][0])
+        body = json.dumps(payload).encode()
     lines = [line for line in head.split(b"\r\n") if not line.lower().startswith((b"content-length:", b"connection:"))]
     return b"\r\n".join([*lines, b"content-length: %d" % len(body), b"connection: close", b"", b""]) + body
 
 
-async def _message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+async def _read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
     head = await reader.readuntil(b"\r\n\r\n")
     length = 0
     for line in head.split(b"\r\n"):

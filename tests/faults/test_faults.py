@@ -1,4 +1,4 @@
-"""A few of all faults, with every test run: what `python -m tests.faults` does in full."""
+"""A few faults of each kind; `python -m tests.faults` runs all of them."""
 
 import random
 from collections.abc import Iterator
@@ -6,86 +6,111 @@ from pathlib import Path
 
 import pytest
 
-from . import disk, kills, scenes
-from .lives import Lives
-from .proxy import LOST, SPOILT
-from .world import Result, World
+from . import disk, kills, scenarios
+from .processes import ForkServer
+from .proxy import CORRUPTIONS, TRANSPORT_FAULTS
+from .target_run import Result, TargetRun
+
+pytestmark = pytest.mark.faults
 
 
 @pytest.fixture(scope="module")
-def lives() -> Iterator[Lives]:
-    with Lives() as made:
-        yield made
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer() as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
-def straight(lives: Lives, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A synchronous run that nobody interrupted."""
-    return kills.straight(lives, tmp_path_factory.mktemp("straight"), 12)
+def uninterrupted(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an uninterrupted synchronous run."""
+    return kills.uninterrupted(fork_server, tmp_path_factory.mktemp("uninterrupted"), 12)
 
 
 @pytest.fixture(scope="module")
-def stopped(lives: Lives, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A synchronous run that was killed in the middle."""
-    return disk.stopped_run(lives, tmp_path_factory.mktemp("stopped"))
+def stopped(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> TargetRun:
+    """Return a synchronous run that was killed in the middle."""
+    return disk.stopped_run(fork_server, tmp_path_factory.mktemp("stopped"))
 
 
-def assert_held(result: Result, *, stopped: int = 0) -> None:
+def assert_no_violations(result: Result, *, stopped: int = 0) -> None:
     assert not result.violations, "\n".join(result.violations)
     assert result.injected and result.continued + result.stopped == result.runs
     assert result.stopped == stopped
 
 
-def test_a_synchronous_run_is_killed_at_the_worst_moments_and_ends_with_the_same_bits(
-    lives: Lives, straight: Path, tmp_path: Path
+def test_a_killed_synchronous_run_ends_with_the_same_bits(
+    fork_server: ForkServer, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    told = kills.campaign(
-        lives, tmp_path, kind="local", synchronous=True, victims=["trainer"], kills=3, compare=straight, seed=1
+    result = kills.campaign(
+        fork_server,
+        tmp_path,
+        kind="local",
+        synchronous=True,
+        victims=["trainer"],
+        kills=3,
+        compare=uninterrupted,
+        seed=1,
     )
-    assert_held(told)
+    assert_no_violations(result)
 
 
-def test_trainer_and_servers_of_an_asynchronous_run_are_killed_and_nothing_is_lost_or_trained_twice(
-    lives: Lives, tmp_path: Path
+def test_kills_of_an_asynchronous_run_lose_no_rollout_and_train_none_twice(
+    fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    assert_held(kills.campaign(lives, tmp_path, kind="pool", synchronous=False, victims=["both", "engine"], kills=2))
+    assert_no_violations(
+        kills.campaign(fork_server, tmp_path, kind="pool", synchronous=False, victims=["both", "engine"], kills=2)
+    )
 
 
-def test_answers_that_are_late_lost_cut_off_or_impossible_are_asked_for_again(lives: Lives, tmp_path: Path) -> None:
-    faults = [fault for fault in (*LOST, *SPOILT) if fault not in ("hang", scenes.MISMATCH)]
-    assert_held(scenes.wire(lives, tmp_path, *faults, share=0.4, steps=4))
+def test_late_lost_truncated_or_invalid_completions_are_retried(fork_server: ForkServer, tmp_path: Path) -> None:
+    faults = [fault for fault in (*TRANSPORT_FAULTS, *CORRUPTIONS) if fault not in ("hang", scenarios.MISMATCH)]
+    assert_no_violations(scenarios.engine_faults(fork_server, tmp_path, *faults, share=0.4, steps=4))
 
 
-def test_log_probs_that_do_not_match_are_said(lives: Lives, tmp_path: Path) -> None:
-    assert_held(scenes.wire(lives, tmp_path, scenes.MISMATCH, share=1.0, steps=3))
+def test_mismatched_log_probs_cause_a_warning(fork_server: ForkServer, tmp_path: Path) -> None:
+    assert_no_violations(scenarios.engine_faults(fork_server, tmp_path, scenarios.MISMATCH, share=1.0, steps=3))
 
 
-def test_an_engine_that_never_answers_stops_the_run_and_is_named(lives: Lives, tmp_path: Path) -> None:
-    assert_held(scenes.wire(lives, tmp_path, "error 500", share=1.0, stall=4), stopped=1)
+def test_an_engine_that_always_fails_stops_the_run_with_its_error(fork_server: ForkServer, tmp_path: Path) -> None:
+    assert_no_violations(scenarios.engine_faults(fork_server, tmp_path, "error 500", share=1.0, stall=4), stopped=1)
 
 
-def test_a_disk_without_room_stops_the_run_and_room_lets_it_go_on(lives: Lives, straight: Path, tmp_path: Path) -> None:
-    assert_held(disk.limited(lives, tmp_path, 90_000, compare=straight), stopped=1)
+def test_a_full_disk_stops_the_run_and_it_resumes_with_free_space(
+    fork_server: ForkServer, uninterrupted: Path, tmp_path: Path
+) -> None:
+    assert_no_violations(disk.limited(fork_server, tmp_path, 90_000, compare=uninterrupted), stopped=1)
 
 
-@pytest.mark.parametrize("how", ["flip", "cut"])
-def test_a_damaged_checkpoint_is_passed_over(stopped: World, straight: Path, tmp_path: Path, how: disk.Harm) -> None:
-    chance = random.Random(how)
-    assert_held(disk.checkpoint(stopped, tmp_path, how, chance, straight, all_=how == "cut"))
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_a_damaged_checkpoint_is_skipped(
+    stopped: TargetRun, uninterrupted: Path, tmp_path: Path, damage: disk.Damage
+) -> None:
+    rng = random.Random(damage)
+    assert_no_violations(
+        disk.checkpoint(stopped, tmp_path, damage, rng, uninterrupted, all_checkpoints=damage == "cut")
+    )
 
 
-def test_a_damaged_record_stops_the_run_by_its_name(stopped: World, straight: Path, tmp_path: Path) -> None:
-    assert_held(disk.record(stopped, tmp_path, "flip", random.Random(0), straight, needed=True), stopped=1)
+def test_a_damaged_record_stops_the_run_with_an_error_that_names_it(
+    stopped: TargetRun, uninterrupted: Path, tmp_path: Path
+) -> None:
+    assert_no_violations(
+        disk.record(stopped, tmp_path, "flip", random.Random(0), uninterrupted, needed=True), stopped=1
+    )
 
 
-def test_a_ledger_that_lost_its_log_is_refused(stopped: World, straight: Path, tmp_path: Path) -> None:
-    assert_held(disk.ledger(stopped, tmp_path, "run.db-wal", "gone", random.Random(0), straight), stopped=1)
+def test_a_ledger_without_its_log_stops_the_run(stopped: TargetRun, uninterrupted: Path, tmp_path: Path) -> None:
+    assert_no_violations(
+        disk.ledger(stopped, tmp_path, "run.db-wal", "gone", random.Random(0), uninterrupted), stopped=1
+    )
 
 
-def test_episodes_that_fail_in_every_way_under_a_clock_that_jumps_are_tried_again(lives: Lives, tmp_path: Path) -> None:
-    options = {"share": 0.3, "way": ["raise", "nan", "exit", "wait"], "clock": True}
-    assert_held(scenes.episodes(lives, tmp_path, "all of them", options, seconds=1.0))
+def test_failed_episodes_are_retried_while_the_clock_jumps(fork_server: ForkServer, tmp_path: Path) -> None:
+    options = {"share": 0.3, "failure": ["raise", "nan", "exit", "wait"], "clock": True}
+    assert_no_violations(scenarios.episodes(fork_server, tmp_path, "all of them", options, seconds=1.0))
 
 
-def test_an_episode_that_holds_the_event_loop_ends_the_process_and_is_named(lives: Lives, tmp_path: Path) -> None:
-    assert_held(scenes.held(lives, tmp_path), stopped=1)
+def test_an_episode_that_blocks_the_event_loop_stops_the_run_and_is_named(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    assert_no_violations(scenarios.blocked_event_loop(fork_server, tmp_path), stopped=1)

@@ -1,7 +1,7 @@
-"""Files that were damaged, or made by somebody hostile: readers refuse them in a sentence, soon, and in little memory.
+"""Damaged or hostile files: readers reject them with a `KeelError`, quickly and in little memory.
 
-Every reader is given files that are almost right: bytes flipped, cut and repeated, values replaced by others. What it
-raises has to be a `KeelError`; what it returns is its own affair.
+Every reader gets files that are almost valid: with bytes flipped, removed and repeated, or values replaced. It may
+return anything, but may raise only `KeelError`.
 """
 
 import json
@@ -42,7 +42,9 @@ from keel.training.model.optimizer_state import read_tensors, restore_rng_state,
 from tests.support.lens_runs import make_run
 from tests.support.recorded_rows import row, write_json
 
-FIRE = settings(
+pytestmark = pytest.mark.fuzz
+
+FUZZING = settings(
     max_examples=40,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
@@ -50,29 +52,36 @@ FIRE = settings(
 
 
 class Reader(NamedTuple):
-    """One way into Keel for a file."""
+    """A file and the function that reads it."""
 
     file: str
-    """In the folder that `read` is given."""
+    """Path relative to the folder passed to `read`."""
     read: Callable[[Path], object]
 
 
 def ledger(folder: Path) -> None:
-    with closing(Ledger(folder / "run.db")) as found:
-        found.steps()
-        found.state()
-        found.outcome_counts()
-        found.evaluations()
-        found.unresolved()
-        found.check()
+    with closing(Ledger(folder / "run.db")) as opened:
+        opened.steps()
+        opened.state()
+        opened.outcome_counts()
+        opened.evaluations()
+        opened.unresolved()
+        opened.check()
 
 
 def lens(folder: Path) -> None:
-    with closing(Lens(folder, read_seconds=0.0)) as found:
-        words = {"run": folder.name, "step": "1", "group": "sums/101", "member": "0", "attempt": "0", "names": "reward"}
+    with closing(Lens(folder, read_seconds=0.0)) as opened:
+        params = {
+            "run": folder.name,
+            "step": "1",
+            "group": "sums/101",
+            "member": "0",
+            "attempt": "0",
+            "names": "reward",
+        }
         for name, declared in QUERIES.items():
-            answer = respond(found, name, {word: words[word] for word in words if word in declared})
-            assert answer.status_code in (200, 400, 404), answer.body
+            response = respond(opened, name, {key: params[key] for key in params if key in declared})
+            assert response.status_code in (200, 400, 404), response.body
 
 
 def plan(folder: Path) -> None:
@@ -88,7 +97,7 @@ READERS = {
     "rollouts": Reader("rollouts/step_000001.parquet", lambda f: records.read_step(f / "rollouts/step_000001.parquet")),
     "rollouts in the lens": Reader("rollouts/step_000001.parquet", lens),
     "rollouts compared": Reader("rollouts/step_000001.parquet", lambda f: list(Recording(f).steps())),
-    "another trainer's lines": Reader("tokens.jsonl", lambda f: list(Recording(f / "tokens.jsonl").steps())),
+    "tokens of another trainer": Reader("tokens.jsonl", lambda f: list(Recording(f / "tokens.jsonl").steps())),
     "manifest": Reader("sealed/manifest.json", lambda folder: verify_manifest(folder / "sealed")),
     "tensors": Reader("sealed/random.safetensors", lambda f: read_tensors(f / "sealed/random.safetensors")),
     "random states": Reader("sealed/random.safetensors", lambda f: restore_rng_state(f / "sealed/random.safetensors")),
@@ -103,12 +112,12 @@ READERS = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which every reader finds a file as it should be."""
-    folder = make_run(tmp_path_factory.mktemp("whole") / "run", steps=2)
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a valid file for every reader."""
+    folder = make_run(tmp_path_factory.mktemp("intact") / "run", steps=2)
     write_json(folder / "tokens.jsonl", [row([1.0, 1.5], 1.0, step=step, token_text=["a", "b"]) for step in (1, 2)])
     with closing(sqlite3.connect(folder / "run.db")) as db, db:
-        db.execute("DELETE FROM seals")  # whoever made this run has set its clock since
+        db.execute("DELETE FROM checksums")  # otherwise every change would be found by its checksum
     (folder / "sealed").mkdir()
     write_rng_state(folder / "sealed/random.safetensors")
     (folder / "sealed/state.json").write_text(json.dumps({"step": 3, "more": [1, {"a": None}]}))
@@ -137,64 +146,64 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def bounded(seconds: float = 30.0, megabytes: int = 500) -> Iterator[None]:
-    """Fails when the block took longer, or made the process grow by more."""
-    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Fail if the block takes longer or makes the process grow by more."""
+    start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
-    assert time.monotonic() - began < seconds
+    assert time.monotonic() - start < seconds
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < megabytes
 
 
-def only_refused(read: Callable[[], object]) -> None:
+def allow_keel_error(read: Callable[[], object]) -> None:
     with suppress(KeelError):
         read()
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_every_reader_takes_the_whole_file(whole: Path, name: str) -> None:
-    READERS[name].read(whole)
+def test_every_reader_accepts_the_intact_file(intact: Path, name: str) -> None:
+    READERS[name].read(intact)
 
 
 @st.composite
 def damage(draw: st.DrawFn, data: bytes) -> bytes:
-    """The same bytes with a few wounds, or others."""
+    """Draw damaged bytes, or rarely arbitrary ones."""
     if draw(st.integers(0, 9)) == 0:
         return draw(st.binary(max_size=64))
-    found = bytearray(data)
+    damaged = bytearray(data)
     for _ in range(draw(st.integers(1, 4))):
-        start = draw(st.integers(0, max(len(found) - 1, 0)))
+        start = draw(st.integers(0, max(len(damaged) - 1, 0)))
         size = draw(st.integers(0, 12))
         match draw(st.sampled_from(["flip", "cut", "put", "repeat", "end"])):
             case "flip":
-                found[start : start + size] = bytes(
-                    byte ^ draw(st.integers(1, 255)) for byte in found[start : start + size]
+                damaged[start : start + size] = bytes(
+                    byte ^ draw(st.integers(1, 255)) for byte in damaged[start : start + size]
                 )
             case "cut":
-                del found[start : start + size]
+                del damaged[start : start + size]
             case "put":
-                found[start:start] = draw(
+                damaged[start:start] = draw(
                     st.binary(max_size=8) | st.sampled_from([b"[" * 5000, b"9" * 5000, b"\x00", b"{"])
                 )
             case "repeat":
-                found[start:start] = found[start : start + size] * draw(st.integers(1, 50))
+                damaged[start:start] = damaged[start : start + size] * draw(st.integers(1, 50))
             case "end":
-                del found[start:]
-    return bytes(found)
+                del damaged[start:]
+    return bytes(damaged)
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_damaged_file_is_refused_in_a_sentence(whole: Path, tmp_path: Path, name: str) -> None:
+def test_a_damaged_file_raises_only_keel_errors(intact: Path, tmp_path: Path, name: str) -> None:
     reader = READERS[name]
-    data = (whole / reader.file).read_bytes()
-    folder = shutil.copytree(whole, tmp_path / "run")
+    data = (intact / reader.file).read_bytes()
+    folder = shutil.copytree(intact, tmp_path / "run")
 
-    # looking at a whole run takes a while
-    @settings(FIRE, max_examples=10 if reader.read in (lens, ledger) else 40)
-    @given(wounded=damage(data))
-    def read(wounded: bytes) -> None:
-        for left in folder.glob("run.db-*"):
-            left.unlink(missing_ok=True)  # a connection that is closed just now takes them away
-        (folder / reader.file).write_bytes(wounded)
-        only_refused(lambda: reader.read(folder))
+    # reading a complete run is slow
+    @settings(FUZZING, max_examples=10 if reader.read in (lens, ledger) else 40)
+    @given(damaged=damage(data))
+    def read(damaged: bytes) -> None:
+        for leftover in folder.glob("run.db-*"):
+            leftover.unlink(missing_ok=True)  # a closing connection may remove them first
+        (folder / reader.file).write_bytes(damaged)
+        allow_keel_error(lambda: reader.read(folder))
 
     with bounded(seconds=120):
         read()
@@ -212,29 +221,31 @@ ANYTHING = st.recursive(
 )
 
 
-def replaced(tree: Any, place: list[int], value: Any) -> Any:
-    """A tree with another value at a place that the numbers lead to."""
-    if not place or not isinstance(tree, dict | list) or not tree:
+def replaced(tree: Any, path: list[int], value: Any) -> Any:
+    """Return the tree with another value at the position that the indices in `path` select."""
+    if not path or not isinstance(tree, dict | list) or not tree:
         return value
     keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
-    chosen = keys[place[0] % len(keys)]
+    chosen = keys[path[0] % len(keys)]
     changed = dict(tree) if isinstance(tree, dict) else list(tree)
-    changed[chosen] = replaced(tree[chosen], place[1:], value)
+    changed[chosen] = replaced(tree[chosen], path[1:], value)
     return changed
 
 
-@pytest.mark.parametrize("name", [name for name, one in READERS.items() if one.file.endswith((".json", ".jsonl"))])
-def test_json_with_another_value_in_any_place_is_refused_in_a_sentence(whole: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name, reader in READERS.items() if reader.file.endswith((".json", ".jsonl"))]
+)
+def test_json_with_a_replaced_value_raises_only_keel_errors(intact: Path, tmp_path: Path, name: str) -> None:
     reader = READERS[name]
-    trees = [json.loads(line) for line in _objects((whole / reader.file).read_text())]
-    folder = shutil.copytree(whole, tmp_path / "run")
+    trees = [json.loads(line) for line in _objects((intact / reader.file).read_text())]
+    folder = shutil.copytree(intact, tmp_path / "run")
 
-    @settings(FIRE, max_examples=10 if reader.read is lens else 60)
-    @given(place=st.lists(st.integers(0, 20), max_size=4), value=ANYTHING)
-    def read(place: list[int], value: Any) -> None:
-        text = "\n".join(json.dumps(replaced(tree, place, value)) for tree in trees)
+    @settings(FUZZING, max_examples=10 if reader.read is lens else 60)
+    @given(path=st.lists(st.integers(0, 20), max_size=4), value=ANYTHING)
+    def read(path: list[int], value: Any) -> None:
+        text = "\n".join(json.dumps(replaced(tree, path, value)) for tree in trees)
         (folder / reader.file).write_text(text)
-        only_refused(lambda: reader.read(folder))
+        allow_keel_error(lambda: reader.read(folder))
 
     read()
 
@@ -247,12 +258,12 @@ def _objects(text: str) -> list[str]:
 NAMES = ["steps", "pool", "urls", "environments", "x", "options", "objective", "0", "gates"]
 
 
-@settings(FIRE, max_examples=150)
+@settings(FUZZING, max_examples=150)
 @given(
     names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=4),
     value=ANYTHING,
 )
-def test_settings_with_any_value_in_any_place_are_refused_in_a_sentence(names: list[str], value: Any) -> None:
+def test_settings_with_any_value_raise_only_keel_errors(names: list[str], value: Any) -> None:
     with suppress(KeelError):
         load_settings(overrides=[f"--{'.'.join(names)}", json.dumps(value)]).rows()
 
@@ -272,10 +283,10 @@ VALUES = [
 
 
 @pytest.mark.parametrize("read", [ledger, lens])
-def test_a_ledger_with_any_value_in_any_column_is_refused_in_a_sentence(
-    whole: Path, tmp_path: Path, read: Callable[[Path], None]
+def test_a_ledger_with_any_value_in_any_column_raises_only_keel_errors(
+    intact: Path, tmp_path: Path, read: Callable[[Path], None]
 ) -> None:
-    folder = shutil.copytree(whole, tmp_path / "run")
+    folder = shutil.copytree(intact, tmp_path / "run")
     file = folder / "run.db"
     data = file.read_bytes()
     with closing(sqlite3.connect(file)) as db:
@@ -284,19 +295,19 @@ def test_a_ledger_with_any_value_in_any_column_is_refused_in_a_sentence(
     loose = "CREATE TABLE loose AS SELECT * FROM {0}; DROP TABLE {0}; ALTER TABLE loose RENAME TO {0};"
     for number, (table, column) in enumerate(columns):
         for value in (VALUES + VALUES)[number % len(VALUES) :][: 1 if read is lens else 3]:
-            for left in folder.glob("run.db*"):
-                left.unlink(missing_ok=True)  # a connection that is closed just now takes them away
+            for leftover in folder.glob("run.db*"):
+                leftover.unlink(missing_ok=True)  # a closing connection may remove them first
             file.write_bytes(data)
             with closing(sqlite3.connect(file)) as db:
                 db.executescript(loose.format(table) + f'UPDATE {table} SET "{column}" = {value};')
-            only_refused(lambda: read(folder))
+            allow_keel_error(lambda: read(folder))
 
 
-# --- small files that stand for large ones, and files that are none ---
+# --- small files with huge contents, and special files ---
 
 
-def test_a_ledger_whose_tables_are_endless_is_refused(whole: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole, tmp_path / "run")
+def test_a_ledger_with_an_endless_view_is_rejected(intact: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(intact, tmp_path / "run")
     with closing(sqlite3.connect(folder / "run.db")) as db:
         endless = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x, x, x, x, '{}' FROM n"
         db.executescript(f"DROP TABLE steps; CREATE VIEW steps (step, version, stepped, time, numbers) AS {endless};")
@@ -306,8 +317,8 @@ def test_a_ledger_whose_tables_are_endless_is_refused(whole: Path, tmp_path: Pat
         ledger(folder)
 
 
-def test_a_rollout_that_unpacks_to_much_more_than_it_is_is_refused(whole: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole, tmp_path / "run")
+def test_a_decompression_bomb_in_the_ledger_is_rejected(intact: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(intact, tmp_path / "run")
     packer = zlib.compressobj(1)
     bomb = b"".join(packer.compress(bytes(2**20)) for _ in range(200)) + packer.flush()
     with closing(sqlite3.connect(folder / "run.db")) as db, db:
@@ -316,11 +327,11 @@ def test_a_rollout_that_unpacks_to_much_more_than_it_is_is_refused(whole: Path, 
         ledger(folder)
 
 
-def test_a_parquet_file_that_unfolds_to_more_than_a_step_can_have_is_refused(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_parquet_file_with_too_many_values_is_rejected(
+    intact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(safe_read, "MAX_COLUMN_VALUES", 2**20)
-    folder = shutil.copytree(whole, tmp_path / "run")
+    folder = shutil.copytree(intact, tmp_path / "run")
     path = folder / "rollouts/step_000001.parquet"
     few = pq.read_table(path).slice(0, 1)
     many = pa.ListArray.from_arrays([0, 2_000_000], pa.array([False] * 2_000_000))
@@ -332,9 +343,9 @@ def test_a_parquet_file_that_unfolds_to_more_than_a_step_can_have_is_refused(
                 read(folder)
 
 
-@pytest.mark.parametrize("name", [name for name, one in READERS.items() if one.file.endswith((".json", ".toml"))])
-def test_what_is_nested_without_end_is_refused(whole: Path, tmp_path: Path, name: str) -> None:
-    folder = shutil.copytree(whole, tmp_path / "run")
+@pytest.mark.parametrize("name", [name for name, reader in READERS.items() if reader.file.endswith((".json", ".toml"))])
+def test_deeply_nested_files_raise_only_keel_errors(intact: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(intact, tmp_path / "run")
     file = folder / READERS[name].file
     for text in (
         "[" * 200_000,
@@ -344,25 +355,25 @@ def test_what_is_nested_without_end_is_refused(whole: Path, tmp_path: Path, name
     ):
         file.write_text(text)
         with bounded():
-            only_refused(lambda: READERS[name].read(folder))
+            allow_keel_error(lambda: READERS[name].read(folder))
 
 
 @pytest.mark.parametrize("name", ["manifest", "adapter", "index of a model", "state", "origin in the lens"])
-def test_a_pipe_or_a_device_is_not_waited_for(whole: Path, tmp_path: Path, name: str) -> None:
-    folder = shutil.copytree(whole, tmp_path / "run")
+def test_pipes_and_devices_do_not_block_readers(intact: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(intact, tmp_path / "run")
     file = folder / READERS[name].file
     file.unlink()
     os.mkfifo(file)
     with bounded(seconds=10):
-        only_refused(lambda: READERS[name].read(folder))
+        allow_keel_error(lambda: READERS[name].read(folder))
     file.unlink()
     file.symlink_to("/dev/zero")
     with bounded(seconds=10):
-        only_refused(lambda: READERS[name].read(folder))
+        allow_keel_error(lambda: READERS[name].read(folder))
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../outside", "", ".", "pipe", "link", "a\x00b"])
-def test_a_manifest_names_files_of_its_folder_and_no_others(tmp_path: Path, name: str) -> None:
+def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "sealed"
     folder.mkdir()
     (tmp_path / "outside").write_text("x")
@@ -376,15 +387,15 @@ def test_a_manifest_names_files_of_its_folder_and_no_others(tmp_path: Path, name
         verify_manifest(folder)
 
 
-def test_a_run_whose_files_are_links_elsewhere_shows_nothing_of_them(whole: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole, tmp_path / "runs" / "run")
+def test_a_run_with_links_to_outside_files_shows_nothing_of_them(intact: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(intact, tmp_path / "runs" / "run")
     other = make_run(tmp_path / "other", steps=1, seed=5)
     for file in ("run.db", "config.toml", "run.json", "rollouts/step_000001.parquet"):
         (folder / file).unlink()
         (folder / file).symlink_to(other / file)
-    with closing(Lens(folder.parent)) as found:
-        (shown,) = found.query("runs", {})["runs"]
+    with closing(Lens(folder.parent)) as opened:
+        (shown,) = opened.query("runs", {})["runs"]
         assert shown["status"] == "unreadable"
         assert "leads out of the run's folder" in shown["why"]
         with pytest.raises(KeelError, match="leads out"):
-            found.query("groups", {"run": "run", "step": "1"})
+            opened.query("groups", {"run": "run", "step": "1"})

@@ -1,7 +1,7 @@
-"""The HTTP surface under fire: requests made from each server's own description, and others that nobody would send.
+"""Fuzz the HTTP servers with requests generated from their OpenAPI descriptions, and with hostile requests.
 
-The servers are real, on a port of this machine; the engine is the tiny model. Nothing may fail, and nothing outside of
-the run folder may be opened.
+The servers are real, on a local port; the engine is the tiny model. No request may cause a server error, and no file
+outside the run folder may be opened.
 """
 
 import json
@@ -32,27 +32,29 @@ from tests.support.engine_fakes import TOKENIZER, FakeEngine, serving
 from tests.support.file_watch import untouched
 from tests.support.lens_runs import make_run
 
-FIRE = settings(
+pytestmark = pytest.mark.fuzz
+
+FUZZING = settings(
     max_examples=20,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-# a description cannot say everything: an empty prompt is a text, and is refused
-BUT = [positive_data_acceptance]
+# a schema cannot express everything: an empty prompt is a valid string and is rejected
+EXCLUDED_CHECKS = [positive_data_acceptance]
 
 
 CLIENT = httpx.Client(timeout=30)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _closed() -> Iterator[None]:
+def _close_client() -> Iterator[None]:
     yield
     CLIENT.close()
 
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that nobody was allowed to look into."""
+    """Return a folder that the servers must not read."""
     folder = tmp_path_factory.mktemp("outside")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "secret": "zebra-42"}))
     (folder / "model.safetensors").write_bytes(b"zebra-42")
@@ -62,7 +64,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, outside: Path) -> Path:
-    """A folder with a run, its published weights, and links that lead out."""
+    """Return a folder with a run, its published weights, and links to files outside."""
     folder = tmp_path_factory.mktemp("runs")
     make_run(folder / "a", steps=2)
     weights = folder / "a" / "weights"
@@ -94,52 +96,50 @@ def lens_url(runs: Path) -> Iterator[str]:
         yield url
 
 
-def fire(url: str, *, never: str = "nothing") -> dict[str, set[int]]:
-    """Ask everything that a server says it answers, rightly and wrongly; the statuses that came back."""
-    seen: dict[str, set[int]] = {}
-    for found in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
-        operation = found.ok()
-        asks = operation.body or operation.query
-        for mode in GenerationMode if asks else [GenerationMode.POSITIVE]:
-            if mode is GenerationMode.NEGATIVE or operation.path != never:
-                fire_at(operation, mode, url, seen.setdefault(operation.label, set()))
-    return seen
+def fuzz_all(url: str, *, skip_valid: str = "") -> dict[str, set[int]]:
+    """Send valid and invalid requests to every described operation; return the status codes per operation."""
+    statuses: dict[str, set[int]] = {}
+    for loaded in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
+        operation = loaded.ok()
+        has_input = operation.body or operation.query
+        for mode in GenerationMode if has_input else [GenerationMode.POSITIVE]:
+            if mode is GenerationMode.NEGATIVE or operation.path != skip_valid:
+                fuzz_operation(operation, mode, url, statuses.setdefault(operation.label, set()))
+    return statuses
 
 
-def fire_at(operation: Any, mode: GenerationMode, url: str, seen: set[int]) -> None:
-    @FIRE
+def fuzz_operation(operation: Any, mode: GenerationMode, url: str, statuses: set[int]) -> None:
+    @FUZZING
     @given(case=operation.as_strategy(generation_mode=mode))
-    def ask(case: Any) -> None:
+    def send(case: Any) -> None:
         response = case.call(base_url=url, session=session)
         if response.text == "Invalid HTTP request received.":
-            return  # its first line is longer than any server takes
-        seen.add(response.status_code)
-        case.validate_response(response, excluded_checks=BUT)
+            return  # the request line is longer than servers accept
+        statuses.add(response.status_code)
+        case.validate_response(response, excluded_checks=EXCLUDED_CHECKS)
 
     with requests.Session() as session:
-        ask()
+        send()
 
 
-def test_the_engine_server_withstands_whatever_its_description_allows_and_what_it_forbids(
-    engine_url: str, outside: Path
-) -> None:
+def test_the_engine_server_handles_valid_and_invalid_requests(engine_url: str, outside: Path) -> None:
     with untouched(outside):
-        # a broadcast that nobody sends would be waited for
-        seen = fire(engine_url, never="/v1/receive_weights")
-    assert {200, 400} <= seen["POST /v1/completions"]
-    assert {200, 400} <= seen["POST /v1/chat/completions"]
-    assert 403 in seen["POST /v1/load_weights"]
+        # a valid request would wait for a broadcast that never comes
+        statuses = fuzz_all(engine_url, skip_valid="/v1/receive_weights")
+    assert {200, 400} <= statuses["POST /v1/completions"]
+    assert {200, 400} <= statuses["POST /v1/chat/completions"]
+    assert 403 in statuses["POST /v1/load_weights"]
     assert CLIENT.get(f"{engine_url}/health").json()["ready"]
 
 
-def test_the_lens_withstands_whatever_its_description_allows_and_what_it_forbids(lens_url: str, outside: Path) -> None:
+def test_the_lens_handles_valid_and_invalid_requests(lens_url: str, outside: Path) -> None:
     with untouched(outside):
-        seen = fire(lens_url)
-    assert seen["GET /query/runs"] == {200}
-    assert {name.removeprefix("GET /query/") for name in seen} == set(QUERIES)
+        statuses = fuzz_all(lens_url)
+    assert statuses["GET /query/runs"] == {200}
+    assert {name.removeprefix("GET /query/") for name in statuses} == set(QUERIES)
 
 
-HOSTILE = [
+HOSTILE_PATHS = [
     "{outside}",
     "{outside}/",
     "{runs}/../{name}",
@@ -174,46 +174,46 @@ HOSTILE = [
     ("path", "field", "more"),
     [("/v1/load_weights", "folder", {"version": 1}), ("/v1/load_lora_adapter", "lora_path", {})],
 )
-def test_no_path_in_a_request_leads_out_of_the_folders_that_may_be_loaded_from(
+def test_no_request_loads_weights_from_outside_the_allowed_folders(
     engine_url: str, runs: Path, outside: Path, path: str, field: str, more: dict[str, int]
 ) -> None:
     with untouched(outside):
-        for hostile in HOSTILE:
-            given = hostile.format(outside=outside, runs=runs, name=outside.name)
-            answer = CLIENT.post(f"{engine_url}{path}", json={field: given, **more})
-            assert answer.status_code in (400, 403), (hostile, answer.text)
-            assert "zebra" not in answer.text
+        for hostile in HOSTILE_PATHS:
+            value = hostile.format(outside=outside, runs=runs, name=outside.name)
+            response = CLIENT.post(f"{engine_url}{path}", json={field: value, **more})
+            assert response.status_code in (400, 403), (hostile, response.text)
+            assert "zebra" not in response.text
     assert CLIENT.get(f"{engine_url}/version").json()["version"] == 0
 
 
-def test_whether_something_is_there_is_not_told_outside_of_the_folders(engine_url: str, outside: Path) -> None:
-    there, missing = (
+def test_responses_do_not_reveal_whether_outside_files_exist(engine_url: str, outside: Path) -> None:
+    existing, missing = (
         CLIENT.post(f"{engine_url}/v1/load_weights", json={"folder": str(folder), "version": 1}).text
         for folder in (outside, outside.with_name("missing"))
     )
-    assert there.replace(outside.name, "missing") == missing
+    assert existing.replace(outside.name, "missing") == missing
 
 
-def test_no_word_of_a_question_leads_out_of_the_runs(lens_url: str, runs: Path, outside: Path) -> None:
+def test_no_query_parameter_reads_outside_the_runs(lens_url: str, runs: Path, outside: Path) -> None:
     with untouched(outside):
-        for hostile in HOSTILE:
-            given = hostile.format(outside=outside, runs=runs, name=outside.name)
-            for name, words in QUERIES.items():
-                asked = dict.fromkeys(words, given) | {"step": 1} if words else {}
-                answer = CLIENT.get(f"{lens_url}/query/{name}", params={key: asked[key] for key in asked if key in words})
-                assert answer.status_code in (200, 400, 404), (name, hostile, answer.text)
-                assert "zebra" not in answer.text
-    for way in (f"/assets/..%2f..%2f..{outside}/run.db", "/assets//etc/passwd", f"/query/..%2f..{outside}/run.db"):
-        assert CLIENT.get(f"{lens_url}{way}").status_code == 404
+        for hostile in HOSTILE_PATHS:
+            value = hostile.format(outside=outside, runs=runs, name=outside.name)
+            for name, declared in QUERIES.items():
+                params = dict.fromkeys(declared, value) | {"step": 1} if declared else {}
+                response = CLIENT.get(
+                    f"{lens_url}/query/{name}", params={key: params[key] for key in params if key in declared}
+                )
+                assert response.status_code in (200, 400, 404), (name, hostile, response.text)
+                assert "zebra" not in response.text
+    for path in (f"/assets/..%2f..%2f..{outside}/run.db", "/assets//etc/passwd", f"/query/..%2f..{outside}/run.db"):
+        assert CLIENT.get(f"{lens_url}{path}").status_code == 404
 
 
 @pytest.mark.parametrize("server", ["engine_url", "lens_url"])
-def test_bytes_that_are_no_request_end_one_connection_and_nothing_else(
-    server: str, request: pytest.FixtureRequest
-) -> None:
+def test_malformed_requests_end_only_their_connection(server: str, request: pytest.FixtureRequest) -> None:
     url = httpx.URL(request.getfixturevalue(server))
 
-    @settings(FIRE, max_examples=40)
+    @settings(FUZZING, max_examples=40)
     @given(
         head=st.sampled_from([b"", b"GET / HTTP/1.1\r\n", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"]),
         rest=st.binary(max_size=80)
@@ -224,33 +224,33 @@ def test_bytes_that_are_no_request_end_one_connection_and_nothing_else(
         | st.sampled_from([b"content-type: application/json\r\ncontent-length: 5\r\n\r\n{}"]),
     )
     def send(head: bytes, rest: bytes) -> None:
-        with socket.create_connection((url.host, url.port or 80), timeout=5) as line:
+        with socket.create_connection((url.host, url.port or 80), timeout=5) as connection:
             try:
-                line.sendall(head + rest + b"\r\n\r\n")
-                line.shutdown(socket.SHUT_WR)
-                answer = line.recv(1 << 16)
+                connection.sendall(head + rest + b"\r\n\r\n")
+                connection.shutdown(socket.SHUT_WR)
+                response = connection.recv(1 << 16)
             except (BrokenPipeError, ConnectionResetError):
                 return
-        assert not answer or answer.startswith(b"HTTP/1.1 "), answer
-        assert not answer.startswith(b"HTTP/1.1 5"), answer
+        assert not response or response.startswith(b"HTTP/1.1 "), response
+        assert not response.startswith(b"HTTP/1.1 5"), response
 
     send()
     assert CLIENT.get(url.join("/openapi.json")).status_code == 200
 
 
 @pytest.mark.parametrize("extreme", [5e-324, 1e-30, 1e30, 1.7976931348623157e308])
-def test_no_temperature_brings_the_engine_down(engine_url: str, extreme: float) -> None:
+def test_extreme_sampling_values_do_not_crash_the_engine(engine_url: str, extreme: float) -> None:
     for more in ({"top_k": 10**30}, {"top_p": 5e-324}, {"min_p": 0.9999999999999999}, {"seed": 2**62 - 1}):
         body = {"prompt": "ab", "temperature": extreme, "logprobs": 1, **more}
-        answer = CLIENT.post(f"{engine_url}/v1/completions", json=body)
-        assert answer.status_code in (200, 400), answer.text
+        response = CLIENT.post(f"{engine_url}/v1/completions", json=body)
+        assert response.status_code in (200, 400), response.text
     assert CLIENT.post(f"{engine_url}/v1/completions", json={"prompt": "ab"}).status_code == 200
 
 
-# --- the descriptions ---
+# --- OpenAPI descriptions ---
 
 
-def test_what_is_served_is_what_is_described(engine_app: Any, runs: Path) -> None:
+def test_all_served_routes_are_described(engine_app: Any, runs: Path) -> None:
     for app in (engine_app, build_lens(runs)):
         described = {"/openapi.json"}
         with serving(app) if app is not engine_app else serving(build_app(FakeEngine(), TOKENIZER, model="m")) as url:
@@ -259,7 +259,7 @@ def test_what_is_served_is_what_is_described(engine_app: Any, runs: Path) -> Non
         assert served - {"/query/{name:path}"} == described
 
 
-def test_every_field_that_is_read_is_described_and_no_other(engine_url: str) -> None:
+def test_exactly_the_accepted_fields_are_described(engine_url: str) -> None:
     page = CLIENT.get(f"{engine_url}/openapi.json").json()
     body = page["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body["properties"].keys() == CompletionRequest.model_fields.keys() | NO_OP_VALUES.keys() | IGNORED_FIELDS
@@ -267,7 +267,7 @@ def test_every_field_that_is_read_is_described_and_no_other(engine_url: str) -> 
     assert body["additionalProperties"] is False
 
 
-def test_with_a_key_all_that_is_described_needs_it_but_health(runs: Path) -> None:
+def test_all_described_routes_but_health_require_the_key(runs: Path) -> None:
     for app in (
         build_app(FakeEngine(), TOKENIZER, model="m", api_key="the-right-key"),
         build_lens(runs, "the-right-key"),
@@ -275,7 +275,7 @@ def test_with_a_key_all_that_is_described_needs_it_but_health(runs: Path) -> Non
         with serving(app) as url:
             page = CLIENT.get(f"{url}/openapi.json", headers={"authorization": "Bearer the-right-key"}).json()
             for path, operations in page["paths"].items():
-                for method, said in operations.items():
-                    answer = CLIENT.request(method, url + path)
-                    assert (answer.status_code == 401) == (path != "/health"), (path, answer.status_code)
-                    assert ("security" in said) == (path != "/health")
+                for method, description in operations.items():
+                    response = CLIENT.request(method, url + path)
+                    assert (response.status_code == 401) == (path != "/health"), (path, response.status_code)
+                    assert ("security" in description) == (path != "/health")

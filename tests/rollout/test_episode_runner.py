@@ -1,4 +1,4 @@
-"""Whatever happens in an episode is data: one rollout, with at most one error."""
+"""Every episode becomes one rollout with at most one error."""
 
 import asyncio
 import math
@@ -15,7 +15,7 @@ from tests.support.scripted_engine import END, ScriptedEngine, client, play
 
 
 class Custom:
-    """An environment whose episode is given as a function."""
+    """An environment whose episode is a function."""
 
     name = "custom"
 
@@ -33,25 +33,25 @@ def run(episode, *script, **options):
     return play(Custom(episode), Task("custom/1", {}), ScriptedEngine(*script), **options)
 
 
-async def one_answer(task, policy):
+async def one_turn(task, policy):
     await policy.chat([{"role": "user", "content": "hi"}])
     return EpisodeResult(1.0)
 
 
-def test_a_good_episode_is_a_rollout():
-    rollout = run(one_answer, "yes" + END, attempt=2)
+def test_a_successful_episode_becomes_a_rollout():
+    rollout = run(one_turn, "yes" + END, attempt=2)
     assert (rollout.reward, rollout.error, rollout.error_kind, rollout.turns) == (1.0, None, None, 1)
     assert (rollout.environment, rollout.task_id, rollout.group, rollout.attempt) == ("custom", "custom/1", "g", 2)
     assert rollout.oldest_version == 0
     assert rollout.seconds >= 0
 
 
-def test_an_exception_is_data_in_one_short_line():
-    async def broken(task, policy):
-        await one_answer(task, policy)
+def test_an_exception_becomes_a_short_error_on_one_line():
+    async def failing(task, policy):
+        await one_turn(task, policy)
         raise RuntimeError("line one\nline two " + "x" * 1000)
 
-    rollout = run(broken, "yes" + END)
+    rollout = run(failing, "yes" + END)
     assert rollout.error_kind == "exception"
     assert rollout.reward is None
     assert rollout.error.startswith("RuntimeError: line one line two xxx")
@@ -62,24 +62,24 @@ def test_an_exception_is_data_in_one_short_line():
 
 
 @pytest.mark.parametrize("raised", [SystemExit(3), asyncio.CancelledError(), KeyError("x"), AssertionError()])
-def test_nothing_that_an_environment_raises_gets_out(raised):
-    async def broken(task, policy):
+def test_no_exception_of_an_environment_propagates(raised):
+    async def failing(task, policy):
         raise raised
 
-    rollout = run(broken)
+    rollout = run(failing)
     assert rollout.error_kind == "exception"
     assert rollout.error.startswith(type(raised).__name__)
 
 
-def test_time_that_ran_out_is_data():
-    rollout = run(one_answer, 60, limits=EpisodeLimits(timeout=0.05))
+def test_a_timeout_is_recorded_as_an_error():
+    rollout = run(one_turn, 60, limits=EpisodeLimits(timeout=0.05))
     assert (rollout.error_kind, rollout.error) == ("timeout", "limits.timeout = 0.05 ran out")
     assert rollout.seconds < 60
 
 
-def test_an_environment_that_goes_on_after_its_time_has_timed_out():
+def test_an_environment_that_suppresses_the_cancellation_has_timed_out():
     async def stubborn(task, policy):
-        await one_answer(task, policy)
+        await one_turn(task, policy)
         try:
             await asyncio.sleep(30)
         except asyncio.CancelledError:
@@ -88,7 +88,7 @@ def test_an_environment_that_goes_on_after_its_time_has_timed_out():
     assert run(stubborn, "x" + END, limits=EpisodeLimits(timeout=0.2)).error_kind == "timeout"
 
 
-def test_a_timeout_of_the_environments_own_is_its_exception():
+def test_a_timeout_inside_the_environment_is_an_exception():
     async def impatient(task, policy):
         async with asyncio.timeout(0.01):
             await asyncio.sleep(10)
@@ -96,21 +96,21 @@ def test_a_timeout_of_the_environments_own_is_its_exception():
     assert run(impatient).error_kind == "exception"
 
 
-def test_an_engine_error_is_data_also_in_a_task_group():
+def test_an_engine_error_is_recorded_also_inside_a_task_group():
     async def parallel(task, policy):
         async with asyncio.TaskGroup() as group:
-            group.create_task(one_answer(task, policy))
+            group.create_task(one_turn(task, policy))
         return EpisodeResult(1.0)
 
-    for episode in (one_answer, parallel):
+    for episode in (one_turn, parallel):
         rollout = run(episode, EngineError("no room"))
         assert (rollout.error_kind, rollout.error) == ("engine", "no room")
 
 
-def test_an_engine_error_that_the_environment_swallowed_is_not_a_reward():
+def test_an_engine_error_swallowed_by_the_environment_is_recorded():
     async def swallows(task, policy):
         try:
-            await one_answer(task, policy)
+            await one_turn(task, policy)
         except ValueError:
             return EpisodeResult(0.0)
 
@@ -119,36 +119,36 @@ def test_an_engine_error_that_the_environment_swallowed_is_not_a_reward():
 
 
 @pytest.mark.parametrize("script", [[], [""]])
-def test_nothing_sampled_is_empty(script):
+def test_an_episode_without_sampled_tokens_is_empty(script):
     async def maybe(task, policy):
         if script:
-            await one_answer(task, policy)
+            await one_turn(task, policy)
         return EpisodeResult(1.0)
 
     rollout = run(maybe, *script)
     assert (rollout.error_kind, rollout.samples, rollout.oldest_version) == ("empty", (), None)
 
 
-def test_an_answer_that_only_ends_is_an_answer():
-    rollout = run(one_answer, END)
+def test_a_completion_of_only_the_end_token_trains():
+    rollout = run(one_turn, END)
     assert (rollout.error_kind, rollout.counts["trained_tokens"]) == (None, 1)
 
 
-def test_samples_that_are_all_too_long_are_over_length():
-    rollout = run(one_answer, "x" * 50 + END, limits=EpisodeLimits(max_sequence_tokens=60))
+def test_an_episode_with_only_overlong_samples_is_over_length():
+    rollout = run(one_turn, "x" * 50 + END, limits=EpisodeLimits(max_sequence_tokens=60))
     assert rollout.error_kind == "over_length"
     assert rollout.reward == 1.0
     assert rollout.counts["dropped_tokens"] == 51
-    cut = run(one_answer, "x" * 50 + END, limits=EpisodeLimits(max_sequence_tokens=60, on_overlength="truncate"))
-    assert cut.error_kind is None
-    assert len(cut.samples[0]) == 60
-    assert cut.counts["truncated_tokens"] > 0
+    truncated = run(one_turn, "x" * 50 + END, limits=EpisodeLimits(max_sequence_tokens=60, on_overlength="truncate"))
+    assert truncated.error_kind is None
+    assert len(truncated.samples[0]) == 60
+    assert truncated.counts["truncated_tokens"] > 0
 
 
-def test_asking_past_the_limit_is_over_length_when_the_environment_lets_it_out():
+def test_an_uncaught_turn_limit_is_over_length():
     async def greedy(task, policy):
         while True:
-            await one_answer(task, policy)
+            await one_turn(task, policy)
 
     rollout = run(greedy, *["x" + END] * 5, limits=EpisodeLimits(max_turns=3))
     assert (rollout.error_kind, rollout.turns) == ("over_length", 3)
@@ -156,37 +156,37 @@ def test_asking_past_the_limit_is_over_length_when_the_environment_lets_it_out()
 
 
 @pytest.mark.parametrize(
-    ("outcome", "message"),
+    ("result", "error_message"),
     [
-        (None, "an episode returns an Outcome or a number, not NoneType"),
+        (None, "an episode returns an EpisodeResult or a number, not NoneType"),
         (EpisodeResult(math.nan), "reward = nan is not finite"),
         (EpisodeResult(1.0, metrics={"speed": math.inf}), "speed = inf is not finite"),
         (EpisodeResult(1.0, reward_components={"style": -math.inf}), "style = -inf is not finite"),
     ],
 )
-def test_an_outcome_that_is_none_is_an_exception(outcome, message):
+def test_an_invalid_result_is_an_exception(result, error_message):
     async def odd(task, policy):
-        await one_answer(task, policy)
-        return outcome
+        await one_turn(task, policy)
+        return result
 
     rollout = run(odd, "x" + END)
     assert rollout.error_kind == "exception"
-    assert message in rollout.error
+    assert error_message in rollout.error
 
 
-def test_a_plain_number_is_an_outcome():
+def test_a_plain_number_is_a_valid_result():
     async def plain(task, policy):
-        await one_answer(task, policy)
+        await one_turn(task, policy)
         return True
 
     rollout = run(plain, "x" + END)
     assert (rollout.reward, type(rollout.reward)) == (1.0, float)
 
 
-def test_a_cancellation_of_the_run_passes_through():
+def test_cancellation_of_the_run_propagates():
     async def main():
         engine = ScriptedEngine(60)
-        running = asyncio.create_task(run_episode(Custom(one_answer), Task("t", {}), client(engine)))
+        running = asyncio.create_task(run_episode(Custom(one_turn), Task("t", {}), client(engine)))
         await asyncio.sleep(0.01)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -195,9 +195,9 @@ def test_a_cancellation_of_the_run_passes_through():
     asyncio.run(main())
 
 
-@given(st.lists(st.sampled_from(["answer", "raise", "engine", "sleep", "empty", "long"]), max_size=6))
-def test_any_episode_becomes_exactly_one_rollout_with_at_most_one_error(steps):
-    said = {"answer": "ok" + END, "engine": EngineError("e"), "empty": "", "long": "x" * 400}
+@given(st.lists(st.sampled_from(["complete", "raise", "engine", "sleep", "empty", "long"]), max_size=6))
+def test_any_episode_becomes_one_rollout_with_at_most_one_error(steps):
+    responses = {"complete": "ok" + END, "engine": EngineError("e"), "empty": "", "long": "x" * 400}
 
     async def episode(task, policy):
         for step in steps:
@@ -209,7 +209,7 @@ def test_any_episode_becomes_exactly_one_rollout_with_at_most_one_error(steps):
                 await policy.chat([{"role": "user", "content": "q"}])
         return EpisodeResult(0.5)
 
-    script = [said[step] for step in steps if step in said]
+    script = [responses[step] for step in steps if step in responses]
     rollout = run(episode, *script, limits=EpisodeLimits(timeout=0.02, max_sequence_tokens=200))
     assert (rollout.error is None) == (rollout.error_kind is None)
     counts = rollout.counts

@@ -1,4 +1,4 @@
-"""The client records every turn, and holds an episode to its limits."""
+"""The client records every turn and enforces the limits of the episode."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ def user(text):
 def test_a_conversation_is_recorded_token_by_token():
     engine = ScriptedEngine("one" + END, "two" + END)
 
-    async def talk():
+    async def chat():
         policy = client(engine)
         messages = [user("a")]
         reply = await policy.chat(messages)
@@ -26,37 +26,37 @@ def test_a_conversation_is_recorded_token_by_token():
         await policy.chat([*messages, reply.message, user("b")])
         return policy
 
-    policy = asyncio.run(talk())
-    made = policy.trajectory.build_samples(EpisodeLimits())
-    (sample,) = made.samples
+    policy = asyncio.run(chat())
+    built = policy.trajectory.build_samples(EpisodeLimits())
+    (sample,) = built.samples
     assert sample.token_ids == engine.requests[1][0] + tuple(engine.tokenizer.encode("two" + END))
-    assert made.counts["sampled_tokens"] == made.counts["trained_tokens"] == 8
+    assert built.counts["sampled_tokens"] == built.counts["trained_tokens"] == 8
 
 
 def test_requests_carry_the_group_the_stop_ids_and_the_smaller_max_tokens():
     engine = ScriptedEngine(*["x" + END] * 3)
 
-    async def talk():
+    async def chat():
         policy = client(engine, sampling=Sampling(max_tokens=20, stop_token_ids=(7,)), group="task-1")
-        for asked in (None, 5, 100):
-            await policy.chat([user("a")], max_tokens=asked)
+        for max_tokens in (None, 5, 100):
+            await policy.chat([user("a")], max_tokens=max_tokens)
 
-    asyncio.run(talk())
+    asyncio.run(chat())
     assert [sampling.max_tokens for _, sampling, _ in engine.requests] == [20, 5, 20]
     assert {group for *_, group in engine.requests} == {"task-1"}
     assert engine.requests[0][1].stop_token_ids == (7, 258)
 
 
-def test_each_turn_has_a_seed_of_its_own_and_without_one_there_is_none():
+def test_each_turn_has_its_own_seed_and_none_without_a_seed():
     def seeds(seed):
         engine = ScriptedEngine("x" + END, "y" + END)
 
-        async def talk():
+        async def chat():
             policy = client(engine, sampling=Sampling(seed=seed))
             await policy.chat([user("a")])
             await policy.chat([user("b")])
 
-        asyncio.run(talk())
+        asyncio.run(chat())
         return [sampling.seed for _, sampling, _ in engine.requests]
 
     assert seeds(None) == [None, None]
@@ -67,15 +67,15 @@ def test_each_turn_has_a_seed_of_its_own_and_without_one_there_is_none():
 
 
 @pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.0}])
-def test_sampling_that_cannot_be_trained_on_is_refused_but_for_evaluation(setting):
+def test_sampling_that_cannot_be_trained_on_is_rejected_except_for_evaluation(setting):
     name, value = next(iter(setting.items()))
     with pytest.raises(ConfigError, match=rf"sampling.{name} = {value:g}"):
         client(ScriptedEngine(), sampling=Sampling(**setting))
     client(ScriptedEngine(), sampling=Sampling(**setting), evaluation=True)
 
 
-def test_the_turn_limit_is_kept_and_can_be_read():
-    async def talk():
+def test_the_turn_limit_is_enforced():
+    async def chat():
         policy = client(ScriptedEngine("x" + END, "y" + END), limits=EpisodeLimits(max_turns=1))
         assert policy.turns_left == 1
         await policy.chat([user("a")])
@@ -84,22 +84,22 @@ def test_the_turn_limit_is_kept_and_can_be_read():
             await policy.chat([user("b")])
         assert len(policy.trajectory.turns) == 1
 
-    asyncio.run(talk())
+    asyncio.run(chat())
 
 
-def test_a_prompt_without_room_for_an_answer_is_not_asked():
-    async def talk():
+def test_a_prompt_without_room_for_a_completion_is_not_sent():
+    async def chat():
         engine = ScriptedEngine("x" + END)
         policy = client(engine, limits=EpisodeLimits(max_sequence_tokens=40))
         with pytest.raises(EpisodeLimitReached, match=r"prompt of \d+ tokens .* limits.max_sequence_tokens = 40"):
             await policy.chat([user("a" * 40)])
         assert engine.requests == []
 
-    asyncio.run(talk())
+    asyncio.run(chat())
 
 
-def test_an_engine_error_is_kept_until_a_later_answer():
-    async def talk():
+def test_an_engine_error_is_recorded_until_a_later_request_succeeds():
+    async def chat():
         policy = client(ScriptedEngine(EngineError("gone"), "x" + END))
         with pytest.raises(EngineError, match="gone"):
             await policy.chat([user("a")])
@@ -108,41 +108,41 @@ def test_an_engine_error_is_kept_until_a_later_answer():
         assert policy.engine_error is None
         assert len(policy.trajectory.turns) == 1
 
-    asyncio.run(talk())
+    asyncio.run(chat())
 
 
-def test_an_answer_that_was_given_up_is_an_engine_error():
-    class GivesUp(ScriptedEngine):
+def test_an_aborted_completion_is_an_engine_error():
+    class AbortingEngine(ScriptedEngine):
         async def generate(self, prompt, sampling, *, group=None):
             return Generation((1,), (0.0,), (0,), "abort", 1.0)
 
     with pytest.raises(EngineError, match="aborted the request"):
-        asyncio.run(client(GivesUp()).chat([user("a")]))
+        asyncio.run(client(AbortingEngine()).chat([user("a")]))
 
 
 @pytest.mark.parametrize(
-    ("messages", "what"),
+    ("messages", "error_message"),
     [
         ([], "at least one message"),
         ([{"content": "x"}], "message 0 has no role"),
         ([{"role": "user", "content": 3}], "content of type int"),
     ],
 )
-def test_messages_that_are_none_are_refused(messages, what):
-    with pytest.raises(ValueError, match=what):
+def test_malformed_messages_are_rejected(messages, error_message):
+    with pytest.raises(ValueError, match=error_message):
         asyncio.run(client(ScriptedEngine("x")).chat(messages))
 
 
-def test_images_are_refused():
-    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+def test_images_are_rejected():
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     with pytest.raises(ConfigError, match="type image_url; only text"):
-        asyncio.run(client(ScriptedEngine("x")).chat([picture]))
+        asyncio.run(client(ScriptedEngine("x")).chat([image]))
 
 
-def test_what_an_environment_does_to_its_messages_later_changes_nothing():
+def test_later_changes_to_messages_do_not_affect_the_trajectory():
     engine = ScriptedEngine("one" + END, "two" + END)
 
-    async def talk():
+    async def chat():
         policy = client(engine)
         messages = [user("a")]
         reply = await policy.chat(messages)
@@ -151,5 +151,5 @@ def test_what_an_environment_does_to_its_messages_later_changes_nothing():
         await policy.chat(messages)
         return policy
 
-    policy = asyncio.run(talk())
+    policy = asyncio.run(chat())
     assert len(policy.trajectory.build_samples(EpisodeLimits()).samples) == 1

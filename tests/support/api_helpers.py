@@ -1,4 +1,4 @@
-"""What the tests of the Python API share: conversations with the tiny model, and an independent trainer."""
+"""Helpers for tests of the Python API: conversations with the tiny model, and an independent trainer."""
 
 import asyncio
 import math
@@ -28,7 +28,7 @@ def agent(name: str = "agent-1", **settings: Any) -> keel.TrainableModel:
 
 
 async def say(model: keel.TrainableModel, messages: list[Any], **options: Any) -> Any:
-    """One answer of the endpoint, by the real client."""
+    """Request one completion from the endpoint with the real OpenAI client."""
     options = {"max_tokens": 6, **options}
     return await model.openai_client().chat.completions.create(model=model.name, messages=messages, **options)
 
@@ -36,48 +36,51 @@ async def say(model: keel.TrainableModel, messages: list[Any], **options: Any) -
 async def attempt(
     model: keel.TrainableModel, text: str = "hi", *, reward: float | None = None, turns: int = 1, **options: Any
 ) -> keel.Trajectory:
-    """A conversation in which a tool speaks between the answers; the reward is the share of even tokens."""
-    said = keel.Trajectory(messages_and_choices=[{"role": "user", "content": text}])
+    """Play a conversation with a tool message between completions; the default reward is the share of even tokens."""
+    trajectory = keel.Trajectory(messages_and_choices=[{"role": "user", "content": text}])
     for turn in range(turns):
         if turn:
-            said.messages_and_choices.append({"role": "tool", "content": f"result {turn}", "tool_call_id": "none"})
-        response = await say(model, said.messages(), **options)
-        said.messages_and_choices.append(response.choices[0])
-    tokens = [token for choice in said.choices for token in choice.token_ids]
-    said.reward = sum(token % 2 == 0 for token in tokens) / len(tokens) if reward is None else reward
-    return said
+            trajectory.messages_and_choices.append(
+                {"role": "tool", "content": f"result {turn}", "tool_call_id": "none"}
+            )
+        response = await say(model, trajectory.messages(), **options)
+        trajectory.messages_and_choices.append(response.choices[0])
+    tokens = [token for choice in trajectory.choices for token in choice.token_ids]
+    trajectory.reward = sum(token % 2 == 0 for token in tokens) / len(tokens) if reward is None else reward
+    return trajectory
 
 
 async def attempts(model: keel.TrainableModel, size: int = 4, **options: Any) -> list[keel.TrajectoryGroup]:
-    """Two groups of attempts with different rewards in each."""
+    """Return two groups of attempts, each with different rewards."""
     return await keel.gather_groups(
-        keel.TrajectoryGroup(attempt(model, text, reward=float(number), **options) for number in range(size))
+        keel.TrajectoryGroup(attempt(model, text, reward=float(index), **options) for index in range(size))
         for text in ("hi", "and you")
     )
 
 
 def replayed(trainer: keel.Trainer, choice: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-probs that a choice carries, and those of a trainer for the same tokens."""
-    prompt, answer = list(get_field(choice, "prompt_token_ids")), list(get_field(choice, "token_ids"))
+    """Return the log-probs recorded in a choice, and those of a trainer for the same tokens."""
+    prompt, completion = list(get_field(choice, "prompt_token_ids")), list(get_field(choice, "token_ids"))
     sample = keel.Sample(
-        token_ids=prompt + answer,
-        trainable=[False] * len(prompt) + [True] * len(answer),
+        token_ids=prompt + completion,
+        trainable=[False] * len(prompt) + [True] * len(completion),
         advantage=0.0,
         temperature=get_field(choice, "sampling")["temperature"],
     )
     recorded = torch.tensor([entry.logprob for entry in choice.logprobs.content])
-    found = trainer.logprobs([sample])[0]
-    return recorded, found[torch.from_numpy(np.asarray(sample.trainable))].float()
+    recomputed = trainer.logprobs([sample])[0]
+    return recorded, recomputed[torch.from_numpy(np.asarray(sample.trainable))].float()
 
 
 def trainer_at(folder: Path, step: int, model: keel.TrainableModel) -> keel.Trainer:
-    """A trainer of its own with the weights of a checkpoint."""
+    """Return a new trainer with the weights of a checkpoint."""
     trainer = keel.Trainer(model.settings)
     trainer.load(keel.Checkpoints(folder / model.name / "checkpoints", keel.CheckpointSettings()), step)
     return trainer
 
 
-def furthest(recorded: torch.Tensor, found: torch.Tensor) -> float:
-    worst = float((recorded - found).abs().max())
-    assert math.isfinite(worst)
-    return worst
+def furthest(recorded: torch.Tensor, recomputed: torch.Tensor) -> float:
+    """Return the largest absolute difference."""
+    largest = float((recorded - recomputed).abs().max())
+    assert math.isfinite(largest)
+    return largest

@@ -1,4 +1,4 @@
-"""Stand-ins for the tests of servers and their clients: an engine that does as it is told, and a server in a thread."""
+"""Fakes for tests of servers and clients: scripted engines, and a real server in a thread."""
 
 import asyncio
 import threading
@@ -19,11 +19,11 @@ from keel.training.model import tiny_models
 TOKENIZER = tiny_models.build_tokenizer()
 END = tiny_models.SPECIAL_TOKENS[tiny_models.IM_END]
 ANYWHERE = AllowedFolders([Path("/")])
-"""For tests of something else than where weights may come from."""
+"""For tests that are not about the folders from which weights may be loaded."""
 
 
 class FakeEngine:
-    """Answers each prompt with its own tokens reversed, one log-prob of -0.5 a token, and the end of turn."""
+    """Completes each prompt with its reversed tokens and the end of turn; every log-prob is -0.5."""
 
     def __init__(self) -> None:
         self.live = 3
@@ -75,7 +75,7 @@ class FakeEngine:
 
 
 class FakeStreamingEngine(FakeEngine):
-    """The same, token by token; `break_after` tokens it fails."""
+    """Streams the completion of FakeEngine token by token; fails after `break_after` tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,17 +86,17 @@ class FakeStreamingEngine(FakeEngine):
     async def stream(
         self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None
     ) -> AsyncIterator[TokenChunk]:
-        whole = await self.generate(prompt, sampling, group=group)
-        count = len(whole.token_ids)
+        full = await self.generate(prompt, sampling, group=group)
+        count = len(full.token_ids)
         try:
             for at in range(count):
                 if at == self.break_after:
                     raise EngineError("the engine broke")
                 await asyncio.sleep(self.pause)
                 self.sent += 1
-                finish = whole.finish_reason if at == count - 1 else None
+                finish = full.finish_reason if at == count - 1 else None
                 part = slice(at, at + 1)
-                yield TokenChunk(whole.token_ids[part], whole.logprobs[part], whole.versions[part], finish)
+                yield TokenChunk(full.token_ids[part], full.logprobs[part], full.versions[part], finish)
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled += 1
             raise
@@ -104,9 +104,9 @@ class FakeStreamingEngine(FakeEngine):
 
 @contextmanager
 def serving(app: Any, **options: Any) -> Iterator[str]:
-    """The application on a real server with a port of its own."""
-    plain: dict[str, Any] = {"port": 0, "log_level": "critical", "lifespan": "on", "ws": "none", "loop": "asyncio"}
-    config = uvicorn.Config(app, **(plain | options))
+    """Serve the application on a free port; yield its URL."""
+    defaults: dict[str, Any] = {"port": 0, "log_level": "critical", "lifespan": "on", "ws": "none", "loop": "asyncio"}
+    config = uvicorn.Config(app, **(defaults | options))
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -119,9 +119,9 @@ def serving(app: Any, **options: Any) -> Iterator[str]:
         assert not thread.is_alive()
 
 
-def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait for something that happens in another thread."""
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for a condition that another thread makes true."""
     deadline = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.005)

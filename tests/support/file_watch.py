@@ -1,4 +1,4 @@
-"""For tests with hostile input: a watch that sees every file opened in a folder, whoever opens it and however."""
+"""Detect any file access in a folder with inotify, for tests with hostile input."""
 
 import ctypes
 import os
@@ -13,9 +13,9 @@ _ACCESS, _MODIFY, _MOVED, _CREATE, _DELETE, _OPEN = 0x1, 0x2, 0xC0, 0x100, 0x200
 
 @contextmanager
 def untouched(*folders: Path) -> Iterator[None]:
-    """Fails when anything in these folders was opened, read, changed, added or removed while the block ran.
+    """Fail if anything in these folders is opened, read, changed, added or removed during the block.
 
-    The kernel tells (inotify), so that readers in C and Rust are seen as well as Python's own.
+    inotify also sees native readers (C, Rust), not only Python's.
     """
     handle = _LIBC.inotify_init1(os.O_NONBLOCK)
     assert handle >= 0, os.strerror(ctypes.get_errno())
@@ -25,19 +25,19 @@ def untouched(*folders: Path) -> Iterator[None]:
                 mask = _ACCESS | _MODIFY | _MOVED | _CREATE | _DELETE | _OPEN
                 assert _LIBC.inotify_add_watch(handle, os.fsencode(path), mask) >= 0
         yield
-        assert _names(handle) == []
+        assert _accessed_names(handle) == []
     finally:
         os.close(handle)
 
 
-def _names(handle: int) -> list[str]:
+def _accessed_names(handle: int) -> list[str]:
     try:
         data = os.read(handle, 1 << 20)
     except BlockingIOError:
         return []
-    names, place = [], 0
-    while place < len(data):
-        _, mask, _, size = struct.unpack_from("iIII", data, place)
-        names.append(f"{data[place + 16 : place + 16 + size].rstrip(bytes(1)).decode()} ({mask:#x})")
-        place += 16 + size
+    names, offset = [], 0
+    while offset < len(data):
+        _, mask, _, size = struct.unpack_from("iIII", data, offset)
+        names.append(f"{data[offset + 16 : offset + 16 + size].rstrip(bytes(1)).decode()} ({mask:#x})")
+        offset += 16 + size
     return names

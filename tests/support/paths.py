@@ -1,4 +1,4 @@
-"""Folders of the checkout that tests read."""
+"""Paths of the repository."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine and `keel launch` as a process on it; nothing is left when a test has ended."""
+"""A local Ray cluster and `keel launch` as a process on it; both end with the test."""
 
 import os
 import re
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-PATIENCE = 300
-"""Seconds after which a launch that does not end is killed."""
+TIMEOUT = 300
+"""Seconds after which a launch that has not ended is killed."""
 
 RECIPE = """
 steps = 4
@@ -53,7 +53,7 @@ sys.stdin.read()
 
 
 class Ray:
-    """A cluster of four pretended CPUs, and the token that it asks for."""
+    """A cluster with four logical CPUs and token authentication."""
 
     def __init__(self) -> None:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_urlsafe(32)}
@@ -84,7 +84,7 @@ class Ray:
 
 
 class Launch:
-    """A `keel launch` that runs."""
+    """A running `keel launch`."""
 
     def __init__(self, process: "subprocess.Popen[str]", run: Path) -> None:
         self.process, self.run = process, run
@@ -97,29 +97,29 @@ class Launch:
         self.said.extend(iter(self.process.stdout.readline, ""))
 
     def wait_for(self, pattern: str, times: int = 1) -> list[str]:
-        """Until so many lines match; what they hold."""
-        deadline = time.monotonic() + PATIENCE
+        """Wait until `times` lines match; return their first group or the match."""
+        deadline = time.monotonic() + TIMEOUT
         while time.monotonic() < deadline:
             ended = self.process.poll() is not None
-            found = [match for line in list(self.said) if (match := re.search(pattern, line))]
-            if len(found) >= times:
-                return [match.group(1) if match.groups() else match.group(0) for match in found]
-            assert not ended, f"it ended without {pattern!r}:\n{''.join(self.said)}"
+            matches = [match for line in list(self.said) if (match := re.search(pattern, line))]
+            if len(matches) >= times:
+                return [match.group(1) if match.groups() else match.group(0) for match in matches]
+            assert not ended, f"the launch ended without {pattern!r}:\n{''.join(self.said)}"
             time.sleep(0.05)
-        raise AssertionError(f"{pattern!r} never came:\n{''.join(self.said)}")
+        raise AssertionError(f"{pattern!r} was never printed:\n{''.join(self.said)}")
 
     def wait(self) -> tuple[int, str]:
-        code = self.process.wait(PATIENCE)
+        code = self.process.wait(TIMEOUT)
         self._reader.join(10)
         return code, "".join(self.said)
 
     def processes(self) -> dict[int, str]:
-        """The parts: what lives on this machine with the run's folder in its command line, by process id."""
-        return {pid: words for pid, words in _commands() if str(self.run) in words and pid != self.process.pid}
+        """Return the command lines of all processes with the run folder in them, except the launch itself, by pid."""
+        return {pid: command for pid, command in _commands() if str(self.run) in command and pid != self.process.pid}
 
     def part(self, word: str) -> int:
-        """The process of the first part whose command holds a word; its warden is another process."""
-        return next(pid for pid, words in self.processes().items() if word in words and "warden" not in words)
+        """Return the pid of the first component with `word` in its command; its process guard is another process."""
+        return next(pid for pid, command in self.processes().items() if word in command and "guard" not in command)
 
     def __enter__(self) -> Self:
         return self
@@ -133,9 +133,9 @@ class Launch:
 
 
 @contextmanager
-def launched(ray: Ray, run: Path, *words: str) -> Iterator[Launch]:
-    """`keel launch` on the cluster, ended whatever happens; `run` is its folder, which `words` need not name."""
-    command = [sys.executable, "-m", "keel.cli", "launch", "--cluster", ray.address, *words]
+def launched(ray: Ray, run: Path, *args: str) -> Iterator[Launch]:
+    """Run `keel launch` on the cluster for the duration of the block; `run` is its folder."""
+    command = [sys.executable, "-m", "keel.cli", "launch", "--cluster", ray.address, *args]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -144,7 +144,7 @@ def launched(ray: Ray, run: Path, *words: str) -> Iterator[Launch]:
         env=ray.environment,
         start_new_session=True,
     )
-    timer = threading.Timer(PATIENCE, process.kill)
+    timer = threading.Timer(TIMEOUT, process.kill)
     timer.start()
     try:
         with Launch(process, run) as launch:
@@ -154,7 +154,7 @@ def launched(ray: Ray, run: Path, *words: str) -> Iterator[Launch]:
 
 
 def gone(launch: Launch, seconds: float = 20.0) -> bool:
-    """Whether all parts end within so many seconds."""
+    """Return whether all components end within `seconds`."""
     deadline = time.monotonic() + seconds
     while launch.processes() and time.monotonic() < deadline:
         time.sleep(0.1)

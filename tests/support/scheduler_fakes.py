@@ -1,5 +1,6 @@
-"""A world for the scheduler without real time: a runner that fails in every way, on the virtual clock of
-`keel.tools.simulate`, which raises `Deadlock` where real asyncio would wait for ever.
+"""Fakes for scheduler tests in virtual time: tasks, rollouts, a runner that fails in every way, a log of emissions.
+
+They run on the virtual clock of `keel.tools.simulate`, which raises `Deadlock` where asyncio would wait indefinitely.
 """
 
 import asyncio
@@ -16,17 +17,17 @@ from keel.rollout.scheduler.task_sources import TaskSource
 
 
 @dataclass(frozen=True)
-class Job:
+class FakeTask:
     id: str
 
 
-def jobs(count: int, name: str = "task") -> list[Job]:
-    return [Job(f"{name}{number}") for number in range(count)]
+def fake_tasks(count: int, name: str = "task") -> list[FakeTask]:
+    return [FakeTask(f"{name}{number}") for number in range(count)]
 
 
 @dataclass(frozen=True)
-class Told:
-    """A rollout, as far as the scheduler looks at it."""
+class FakeRollout:
+    """A rollout with the attributes that the scheduler reads."""
 
     group: str
     member: int
@@ -40,32 +41,32 @@ class Told:
 Name = tuple[str, int, int]
 
 
-def name_of(thing: RolloutRequest | DroppedRollout | Told) -> Name:
-    return thing.group, thing.member, thing.attempt
+def name_of(rollout: RolloutRequest | DroppedRollout | FakeRollout) -> Name:
+    return rollout.group, rollout.member, rollout.attempt
 
 
 @dataclass
 class Faults:
-    """How often what happens, and how long an answer takes."""
+    """Probabilities of faults per rollout."""
 
     error: float = 0.0
-    """Returned as data: timeouts, empty answers, engine errors."""
+    """Returns a rollout with an error: timeout, empty, engine, over_length."""
     raises: float = 0.0
     cancels_itself: float = 0.0
     hangs: float = 0.0
-    """Needs a watchdog."""
+    """Never ends; needs the watchdog."""
     returns_junk: float = 0.0
     slow: float = 0.0
     """Takes a hundred times as long."""
-    deaf: float = 0.0
-    """Answers when it is cancelled, instead of ending."""
+    ignores_cancel: float = 0.0
+    """Returns a result when it is cancelled, instead of ending."""
     lags: float = 0.0
     """Samples from weights some versions older than the newest."""
 
 
 @dataclass
-class Engine:
-    """Runs rollouts in virtual time. What becomes of one depends on its name and the seed, when it does on `pace`."""
+class FaultyRunner:
+    """Runs rollouts in virtual time. The outcome depends on the name and `seed`, its duration on `pace`."""
 
     seed: int = 0
     pace: int = 0
@@ -74,18 +75,18 @@ class Engine:
     dispatched: collections.Counter[Name] = field(default_factory=collections.Counter)
     order: list[RolloutRequest] = field(default_factory=list)
     running: int = 0
-    most: int = 0
+    max_running: int = 0
     cancelled: int = 0
 
     def __call__(self, dispatch: RolloutRequest) -> Coroutine[Any, Any, Any]:
-        # counted here: what is cancelled before its task has begun was dispatched too
+        # counted here, so that rollouts cancelled before their task starts are included
         self.dispatched[name_of(dispatch)] += 1
         self.order.append(dispatch)
-        return self._running(name_of(dispatch))
+        return self._run(name_of(dispatch))
 
-    async def _running(self, name: Name) -> Any:
+    async def _run(self, name: Name) -> Any:
         self.running += 1
-        self.most = max(self.most, self.running)
+        self.max_running = max(self.max_running, self.running)
         try:
             return await self._episode(name)
         except asyncio.CancelledError:
@@ -94,101 +95,101 @@ class Engine:
         finally:
             self.running -= 1
 
-    def fate(self, name: Name) -> "Fate":
-        """What becomes of a rollout, whenever it runs."""
-        chance, faults = random.Random(f"{self.seed}{name}"), self.faults
-        outcome = Fate(
-            lag=chance.randrange(1, 4) if chance.random() < faults.lags else 0,
-            slow=chance.random() < faults.slow,
-            hangs=chance.random() < faults.hangs,
-            deaf=chance.random() < faults.deaf,
+    def planned_outcome(self, name: Name) -> "PlannedOutcome":
+        """Return the outcome of a rollout, independent of when it runs."""
+        rng, faults = random.Random(f"{self.seed}{name}"), self.faults
+        planned_outcome = PlannedOutcome(
+            lag=rng.randrange(1, 4) if rng.random() < faults.lags else 0,
+            slow=rng.random() < faults.slow,
+            hangs=rng.random() < faults.hangs,
+            ignores_cancel=rng.random() < faults.ignores_cancel,
         )
         for ending in ("raises", "cancels_itself", "returns_junk", "error"):
-            if chance.random() < getattr(faults, ending):
-                fate.ending = ending
-                fate.kind = chance.choice(["timeout", "empty", "engine", "over_length"])
-        return fate
+            if rng.random() < getattr(faults, ending):
+                planned_outcome.ending = ending
+                planned_outcome.kind = rng.choice(["timeout", "empty", "engine", "over_length"])
+        return planned_outcome
 
     async def _episode(self, name: Name) -> Any:
-        fate, loop = self.fate(name), asyncio.get_running_loop()
-        oldest = self.version - fate.lag
-        seconds = random.Random(f"{self.pace}{name}").random() * (100.0 if fate.slow else 1.0)
-        end = loop.time() + (1e6 if fate.hangs else seconds)
+        planned_outcome, loop = self.planned_outcome(name), asyncio.get_running_loop()
+        oldest = self.version - planned_outcome.lag
+        seconds = random.Random(f"{self.pace}{name}").random() * (100.0 if planned_outcome.slow else 1.0)
+        end = loop.time() + (1e6 if planned_outcome.hangs else seconds)
         while (left := end - loop.time()) > 0:
             try:
                 await asyncio.sleep(left)
             except asyncio.CancelledError:
-                if not fate.deaf:
+                if not planned_outcome.ignores_cancel:
                     raise
                 await asyncio.sleep(min(left, 0.5))
                 break
-        if fate.ending == "raises":
+        if planned_outcome.ending == "raises":
             raise RuntimeError(f"{name} broke")
-        if fate.ending == "cancels_itself":
+        if planned_outcome.ending == "cancels_itself":
             raise asyncio.CancelledError
-        if fate.ending == "returns_junk":
+        if planned_outcome.ending == "returns_junk":
             return "not a rollout"
-        if fate.ending == "error":
-            return Told(*name, None, 0.0, "went wrong", fate.kind)
-        return Told(*name, oldest)
+        if planned_outcome.ending == "error":
+            return FakeRollout(*name, None, 0.0, "failed", planned_outcome.kind)
+        return FakeRollout(*name, oldest)
 
 
 @dataclass
-class Fate:
+class PlannedOutcome:
     lag: int
     slow: bool
     hangs: bool
-    deaf: bool
+    ignores_cancel: bool
     ending: str = "succeeds"
     kind: str = ""
 
 
 @dataclass
-class Ledger:
-    """What was emitted, checked as it comes: nothing twice, nothing that was not dispatched."""
+class EmissionLog:
+    """Records what the scheduler emits, and asserts that nothing is emitted twice."""
 
     emitted: dict[Name, str] = field(default_factory=dict)
     batches: list[RolloutBatch] = field(default_factory=list)
 
-    def note(self, name: Name, how: str) -> None:
-        assert name not in self.emitted, f"{name} emitted as {self.emitted[name]} and as {how}"
-        self.emitted[name] = how
+    def note(self, name: Name, outcome: str) -> None:
+        assert name not in self.emitted, f"{name} emitted as {self.emitted[name]} and as {outcome}"
+        self.emitted[name] = outcome
 
-    def refused(self, refusals: Iterable[DroppedRollout]) -> None:
-        for refusal in refusals:
-            assert refusal.reason
-            if refusal.rollout is not None:
-                assert name_of(refusal.rollout) == name_of(refusal)
-            self.note(name_of(refusal), refusal.reason)
+    def add_dropped(self, dropped: Iterable[DroppedRollout]) -> None:
+        for rollout in dropped:
+            assert rollout.reason
+            if rollout.rollout is not None:
+                assert name_of(rollout.rollout) == name_of(rollout)
+            self.note(name_of(rollout), rollout.reason)
 
-    def batch(self, batch: RolloutBatch) -> RolloutBatch:
+    def add_batch(self, batch: RolloutBatch) -> RolloutBatch:
         self.batches.append(batch)
         for group in batch.groups:
             for member in group.members:
                 if member.rollout is not None:
                     assert name_of(member.rollout) == (group.id, member.member, member.attempt)
                 self.note((group.id, member.member, member.attempt), f"trained {member.reason}")
-        self.refused(batch.dropped)
+        self.add_dropped(batch.dropped)
         return batch
 
     def check_against(self, dispatched: Iterable[Name]) -> None:
-        """Every rollout dispatched was emitted, and nothing else was."""
+        """Assert that every dispatched rollout was emitted, and nothing else."""
         dispatched = set(dispatched)
         assert dispatched - set(self.emitted) == set(), "lost"
-        assert set(self.emitted) - dispatched == set(), "invented"
+        assert set(self.emitted) - dispatched == set(), "emitted without dispatch"
 
 
-def sources(*weights: float, tasks: int | None = None) -> list[TaskSource]:
-    """Environments a, b, ... with these weights; with `tasks`, of so many tasks each, once."""
-    made = []
+def task_sources(*weights: float, tasks: int | None = None) -> list[TaskSource]:
+    """Return sources for environments a, b, ... with these weights; with `tasks`, each has that many, used once."""
+    task_sources = []
     for letter, weight in zip("abcdefgh", weights, strict=False):
-        listed = jobs(tasks or 5, letter)
-        made.append(TaskSource(letter, iter(listed) if tasks else listed, weight))
-    return made
+        tasks_of_source = fake_tasks(tasks or 5, letter)
+        task_sources.append(TaskSource(letter, iter(tasks_of_source) if tasks else tasks_of_source, weight))
+    return task_sources
 
 
-def held(scheduler: Scheduler) -> int:
-    """How many things the scheduler's structures hold; what was refused and not yet emitted apart."""
+def held_objects(scheduler: Scheduler) -> int:
+    """Return how many objects the scheduler holds, except dropped rollouts that were not emitted yet."""
     parts: list[Callable[[], Any]] = [
         lambda: scheduler._group_queue._groups,
         lambda: scheduler._in_flight._slots,

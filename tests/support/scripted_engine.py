@@ -1,4 +1,4 @@
-"""An engine that says what it is told to, for tests of whatever talks to one."""
+"""An engine with scripted completions, and helpers to play episodes with it."""
 
 import asyncio
 
@@ -14,9 +14,9 @@ END = "<|im_end|>"
 
 
 class ScriptedEngine:
-    """Answers with the texts given, one after the other, or with what a function makes of the prompt.
+    """Returns the texts of the script one after the other, or the result of `answer(prompt)`.
 
-    An exception in the script is raised, and a number is slept through for so many seconds.
+    An exception in the script is raised; a number is a time to sleep in seconds.
     """
 
     def __init__(self, *script, tokenizer=None, answer=None, version=0):
@@ -26,13 +26,13 @@ class ScriptedEngine:
 
     async def generate(self, prompt, sampling, *, group=None):
         self.requests.append((tuple(prompt), sampling, group))
-        said = self.answer(self.tokenizer.decode(list(prompt))) if self.answer else self.script.pop(0)
-        if isinstance(said, BaseException):
-            raise said
-        if isinstance(said, int | float):
-            await asyncio.sleep(said)
-            raise EngineError("slept through")
-        ids = self.tokenizer.encode(said, add_special_tokens=False)[: sampling.max_tokens]
+        entry = self.answer(self.tokenizer.decode(list(prompt))) if self.answer else self.script.pop(0)
+        if isinstance(entry, BaseException):
+            raise entry
+        if isinstance(entry, int | float):
+            await asyncio.sleep(entry)
+            raise EngineError("the scripted sleep ended")
+        ids = self.tokenizer.encode(entry, add_special_tokens=False)[: sampling.max_tokens]
         finish = "stop" if ids and ids[-1] in sampling.stop_token_ids else "length"
         return Generation(tuple(ids), (-0.5,) * len(ids), (self.live,) * len(ids), finish, sampling.temperature)
 
@@ -55,12 +55,12 @@ def client(engine, *, sampling=None, limits=None, group="g", evaluation=False, r
 
 
 def load(name, **options):
-    """The environment of that name."""
+    """Load an environment by name."""
     return load_environment(EnvironmentSettings(name=name, options=options))
 
 
 def play(environment, task, engine, **options):
-    """One episode."""
+    """Play one episode and return its rollout."""
     limits = options.pop("limits", EpisodeLimits())
     policy = client(engine, limits=limits, sampling=options.pop("sampling", None))
     return asyncio.run(run_episode(environment, task, policy, limits, **options))

@@ -1,4 +1,4 @@
-"""`keel serve` as real processes on loopback, and what they sample with."""
+"""`keel serve` as real processes, and their greedy completions."""
 
 import asyncio
 import os
@@ -19,19 +19,19 @@ PROMPT = [257, *b"user\nWhich is larger, 3 or 5?"]
 
 
 class Serving:
-    """One server process; it can be killed, and started again on its port with the weights it began with."""
+    """One server process, which can be killed and restarted on its port with its initial weights."""
 
     def __init__(self, model: str, weights: Path) -> None:
         self.command = [sys.executable, "-m", "keel.cli", "serve", model, "--weights-from", str(weights)]
         self.command += ["--max-batch", "16", "--patience", "1", "--port"]
-        self.process, self.url = self._begin("0")
+        self.process, self.url = self._start("0")
 
-    def _begin(self, port: str) -> tuple["subprocess.Popen[str]", str]:
+    def _start(self, port: str) -> tuple["subprocess.Popen[str]", str]:
         process = subprocess.Popen([*self.command, port], stdout=subprocess.PIPE, text=True)
         return process, ""
 
     def ready(self) -> str:
-        """Its address, as soon as it listens."""
+        """Wait until the server listens; return its URL."""
         assert self.process.stdout is not None
         if not self.url:
             line = self.process.stdout.readline()
@@ -45,7 +45,7 @@ class Serving:
 
     def start_again(self) -> None:
         port = self.url.rpartition(":")[2]
-        self.process, _ = self._begin(port)
+        self.process, _ = self._start(port)
         assert self.process.stdout is not None
         assert "http://" in self.process.stdout.readline()
 
@@ -58,19 +58,19 @@ class Serving:
 
 @contextmanager
 def servers(count: int, model: str, weights: Path) -> Iterator[list[Serving]]:
-    """Several, started at once."""
-    made = [Serving(model, weights) for _ in range(count)]
+    """Start several servers concurrently, for the duration of the block."""
+    started = [Serving(model, weights) for _ in range(count)]
     try:
-        for one in made:
-            one.ready()
-        yield made
+        for server in started:
+            server.ready()
+        yield started
     finally:
-        for one in made:
-            one.end()
+        for server in started:
+            server.end()
 
 
 def sampled(url: str) -> Generation:
-    """What a server answers to the prompt, greedily."""
+    """Return a server's greedy completion of the prompt."""
 
     async def ask() -> Generation:
         engine = HttpEngine(url)
@@ -83,7 +83,7 @@ def sampled(url: str) -> Generation:
 
 
 def expected(folder: Path) -> Generation:
-    """What the weights in a folder answer to the prompt, greedily."""
+    """Return the greedy completion of the prompt with the weights in a folder."""
     model = load_model(ModelSettings(name=str(folder)))
 
     async def ask() -> Generation:

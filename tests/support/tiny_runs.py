@@ -1,7 +1,6 @@
-"""Runs with the tiny model, in this process and in processes that are killed.
+"""Training runs with the tiny model, in this process and in forked processes that may be killed.
 
-Lives are forked from one process that has done the slow imports and nothing else; it has no threads, so that a fork is
-safe.
+Processes are forked from one that has only done the slow imports; it has no threads, so that a fork is safe.
 """
 
 import asyncio
@@ -51,7 +50,7 @@ every = 3
 
 
 def tiny(**changes: Any) -> str:
-    """The recipe with changes, `scheduler__groups_per_step=2` for scheduler.groups_per_step, as TOML."""
+    """Return the recipe as TOML with changes; `scheduler__groups_per_step=2` sets scheduler.groups_per_step."""
     tree = tomllib.loads(RECIPE)
     for name, value in changes.items():
         set_dotted(tree, name.replace("__", "."), value)
@@ -59,7 +58,7 @@ def tiny(**changes: Any) -> str:
 
 
 class Watcher(NullCallback):
-    """Remembers what it was told."""
+    """Records the steps, evaluations and notices of a run."""
 
     def __init__(self) -> None:
         self.steps: dict[int, dict[str, float]] = {}
@@ -77,14 +76,14 @@ class Watcher(NullCallback):
 
 
 def loaded(folder: Path, **changes: Any) -> LoadedSettings:
-    """The recipe with changes, `scheduler__groups_per_step=2` for scheduler.groups."""
+    """Load the recipe with changes; `scheduler__groups_per_step=2` sets scheduler.groups_per_step."""
     file = folder.parent / f"{folder.name}.toml"
     file.write_text(RECIPE)
     return load_settings(file, [f"--{name.replace('__', '.')}={json.dumps(value)}" for name, value in changes.items()])
 
 
 def go(folder: RunFolder, *, stop_after: int | None = None) -> Watcher:
-    """Train to the end, or to a step."""
+    """Train to the end, or stop after a step."""
     watcher = Watcher()
     try:
         run = TrainingRun(folder, watcher)
@@ -116,7 +115,7 @@ def resume(folder: Path) -> Watcher:
 
 
 class Lives:
-    """Runs that live in processes of their own and may be killed."""
+    """Runs training in forked processes that may be killed."""
 
     def __init__(self) -> None:
         code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support import tiny_runs; tiny_runs.serve()"
@@ -125,12 +124,12 @@ class Lives:
         )
 
     def live(self, folder: Path, kill_after: float | None = None, **changes: Any) -> bool:
-        """Train until the end, which is True, or until killed after so many seconds."""
+        """Train until the end or a kill after `kill_after` seconds; return whether the end was reached."""
         assert self._server.stdin and self._server.stdout
         self._server.stdin.write(json.dumps([str(folder), kill_after, changes]) + "\n")
         self._server.stdin.flush()
-        status, told = json.loads(self._server.stdout.readline())
-        assert status in ("ended", "killed"), told
+        status, output = json.loads(self._server.stdout.readline())
+        assert status in ("ended", "killed"), output
         return bool(status == "ended")
 
     def close(self) -> None:
@@ -144,7 +143,7 @@ def serve() -> None:
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            _life(Path(folder), changes, writer)
+            _run_forked(Path(folder), changes, writer)
         os.close(writer)
         deadline = None if kill_after is None else time.monotonic() + kill_after
         status = None
@@ -158,12 +157,12 @@ def serve() -> None:
                 status = "killed"
             else:
                 time.sleep(0.002)
-        with os.fdopen(reader) as told:
-            sys.stdout.write(json.dumps([status, told.read()]) + "\n")
+        with os.fdopen(reader) as pipe:
+            sys.stdout.write(json.dumps([status, pipe.read()]) + "\n")
         sys.stdout.flush()
 
 
-def _life(folder: Path, changes: dict[str, Any], tell: int) -> None:
+def _run_forked(folder: Path, changes: dict[str, Any], error_pipe: int) -> None:
     code = 1
     try:
         if (folder / "run.db").exists():
@@ -171,7 +170,7 @@ def _life(folder: Path, changes: dict[str, Any], tell: int) -> None:
         else:
             train(folder, **changes)
         code = 0
-    except BaseException:  # noqa: BLE001 - told to the test
-        os.write(tell, traceback.format_exc().encode())
+    except BaseException:  # noqa: BLE001 - reported to the test
+        os.write(error_pipe, traceback.format_exc().encode())
     finally:
         os._exit(code)

@@ -1,14 +1,12 @@
-"""Environments load by name, their splits never meet, and the built-in ones pay for what they say."""
+"""Built-in environments have disjoint splits, deterministic tasks and the documented rewards."""
 
 import re
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.config import EpisodeLimits
-from keel.errors import ConfigError
 from keel.rollout.environments import builtin
 from keel.rollout.environments.environment import Environment
 from keel.rollout.environments.task_splits import split_of
@@ -21,53 +19,10 @@ BUILTIN = sorted(builtin.ENVIRONMENTS)
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_built_in_environments_load_and_are_environments(name):
+def test_builtin_environments_load_by_name(name):
     environment = load(name)
     assert isinstance(environment, Environment)
     assert environment.name == name
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("larger_numbers", {}, 'environment.name = "larger_numbers" is not known; did you mean larger_number?'),
-        ("qqq", {}, '"module:attribute"'),
-        ("larger_number", {"digit": 3}, "environment.options.digit is not a setting; did you mean digits?"),
-        ("larger_number", {"digits": 0}, "environment.options.digits = 0: input should be greater than or equal to 1"),
-        ("count_letters", {"digits": 2}, "environment.options.digits is not a setting"),
-        ("arithmetic", {"operations": ["divide"]}, 'environment.options.operations.0 = "divide"'),
-        ("no_such_module:Thing", {}, "cannot be imported: No module named 'no_such_module'"),
-        ("math:nothing", {}, "cannot be imported: module 'math' has no attribute 'nothing'"),
-        ("math:pi", {}, "is a float, not a class or function"),
-        (
-            "tests.rollout.test_episode_runner:Custom",
-            {"wrong": 1},
-            "do not fit tests.rollout.test_episode_runner:Custom",
-        ),
-        ("collections:OrderedDict", {}, "gave a OrderedDict; an environment has a name, tasks(split)"),
-        ("reasoning_gym:letter_countin", {}, "did you mean letter_counting?"),
-        ("reasoning_gym:letter_counting", {"config": {"min_words": -1}}, "does not fit letter_counting"),
-        ("verifiers:no_such_taskset", {}, 'environment.name = "verifiers:no_such_taskset" cannot be loaded'),
-    ],
-)
-def test_what_cannot_be_loaded_says_what_and_why(name, options, message):
-    if name.partition(":")[0] in ("reasoning_gym", "verifiers"):
-        pytest.importorskip(name.partition(":")[0])
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load(name, **options)
-
-
-def test_a_missing_library_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
-    with pytest.raises(ConfigError, match="pip install reasoning-gym"):
-        load("reasoning_gym:gcd")
-    with pytest.raises(ConfigError, match="pip install verifiers"):
-        load("verifiers:x")
-
-
-def test_one_of_your_own_loads_by_import_path():
-    assert load("tests.rollout.test_episode_runner:Custom").name == "custom"
 
 
 # ---- tasks
@@ -75,7 +30,7 @@ def test_one_of_your_own_loads_by_import_path():
 
 @pytest.mark.parametrize("name", BUILTIN)
 @given(first=st.integers(0, 1000), second=st.integers(0, 1000))
-def test_no_task_of_any_evaluation_is_trained_on_whatever_the_seeds(name, first, second):
+def test_eval_tasks_are_disjoint_from_train_tasks_for_any_seeds(name, first, second):
     train = load(name, seed=first, train_tasks=300).tasks("train")
     held_out = load(name, seed=second, eval_tasks=100).tasks("eval")
     assert train and held_out
@@ -83,7 +38,7 @@ def test_no_task_of_any_evaluation_is_trained_on_whatever_the_seeds(name, first,
     assert len({task.id for task in train}) == len(train)
 
 
-def test_the_same_numbers_in_another_order_are_the_same_question():
+def test_swapped_numbers_count_as_the_same_question():
     pairs = [
         {
             tuple(sorted(map(int, re.findall(r"\d+", task.data["question"]))))
@@ -95,7 +50,7 @@ def test_the_same_numbers_in_another_order_are_the_same_question():
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_tasks_are_a_function_of_the_seed(name):
+def test_tasks_depend_only_on_the_seed(name):
     def ids(seed):
         return [task.id for task in load(name, seed=seed, train_tasks=50).tasks("train")]
 
@@ -113,30 +68,36 @@ def test_examples_are_never_tasks():
     assert load("larger_number", shots=0).tasks("train")[0].data["examples"] == []
 
 
-def test_a_question_belongs_to_one_split_for_ever():
+def test_the_split_of_a_question_is_fixed_and_one_in_eight_is_eval():
     assert [split_of(f"question {number}") for number in range(8)].count("eval") <= 4
     assert split_of("larger_number/12-34") == split_of("larger_number/12-34")
     share = sum(split_of(str(number)) == "eval" for number in range(8000)) / 8000
     assert abs(share - 1 / 8) < 0.02
 
 
-# ---- playing the built-in ones
+# ---- episodes
 
 
 @pytest.mark.parametrize("name", ["larger_number", "count_letters", "arithmetic"])
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_questions_pay_for_the_right_number_and_for_no_other(name, split):
+def test_only_the_correct_number_is_rewarded(name, split):
     environment = load(name, train_tasks=20, eval_tasks=20)
     for task in environment.tasks(split):
-        right = task.data["answer"]
-        answers = {right: 1.0, f" {right}.": 1.0, f"{right} it is": 1.0, str(int(right) + 1): 0.0, "none": 0.0}
-        for text, reward in answers.items():
+        correct = task.data["answer"]
+        completions = {
+            correct: 1.0,
+            f" {correct}.": 1.0,
+            f"{correct} it is": 1.0,
+            str(int(correct) + 1): 0.0,
+            "none": 0.0,
+        }
+        for text, reward in completions.items():
             rollout = play(environment, task, ScriptedEngine(text + END))
             assert (rollout.reward, rollout.error) == (reward, None)
             assert rollout.metrics["answered"] == float(text != "none")
 
 
-def test_the_answers_are_right():
+def test_the_reference_answers_are_correct():
     for task in load("larger_number").tasks("train")[:50]:
         assert int(task.data["answer"]) == max(map(int, re.findall(r"\d+", task.data["question"])))
     for task in load("arithmetic").tasks("train")[:50]:
@@ -146,23 +107,23 @@ def test_the_answers_are_right():
         assert int(task.data["answer"]) == word.count(letter)
 
 
-def test_guessing_by_halves_finds_the_number_and_makes_one_sample():
+def test_binary_search_finds_the_number_in_one_sample():
     environment = load("guess_number", highest=100, guesses=8)
     for task in environment.tasks("train")[:10]:
 
-        def halve(prompt):
+        def bisect(prompt):
             low, high = 1, 100
             for guess, hint in re.findall(r"assistant\n(\d+)<\|im_end\|>\n<\|im_start\|>user\n(Higher|Lower)", prompt):
                 low, high = (int(guess) + 1, high) if hint == "Higher" else (low, int(guess) - 1)
             return f"{(low + high) // 2}{END}"
 
-        rollout = play(environment, task, ScriptedEngine(answer=halve))
+        rollout = play(environment, task, ScriptedEngine(answer=bisect))
         assert rollout.metrics["found"] == 1
         assert rollout.reward == pytest.approx(1 - (rollout.turns - 1) / 8)
         assert len(rollout.samples) == 1
 
 
-def test_never_guessing_it_pays_nothing_and_a_word_is_asked_again():
+def test_wrong_guesses_have_reward_0_and_text_without_a_number_gets_a_hint():
     environment = load("guess_number", guesses=3)
     engine = ScriptedEngine("well" + END, "0" + END, "101" + END)
     rollout = play(environment, environment.tasks("train")[0], engine)
@@ -172,7 +133,7 @@ def test_never_guessing_it_pays_nothing_and_a_word_is_asked_again():
 
 
 @pytest.mark.parametrize("limits", [EpisodeLimits(max_turns=2), EpisodeLimits(max_sequence_tokens=330)])
-def test_a_game_that_reaches_a_limit_is_scored_as_it_stands(limits):
+def test_a_game_that_reaches_a_limit_has_reward_0_and_no_error(limits):
     environment = load("guess_number")
     rollout = play(environment, environment.tasks("train")[0], ScriptedEngine(*["0" + END] * 8), limits=limits)
     assert (rollout.reward, rollout.error) == (0.0, None)
@@ -180,7 +141,7 @@ def test_a_game_that_reaches_a_limit_is_scored_as_it_stands(limits):
     assert len(rollout.samples) == 1
 
 
-def test_the_calculator_answers_and_the_tool_result_is_not_trained():
+def test_the_calculator_returns_results_that_are_not_trained_on():
     environment = load("calculator")
     task = environment.tasks("train")[0]
     expression = task.data["question"].removeprefix("What is ").removesuffix("?")
@@ -207,7 +168,7 @@ def test_the_calculator_answers_and_the_tool_result_is_not_trained():
         '{"name": "calculator", "arguments": {"expression": "9 * 99999999999999999999"}}',
     ],
 )
-def test_bad_calls_are_told_so_and_pay_nothing(call):
+def test_malformed_calls_get_an_error_message_and_no_reward(call):
     environment = load("calculator")
     engine = ScriptedEngine(f"<tool_call>{call}</tool_call>{END}", "no idea" + END)
     rollout = play(environment, environment.tasks("train")[0], engine)
@@ -216,7 +177,7 @@ def test_bad_calls_are_told_so_and_pay_nothing(call):
     assert "error: give an expression" in engine.tokenizer.decode(engine.requests[1][0])
 
 
-def test_calling_for_ever_is_ended():
+def test_the_number_of_calls_is_limited():
     environment = load("calculator", calls=2)
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 1"}}</tool_call>' + END
     rollout = play(environment, environment.tasks("train")[0], ScriptedEngine(*[call] * 9))

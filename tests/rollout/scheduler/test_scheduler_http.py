@@ -1,7 +1,7 @@
-"""The scheduler over real episodes and a real HTTP server that fails, hangs, answers nothing, and is killed.
+"""The scheduler over real episodes and a real HTTP server that fails, hangs, returns empty completions and is killed.
 
-The whole way of a rollout: an environment's episode, the client's tokens, requests over a socket, and back. Time is
-real here, so that what is checked holds for every timing: each rollout once, staleness kept, the run goes on.
+Covers the full path of a rollout: episode, client, requests over a socket, and back. Time is real, so the checks hold
+for any timing: each rollout is emitted once, staleness is bounded, the run continues.
 """
 
 import asyncio
@@ -28,30 +28,30 @@ from keel.rollout.scheduler.groups import RolloutRequest
 from keel.rollout.scheduler.scheduler import Scheduler
 from keel.rollout.scheduler.task_sources import TaskSource
 from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
-from tests.support.scheduler_fakes import Ledger, name_of
+from tests.support.scheduler_fakes import EmissionLog, name_of
 
 LIMITS = EpisodeLimits(max_turns=2, max_sequence_tokens=400, timeout=0.8)
 
 
 class FaultyEngine(FakeEngine):
-    """Some requests fail, some take for ever, some are answered with nothing; the rest with chance."""
+    """An engine where some requests fail, hang or return an empty completion."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.live = 0
-        self.chance = random.Random(seed)
+        self.rng = random.Random(seed)
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None) -> Generation:
-        fate = self.chance.random()
-        if fate < 0.1:
-            raise EngineError("out of memory", retryable=fate < 0.05)
-        await asyncio.sleep(30.0 if fate < 0.13 else self.chance.random() * 0.02)
-        if fate < 0.25:
+        draw = self.rng.random()
+        if draw < 0.1:
+            raise EngineError("out of memory", retryable=draw < 0.05)
+        await asyncio.sleep(30.0 if draw < 0.13 else self.rng.random() * 0.02)
+        if draw < 0.25:
             return Generation((), (), (), "stop", sampling.temperature)
         return self._answer(prompt, sampling)
 
 
-class Machine:
+class ServerPort:
     """A port on which a server can be started and killed."""
 
     def __init__(self) -> None:
@@ -72,22 +72,22 @@ class Machine:
 
 
 @contextmanager
-def machine() -> Iterator[Machine]:
-    made = Machine()
-    made.start(0, 0)
+def running_server() -> Iterator[ServerPort]:
+    server = ServerPort()
+    server.start(0, 0)
     try:
-        yield made
+        yield server
     finally:
-        made.kill()
+        server.kill()
 
 
-class Rude:
-    """An environment that now and then raises, for reasons of its own."""
+class RaisingEnvironment:
+    """An environment that sometimes raises."""
 
-    name = "rude"
+    name = "raising"
 
     def tasks(self, split: str) -> list[Task]:
-        return [Task(f"rude{number}", {}) for number in range(10)]
+        return [Task(f"raising{number}", {}) for number in range(10)]
 
     async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         reply = await client.chat([{"role": "user", "content": task.id}])
@@ -96,44 +96,44 @@ class Rude:
         return EpisodeResult(1.0)
 
 
-class Episodes:
-    """The runner of a real run: one episode for each dispatch."""
+class RecordingRunner:
+    """Runs one episode per request and records the dispatched names."""
 
     def __init__(self, engine: HttpEngine, environments: Sequence[Environment]) -> None:
         self._engine, self._renderer = engine, Renderer(TOKENIZER)
         self._environments = {environment.name: environment for environment in environments}
         self.dispatched: list[tuple[str, int, int]] = []
 
-    def __call__(self, dispatch: RolloutRequest) -> Coroutine[Any, Any, Rollout]:
-        # counted here: what is cancelled before its task has begun was dispatched too
-        self.dispatched.append(name_of(dispatch))
-        return self._episode(dispatch)
+    def __call__(self, request: RolloutRequest) -> Coroutine[Any, Any, Rollout]:
+        # recorded here, so that rollouts cancelled before their task starts are included
+        self.dispatched.append(name_of(request))
+        return self._episode(request)
 
-    async def _episode(self, dispatch: RolloutRequest) -> Rollout:
-        client = PolicyClient(self._engine, self._renderer, Sampling(max_tokens=8), LIMITS, group=dispatch.group)
-        environment = self._environments[dispatch.environment]
-        return await run_episode(environment, dispatch.task, client, LIMITS, attempt=dispatch.attempt)
+    async def _episode(self, request: RolloutRequest) -> Rollout:
+        client = PolicyClient(self._engine, self._renderer, Sampling(max_tokens=8), LIMITS, group=request.group)
+        environment = self._environments[request.environment]
+        return await run_episode(environment, request.task, client, LIMITS, attempt=request.attempt)
 
 
-class RealLedger(Ledger):
-    """Rollouts of episodes know their group and attempt, and not their number in it."""
+class EpisodeLog(EmissionLog):
+    """Rollouts of episodes have a group and an attempt, but no member index."""
 
-    def batch(self, batch):  # type: ignore[no-untyped-def]
+    def add_batch(self, batch):  # type: ignore[no-untyped-def]
         self.batches.append(batch)
         for group in batch.groups:
             for member in group.members:
                 assert member.rollout is None or member.rollout.group == group.id
                 self.note((group.id, member.member, member.attempt), "trained")
-        self.refused(batch.dropped)
+        self.add_dropped(batch.dropped)
 
-    def refused(self, refusals):  # type: ignore[no-untyped-def]
-        for refusal in refusals:
-            self.note(name_of(refusal), refusal.reason)
+    def add_dropped(self, dropped):  # type: ignore[no-untyped-def]
+        for rollout in dropped:
+            self.note(name_of(rollout), rollout.reason)
 
 
 @pytest.mark.parametrize("off_policy", [0, 2])
-def test_over_a_server_that_fails_and_is_killed_every_rollout_is_emitted_once(off_policy: int, tmp_path: Path) -> None:
-    chosen = SchedulerSettings(
+def test_every_rollout_is_emitted_once_over_a_failing_and_killed_server(off_policy: int, tmp_path: Path) -> None:
+    settings = SchedulerSettings(
         groups_per_step=3,
         group_size=3,
         max_in_flight=12,
@@ -142,46 +142,46 @@ def test_over_a_server_that_fails_and_is_killed_every_rollout_is_emitted_once(of
         max_off_policy_steps=off_policy,
         max_empty_steps=None,
     )
-    environments = [load_environment(EnvironmentSettings(name="larger_number")), Rude()]
-    ledger = RealLedger()
+    environments = [load_environment(EnvironmentSettings(name="larger_number")), RaisingEnvironment()]
+    log = EpisodeLog()
 
-    async def restart(box: Machine, engine: HttpEngine, version: int) -> None:
-        """While a batch is waited for, the server dies, comes back with the weights it had, and then gets the new."""
+    async def restart(server: ServerPort, engine: HttpEngine, version: int) -> None:
+        """Kill the server during a batch, restart it with the old weights, then load the new ones."""
         await asyncio.sleep(0.05)
-        await asyncio.to_thread(box.kill)
+        await asyncio.to_thread(server.kill)
         await asyncio.sleep(0.2)
-        await asyncio.to_thread(box.start, version, version - 1)
+        await asyncio.to_thread(server.start, version, version - 1)
         await engine.load_weights(WeightSource.folder(str(tmp_path)), version)
 
-    async def run(box: Machine) -> Episodes:
-        engine = HttpEngine(box.url, timeout=5.0)
-        runner = Episodes(engine, environments)
-        listed = [TaskSource(environment.name, environment.tasks("train")) for environment in environments]
-        made = Scheduler(runner, listed, chosen)
+    async def run(server: ServerPort) -> RecordingRunner:
+        engine = HttpEngine(server.url, timeout=5.0)
+        runner = RecordingRunner(engine, environments)
+        sources = [TaskSource(environment.name, environment.tasks("train")) for environment in environments]
+        scheduler = Scheduler(runner, sources, settings)
         try:
             async with asyncio.timeout(60):
                 for version in range(8):
                     if version not in (3, 6):
                         await engine.load_weights(WeightSource.folder(str(tmp_path)), version)
-                        ledger.batch(await made.next_batch(version))
+                        log.add_batch(await scheduler.next_batch(version))
                         continue
-                    outage = asyncio.ensure_future(restart(box, engine, version))
-                    ledger.batch(await made.next_batch(version))
+                    outage = asyncio.ensure_future(restart(server, engine, version))
+                    log.add_batch(await scheduler.next_batch(version))
                     await outage
-            ledger.refused(await made.close())
+            log.add_dropped(await scheduler.close())
         finally:
-            await made.close()
+            await scheduler.close()
             await engine.close()
         return runner
 
-    with machine() as box:
-        runner = asyncio.run(run(box))
+    with running_server() as server:
+        runner = asyncio.run(run(server))
     assert max(Counter(runner.dispatched).values()) == 1
-    ledger.check_against(runner.dispatched)
-    trained = [group for batch in ledger.batches for group in batch.groups]
+    log.check_against(runner.dispatched)
+    trained = [group for batch in log.batches for group in batch.groups]
     assert trained
-    for batch in ledger.batches:
+    for batch in log.batches:
         for group in batch.groups:
             assert 2 <= len(group.rollouts) <= 3
             assert batch.version - min(rollout.oldest_version for rollout in group.rollouts) <= off_policy
-    assert {"engine", "timeout", "empty", "exception"} & set(ledger.emitted.values())
+    assert {"engine", "timeout", "empty", "exception"} & set(log.emitted.values())
