@@ -8,20 +8,20 @@ that the trainer cannot replay, is refused by its place and name. Nothing is tok
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from keel.api.trajectories import Trajectory, TrajectoryGroup, get_field
+from keel.common.sample import Sample
 from keel.config import EpisodeLimits, Sampling
 from keel.config.run import AdvantageSettings
 from keel.errors import BatchError, KeelError
 from keel.inference.protocol import FinishReason, Generation
 from keel.rollout.trajectory import EpisodeTrajectory as Episode
-from keel.rollout.trajectory import TrainingSample, TrajectorySamples
+from keel.rollout.trajectory import TrajectorySamples
 from keel.signal import MovingBaseline, advantages
-from keel.training import Sample
 
 REQUIRED_CHOICE_FIELDS = ("token_ids", "prompt_token_ids", "versions", "logprobs", "sampling", "model")
 """What a choice of an exact server carries."""
@@ -73,7 +73,7 @@ def build_batch(
             continue
         for number, one in enumerate(episode.samples.samples):
             name = f"{episode.label}, sample {number}" if number else episode.label
-            batch.samples.append(_to_sample(one, advantage, owner, name))
+            batch.samples.append(replace(one, advantage=advantage, group=owner, name=name))
     batch.metrics = _trajectory_metrics(groups, rewards, len(flat)) | {
         f"rollout/{name}": float(count) for name, count in counts.items()
     }
@@ -162,19 +162,6 @@ def _int_list(choice: Any, name: str) -> list[int]:
     if not isinstance(values, Sequence) or not all(type(value) is int and value >= 0 for value in values):
         raise BatchError(f"has {name} = {str(values)[:60]}; it must be a list of whole numbers from 0")
     return list(values)
-
-
-def _to_sample(training_sample: TrainingSample, advantage: float, group: int, name: str) -> Sample:
-    return Sample(
-        token_ids=training_sample.token_ids,
-        trainable=training_sample.trainable,
-        advantage=advantage,
-        sampler_logprobs=training_sample.logprobs,
-        version=training_sample.versions,
-        group=group,
-        temperature=training_sample.temperature,
-        name=name,
-    )
 
 
 def _has_signal(values: torch.Tensor, owners: Sequence[int], group: int) -> bool:

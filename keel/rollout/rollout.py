@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from keel.rollout.trajectory import TrainingSample
+from keel.common.sample import Sample
 
 ErrorKind = Literal["exception", "timeout", "empty", "engine", "over_length"]
 """The environment raised; wall time ran out; nothing was sampled; the engine could not answer; every sample was longer
@@ -22,7 +22,7 @@ class Rollout:
     task_id: str
     group: str
     attempt: int = 0
-    samples: tuple[TrainingSample, ...] = ()
+    samples: tuple[Sample, ...] = ()
     reward: float | None = None
     """None where the environment came to none."""
     reward_components: Mapping[str, float] = field(default_factory=dict)

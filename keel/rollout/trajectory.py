@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from keel.common.sample import Sample
 from keel.config.rollout import EpisodeLimits
 from keel.inference.protocol import Generation
 
@@ -22,39 +23,10 @@ TEMPERATURE_CHANGED = "temperature"
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingSample:
-    """One sequence to train on: all that the engine saw when it sampled the last of these tokens, and its answer."""
-
-    token_ids: tuple[int, ...]
-    trainable: tuple[bool, ...]
-    """Sampled by the policy, and not already trained in an earlier sample of the episode; never the first token."""
-    logprobs: tuple[float, ...]
-    """Of the sampler, at the temperature; 0 where not trainable."""
-    versions: tuple[int, ...]
-    """The policy version that sampled the token; -1 where not trainable."""
-    temperature: float
-    split_reason: str
-    """Why the sample begins: "start", or what kept it from going on in an earlier one."""
-
-    def __post_init__(self) -> None:
-        sizes = {len(self.token_ids), len(self.trainable), len(self.logprobs), len(self.versions)}
-        if len(sizes) != 1:
-            raise ValueError(f"a training sample of {len(self.token_ids)} tokens has fields of {sorted(sizes)} tokens")
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def oldest_version(self) -> int | None:
-        """Of the tokens that train; none when there are none."""
-        return min((v for v, trains in zip(self.versions, self.trainable, strict=True) if trains), default=None)
-
-
-@dataclass(frozen=True, slots=True)
 class TrajectorySamples:
     """The training samples of a trajectory, and what became of everything that was sampled."""
 
-    samples: tuple[TrainingSample, ...]
+    samples: tuple[Sample, ...]
     counts: Mapping[str, int]
     """turns, samples; sampled_tokens = trained_tokens + dropped_tokens + truncated_tokens; dropped_samples and truncated_samples,
     over length; empty_samples, in which nothing was sampled; and split_REASON: samples begun for that reason."""
@@ -153,7 +125,7 @@ class EpisodeTrajectory:
                 if limits.on_overlength == "drop":
                     continue
             sample = self._build_sample(path, limits.max_sequence_tokens, trained)
-            if any(sample.trainable):
+            if sample.trainable_count:
                 kept.append(sample)
             elif len(path.token_ids) <= limits.max_sequence_tokens:
                 counts["empty_samples"] += 1
@@ -167,20 +139,20 @@ class EpisodeTrajectory:
         )
         return TrajectorySamples(tuple(kept), dict(counts))
 
-    def _build_sample(self, builder: _SampleBuilder, limit: int, trained: set[int]) -> TrainingSample:
+    def _build_sample(self, builder: _SampleBuilder, limit: int, trained: set[int]) -> Sample:
         """The first `limit` tokens of a path; those that train in it are added to `trained`."""
-        numbers = [
-            number
-            if number >= 0 and number not in trained and self._sampled_tokens[number][2] == builder.temperature
+        indices = [
+            index
+            if index >= 0 and index not in trained and self._sampled_tokens[index][2] == builder.temperature
             else -1
-            for number in builder.sampled_indices[:limit]
+            for index in builder.sampled_indices[:limit]
         ]
-        trained.update(number for number in numbers if number >= 0)
-        return TrainingSample(
-            token_ids=tuple(builder.token_ids[:limit]),
-            trainable=tuple(number >= 0 for number in numbers),
-            logprobs=tuple(self._sampled_tokens[number][0] if number >= 0 else 0.0 for number in numbers),
-            versions=tuple(self._sampled_tokens[number][1] if number >= 0 else -1 for number in numbers),
+        trained.update(index for index in indices if index >= 0)
+        return Sample(
+            token_ids=builder.token_ids[:limit],
+            trainable=[index >= 0 for index in indices],
+            sampler_logprobs=[self._sampled_tokens[index][0] if index >= 0 else 0.0 for index in indices],
+            version=[self._sampled_tokens[index][1] if index >= 0 else -1 for index in indices],
             temperature=builder.temperature,
             split_reason=builder.split_reason,
         )

@@ -15,14 +15,14 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from keel.common.safe_read import MAX_FILE_BYTES, parse_json
+from keel.common.sample import Sample
 from keel.errors import KeelError, StorageError
 from keel.rollout.rollout import Rollout
-from keel.rollout.trajectory import TrainingSample
 
 FORMAT = 2
 """Of the tables; a change that an older version could not read raises it."""
@@ -222,7 +222,9 @@ class Ledger:
 
     def store_finished(self, group: str, member: int, attempt: int, rollout: Rollout) -> None:
         """A rollout that has ended, until its fate is written; one that was given up before it ended has one."""
-        data = zlib.compress(json.dumps(asdict(rollout)).encode(), 1)
+        content = {field.name: getattr(rollout, field.name) for field in fields(rollout)}
+        content["samples"] = [sample.as_lists() for sample in rollout.samples]
+        data = zlib.compress(json.dumps(content).encode(), 1)
         name = (group, member, attempt)
         with self._transaction():
             self._db.execute(
@@ -303,8 +305,7 @@ class Ledger:
         try:
             found: dict[str, Any] = parse_json(_decompress(data))
             listed: list[dict[str, Any]] = found.pop("samples")
-            samples = tuple(TrainingSample(**{name: _as_tuple(value) for name, value in one.items()}) for one in listed)
-            return Rollout(**found, samples=samples)
+            return Rollout(**found, samples=tuple(Sample(**values) for values in listed))
         except (zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
             raise self._storage_error(f"rollout {group}/{member}/{attempt}, which waits in it: {error}") from error
 
@@ -360,10 +361,6 @@ def _decompress(data: bytes) -> bytes:
     if not stream.eof:
         raise ValueError("it is cut off")  # with its checksum
     return text
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _hash(text: str) -> str:

@@ -209,7 +209,7 @@ class TrainingRun:
 
     def _train_once(self, rows: list[SampleRecord]) -> StepReport:
         torch.set_num_threads(self._threads)  # an engine in this process may have changed it for new threads
-        report = self.trainer.step(records.to_samples(rows), self.objective, version=self.version)
+        report = self.trainer.step(records.trained_samples(rows), self.objective, version=self.version)
         records.attach_token_report(rows, report)
         return report
 
@@ -336,7 +336,7 @@ class TrainingRun:
                 records.step_path(self.folder.rollouts, row.step), self.ledger.record_hash(row.step)
             )
             if row.stepped:
-                report = self.trainer.step(records.to_samples(rows), self.objective, version=self.version)
+                report = self.trainer.step(records.trained_samples(rows), self.objective, version=self.version)
                 if not report.stepped:
                     raise KeelError(f"step {row.step} was trained and cannot be again: {report.skip_reason}")
             self.version += row.stepped

@@ -54,7 +54,7 @@ def trajectory(turns):
 def trained(samples):
     """(log-prob, version, temperature, sample, place) of every token that trains."""
     return [
-        (sample.logprobs[place], sample.versions[place], sample.temperature, sample, place)
+        (sample.sampler_logprobs[place], sample.version[place], sample.temperature, sample, place)
         for sample in samples
         for place in range(len(sample))
         if sample.trainable[place]
@@ -73,7 +73,7 @@ def test_every_sampled_token_trains_exactly_once_after_exactly_what_the_engine_s
     found = trained(made.samples)
     assert sorted(item[0] for item in found) == sorted(expected)
     for logprob, version, temperature, sample, place in found:
-        assert (sample.token_ids[: place + 1], version, temperature) == expected[logprob]
+        assert (tuple(sample.token_ids[: place + 1]), version, temperature) == expected[logprob]
     assert made.counts["trained_tokens"] == made.counts["sampled_tokens"] == len(expected)
 
 
@@ -83,8 +83,8 @@ def test_what_does_not_train_has_no_version_and_no_logprob(turns):
     for sample in trajectory(turns).build_samples(ROOMY).samples:
         assert not sample.trainable[0]
         for place in range(len(sample)):
-            assert (sample.versions[place] >= 0) == sample.trainable[place]
-            assert sample.trainable[place] or sample.logprobs[place] == 0.0
+            assert (sample.version[place] >= 0) == sample.trainable[place]
+            assert sample.trainable[place] or sample.sampler_logprobs[place] == 0.0
 
 
 @given(episodes(), st.integers(1, 12), st.sampled_from(["drop", "truncate"]))
@@ -125,9 +125,9 @@ def test_tokens_shared_by_two_samples_train_in_the_first():
     made.add_turn([1, 2], generation([3, 4, 5]))
     made.add_turn([1, 2, 3, 9], generation([6], first=3), "thinking")
     first, second = made.build_samples(ROOMY).samples
-    assert first.trainable == (False, False, True, True, True)
-    assert second.token_ids == (1, 2, 3, 9, 6)
-    assert second.trainable == (False, False, False, False, True)
+    assert first.trainable.tolist() == [False, False, True, True, True]
+    assert second.token_ids.tolist() == [1, 2, 3, 9, 6]
+    assert second.trainable.tolist() == [False, False, False, False, True]
 
 
 def test_shared_tokens_train_in_the_second_when_the_first_is_refused():
@@ -135,7 +135,7 @@ def test_shared_tokens_train_in_the_second_when_the_first_is_refused():
     made.add_turn([1, 2], generation([3, 4, 5, 5, 5, 5]))
     made.add_turn([1, 2, 3, 9], generation([6], first=6), "thinking")
     result = made.build_samples(EpisodeLimits(max_sequence_tokens=5))
-    assert [sample.trainable for sample in result.samples] == [(False, False, True, False, True)]
+    assert [sample.trainable.tolist() for sample in result.samples] == [[False, False, True, False, True]]
     assert result.counts["dropped_samples"] == 1
     assert result.counts["dropped_tokens"] == 5
 
@@ -162,7 +162,7 @@ def test_two_conversations_in_turns_stay_two_samples():
     made.add_turn([5], generation([6], first=1), "compaction")
     made.add_turn([1, 2, 3], generation([4], first=2))
     made.add_turn([5, 6, 7], generation([8], first=3))
-    assert [sample.token_ids for sample in made.build_samples(ROOMY).samples] == [(1, 2, 3, 4), (5, 6, 7, 8)]
+    assert [sample.token_ids.tolist() for sample in made.build_samples(ROOMY).samples] == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
 def test_another_temperature_begins_another_sample_and_says_so():
@@ -171,7 +171,7 @@ def test_another_temperature_begins_another_sample_and_says_so():
     made.add_turn([1, 2, 3], generation([4], first=1, temperature=0.5))
     first, second = made.build_samples(ROOMY).samples
     assert (first.temperature, second.temperature, second.split_reason) == (1.0, 0.5, "temperature")
-    assert second.trainable == (False, False, False, True)
+    assert second.trainable.tolist() == [False, False, False, True]
 
 
 def test_a_prompt_that_does_not_extend_and_has_no_reason_is_called_rewritten():

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from keel.rollout.trajectory import TrainingSample
+from keel.common.sample import Sample
 from keel.run import records
 from keel.tools.compare import Comparison, Recording, parse_candidates
 from keel.tools.compare.report import ComparisonReport, build_report
@@ -88,18 +88,17 @@ def write_run(folder: Path, rows: Iterable[Row]) -> Path:
 
 
 def _record(number: int, one: Row) -> records.SampleRecord:
-    data = TrainingSample(
-        token_ids=tuple(one["token_ids"]),
-        trainable=tuple(one["trainable"]),
-        logprobs=tuple(one["sampler_logprobs"]),
-        versions=tuple(one["versions"]),
+    data = Sample(
+        token_ids=one["token_ids"],
+        trainable=one["trainable"],
+        advantage=one["advantage"],
+        sampler_logprobs=one["sampler_logprobs"],
+        version=one["versions"],
         temperature=1.0,
         split_reason="start",
     )
     account = {"logprobs": one["logprobs"]}
-    return records.SampleRecord(
-        one["group"], "env", "t", number, 0, 0, data, "trained", advantage=one["advantage"], token_columns=account
-    )
+    return records.SampleRecord(one["group"], "env", "t", number, 0, 0, data, "trained", token_columns=account)
 
 
 def compare(

@@ -12,10 +12,10 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+from keel.common.sample import Sample
 from keel.config import load_settings
 from keel.config.toml_writer import toml_lines
 from keel.objectives.scalar_gates import dropped_side
-from keel.rollout.trajectory import TrainingSample
 from keel.run import records
 from keel.run.ledger import Ledger, RolloutOutcome
 from keel.run.records import SampleRecord
@@ -123,26 +123,29 @@ def make_group(
         said = a + b if right[member] else a + b + chance.choice([-10, -1, 1, 2, 10])
         answer = "\n\n".join(chance.choice(WAYS).format(a=a, b=b, c=said, n=name, t=thing) for _ in range(paragraphs))
         row = SampleRecord(**names, member=member, attempt=0, sample=0, reward=float(right[member]), turns=1)
-        row.data = sampled(words.split(prompt), words.split(f"{answer}<|im_end|>"), step, chance)
+        advantage = None if place == 0 else float(right[member]) - mean
+        tokens = words.split(prompt), words.split(f"{answer}<|im_end|>")
+        row.sequence = sampled(*tokens, step, chance, advantage)
         if place == 0:
             row.reason = "zero_variance"
         else:
-            row.outcome, row.advantage = "trained", float(right[member]) - mean
+            row.outcome = "trained"
             row.token_columns = account(row, gates, step, chance, noise)
         rows.append(row)
     return rows
 
 
-def sampled(prompt: list[int], answer: list[int], step: int, chance: random.Random) -> TrainingSample:
+def sampled(prompt: list[int], answer: list[int], step: int, chance: random.Random, advantage: float | None) -> Sample:
     oldest = max(step - 1 - chance.choice([0, 0, 1, 1, 2, 3]), 0)
     turns = chance.randint(0, len(answer))
     versions = [min(oldest + (place >= turns), step - 1) for place in range(len(answer))]
     logprobs = [-chance.expovariate(1.6) - 1e-4 for _ in answer]
-    return TrainingSample(
+    return Sample(
         token_ids=(*prompt, *answer),
         trainable=(*[False] * len(prompt), *[True] * len(answer)),
-        logprobs=(*[0.0] * len(prompt), *logprobs),
-        versions=(*[-1] * len(prompt), *versions),
+        advantage=advantage,
+        sampler_logprobs=(*[0.0] * len(prompt), *logprobs),
+        version=(*[-1] * len(prompt), *versions),
         temperature=1.0,
         split_reason="start",
     )
@@ -150,9 +153,11 @@ def sampled(prompt: list[int], answer: list[int], step: int, chance: random.Rand
 
 def account(row: SampleRecord, gates: Any, step: int, chance: random.Random, noise: float) -> dict[str, Any]:
     """What the trainer would have said of each token."""
-    assert row.data is not None and row.advantage is not None
+    assert row.sequence is not None and row.advantage is not None
     columns: dict[str, list[Any]] = {name: [] for name in ("logprobs", "entropy", "gradient", "kept")}
-    for trains, b, version in zip(row.data.trainable, row.data.logprobs, row.data.versions, strict=True):
+    for trains, b, version in zip(
+        *(row.sequence.as_lists()[name] for name in ("trainable", "sampler_logprobs", "version")), strict=True
+    ):
         if not trains:
             for column in columns.values():
                 column.append(None)
@@ -176,14 +181,19 @@ def numbers_of(rows: list[SampleRecord], step: int, chance: random.Random) -> di
     """What a step's log line has, from its rows where it can be."""
     counts, distance = {"trained": 0, "low": 0, "high": 0}, 0.0
     for row in records.trained_rows(rows):
-        assert row.data is not None
-        for kept, l, b in zip(row.token_columns["kept"], row.token_columns["logprobs"], row.data.logprobs, strict=True):  # noqa: E741
+        assert row.sequence is not None
+        for kept, l, b in zip(
+            row.token_columns["kept"],
+            row.token_columns["logprobs"],
+            row.sequence.as_lists()["sampler_logprobs"],
+            strict=True,
+        ):  # noqa: E741
             if kept is not None:
                 counts[kept.rpartition(" ")[2]] += 1
                 distance += math.exp(l - b) - 1 - (l - b)
     tokens = sum(counts.values()) or 1
     rewards = [row.reward for row in rows if row.reward is not None]
-    ages = [step - 1 - v for row in rows if row.data for v in row.data.versions if v >= 0]
+    ages = [step - 1 - v for row in rows if row.sequence for v in row.sequence.trainable_versions.tolist()]
     return {
         "reward": sum(rewards) / len(rewards),
         "reward/sums": sum(rewards) / len(rewards),
@@ -208,7 +218,7 @@ def numbers_of(rows: list[SampleRecord], step: int, chance: random.Random) -> di
 
 
 def fate_of(row: SampleRecord) -> RolloutOutcome:
-    tokens = 0 if row.data is None else sum(row.data.trainable)
+    tokens = 0 if row.sequence is None else row.sequence.trainable_count
     fate: Any = row.outcome
     return RolloutOutcome(
         row.group,
