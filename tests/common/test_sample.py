@@ -52,7 +52,7 @@ def test_the_model_reads_every_token_before_the_last_trainable_one() -> None:
 
 def test_scoring_a_sample_adds_the_advantage_and_checks_it() -> None:
     unscored = Sample(token_ids=[1, 2], trainable=[False, True], temperature=0.0)
-    with pytest.raises(BatchError, match="temperature = 0.0 must be above 0"):
+    with pytest.raises(BatchError, match=r"temperature = 0\.0 must be above 0"):
         replace(unscored, advantage=1.0)
     scored = replace(sample(advantage=None), advantage=-1.5, group=2)
     assert np.asarray(scored.advantage).tolist() == [-1.5] * 4 and scored.group == 2

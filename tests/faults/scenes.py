@@ -67,7 +67,7 @@ def wire(lives: Lives, folder: Path, *faults: str, share: float = 0.3, steps: in
             world.use_pool([proxy.url])
             life = world.start()
             if share >= 1 and not mismatch:
-                stops(life, result, r"nothing has come for \d+ s .* of: sampling: .*the last error: .*")
+                stops(life, result, r"No progress for \d+ s .* while sampling: .*the last error: .*")
             elif ends(world, life, result) and mismatch and SEEN not in life.said():
                 result.violations.append("nothing was said of log-probs that do not match")
             result.injected = proxy.injected
@@ -112,7 +112,7 @@ def held(lives: Lives, folder: Path) -> Result:
     result = Result("an episode that holds the event loop", injected=1)
     world = World(lives, folder, steps=6, stall_timeout=6)
     world.words += ["--environments.tokens.options.share=0.2", '--environments.tokens.options.way="hold"']
-    stops(world.start(), result, r"nothing has come for .* the process is held by environments\.py:\d+ in _wrong")
+    stops(world.start(), result, r"No progress for .* the process is blocked in environments\.py:\d+ in _wrong")
     return result
 
 
