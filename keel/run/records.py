@@ -199,7 +199,7 @@ def read_step(path: Path, expected_hash: str | None = None) -> list[SampleRecord
             rows = _to_records(table)
     except (TypeError, OverflowError, OSError, pa.ArrowException, ValueError) as error:
         raise StorageError(
-            f"{path} cannot be read: {error}; the step it records cannot be trained again: restore the file from a copy,"
+            f"{path} cannot be read: {error}; its step cannot be trained again: restore the file from a copy,"
             f" or start a new run with model.name = {path.parent.parent / 'checkpoints'}/step_N, the last checkpoint"
         ) from error
     return rows

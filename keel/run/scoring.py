@@ -112,8 +112,8 @@ def mismatch_warning(metrics: Mapping[str, float]) -> str | None:
     masked = 100 * metrics.get("is_masked", 0.0)
     return (
         f"the sampler's log-probs differ from the policy's: mismatch_kl = {mismatch:.2g} on tokens sampled with the"
-        f" version being trained (below {MISMATCH_LIMIT:g} is rounding); the gates dropped {masked:.0f} % of the tokens;"
-        " check the engine's temperature, its dtype and the weights it holds"
+        f" version being trained (below {MISMATCH_LIMIT:g} is rounding); the gates dropped {masked:.0f} % of the"
+        " tokens; check the engine's temperature, its dtype and the weights it holds"
     )
 
 

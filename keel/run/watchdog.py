@@ -89,8 +89,8 @@ class Watchdog:
 
     def _stop_run(self, idle_seconds: float) -> None:
         self.stall_reason = (
-            f"No progress for {idle_seconds:.0f} s (stall_timeout = {self.timeout:g}) while {self._activity}; fix the cause"
-            " and rerun with --resume, or raise stall_timeout if the run is only slow"
+            f"No progress for {idle_seconds:.0f} s (stall_timeout = {self.timeout:g}) while {self._activity}; fix the"
+            " cause and rerun with --resume, or raise stall_timeout if the run is only slow"
         )
         if self._task is not None:
             self._call_in_loop(self._task.cancel)

@@ -14,7 +14,7 @@ from .lives import Life, Lives, awake
 from .proxy import Proxy
 from .world import ENDS, Result, World
 
-MISMATCH, SEEN = "log-probs that do not match", "the sampler's log-probs are not those of the policy"
+MISMATCH, SEEN = "log-probs that do not match", "the sampler's log-probs differ from the policy's"
 
 
 def ends(world: World, life: Life, result: Result) -> bool:
