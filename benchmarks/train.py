@@ -36,8 +36,8 @@ from keel.training.step.forward import Forward
 from keel.training.step.malloc import retain_freed_memory
 from keel.training.step.optimizer import build_optimizer
 from keel.training.step.optimizer_step import OptimizerStep
-from keel.training.step.sample import TrainableTokens
 from keel.training.step.step_report import StepColumns
+from keel.training.step.trainable_tokens import TrainableTokens
 
 ROOT = Path(__file__).parent.parent
 OBJECTIVE = objective("icepop")

@@ -1,9 +1,9 @@
-"""Training from a loop of one's own: register a model, let agents talk to it, train on what they did.
+"""Train from your own loop: register a model, let agents talk to it, train on what they did.
 
-Guarantees: after `train` returns, the endpoint samples from the new weights and stamps their step as the version; a
-step is whole and on disk, or did not happen; only tokens that the endpoint recorded train; a folder is written by one
-backend at a time. Training runs in a thread, and the endpoint answers meanwhile. It schedules nothing and keeps no
-ledger of rollouts: the loop is the caller's.
+Guarantees: when `train` returns, the endpoint samples from the new weights and stamps their step as the version; a step
+is complete and on disk, or did not happen; only tokens that the endpoint recorded train; a folder has one writer.
+Training runs in a thread while the endpoint keeps answering. The backend schedules nothing and keeps no ledger of
+rollouts: the loop belongs to the caller.
 """
 
 import asyncio
@@ -31,23 +31,23 @@ from keel.training import load_model
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What a call of `train` did."""
+    """The result of a call of `train`."""
 
     step: int
-    """Of the weights that are live now; one more than before, unless nothing trained."""
+    """Step of the weights that are live now; one more than before, unless nothing trained."""
     metrics: dict[str, float]
-    """The trainer's numbers, and those about groups and trajectories."""
+    """Metrics of the trainer, the groups and the trajectories."""
     checkpoint_path: Path
-    """The weights of `step`, in the layout of Hugging Face or PEFT."""
+    """The weights of `step`, in Hugging Face or PEFT layout."""
     skip_reason: str = ""
-    """Why the optimizer did not step; empty when it did."""
+    """Why the optimizer did not step; empty if it did."""
 
 
 class LocalBackend:
     """Engines and trainers in this process, and their folder.
 
-    `path/NAME/checkpoints/step_N` is model NAME after N steps. The newest checkpoints are kept as `checkpoints` says,
-    and step 0, the model as it was registered, for good. `trainer`, `engine` and `seed` hold for every model.
+    `path/NAME/checkpoints/step_N` is model NAME after N steps. The newest checkpoints are kept according to
+    `checkpoints`; step 0, the model as registered, is always kept. `trainer`, `engine` and `seed` apply to every model.
     """
 
     def __init__(
@@ -77,25 +77,25 @@ class LocalBackend:
         await self.close()
 
     async def register(self, model: TrainableModel) -> None:
-        """Load the model and open its endpoint. Returns when it answers.
+        """Load the model and open its endpoint. Returns when the endpoint accepts requests.
 
-        A folder that has checkpoints is gone on with, from the last whole one; a broken one is a warning.
+        A folder with checkpoints is resumed from the last intact one; a broken checkpoint is a warning.
         """
         if model.name in self._sessions:
-            raise ConfigError(f'a model of name "{model.name}" is registered; give this one another name')
+            raise ConfigError(f'a model named "{model.name}" is already registered; choose another name')
         if model._endpoint is not None:
-            raise ConfigError(f'model "{model.name}" is registered with another backend; close that first')
-        registered = _ModelSession(self, model)
-        self._sessions[model.name] = registered
+            raise ConfigError(f'model "{model.name}" is registered with another backend; close that backend first')
+        session = _ModelSession(self, model)
+        self._sessions[model.name] = session
         try:
-            await registered.open()
+            await session.open()
         except BaseException:
             del self._sessions[model.name]
-            await registered.close()
+            await session.close()
             raise
 
     async def step(self, model: TrainableModel) -> int:
-        """How many steps the model has been trained for."""
+        """Return the number of steps the model has been trained for."""
         return self._session_for(model).trainer.step_number
 
     async def train(
@@ -111,19 +111,19 @@ class LocalBackend:
         kl_penalty_reference_step: int | None = None,
         kl_ref_adapter_path: str | Path | None = None,
     ) -> TrainResult:
-        """One step on these groups; returns when its checkpoint is written and the endpoint samples from it.
+        """Train one step on these groups; returns when its checkpoint is written and the endpoint samples from it.
 
-        `learning_rate`: not given, the one in the backend's `trainer` settings. `zero_variance_groups`: whether
-        groups whose advantages are all zero are dropped ("drop") or trained ("train": they count in means, and
-        penalties act on them); not given, as in `advantages`, which drops them by default. `kl_penalty_coef` adds the
-        centred drift from a reference to the advantages (docs/objectives.md); the reference is a checkpoint of this
-        model, an adapter of its base, or the base itself when neither is given.
+        `learning_rate` defaults to that of the backend's `trainer` settings. `zero_variance_groups` says whether groups
+        whose advantages are all zero are dropped ("drop") or trained ("train": they count in means, and penalties apply
+        to them); by default it is taken from `advantages`, which drops them. `kl_penalty_coef` adds the centred
+        log-ratio to a reference to the advantages (docs/objectives.md); the reference is a checkpoint of this model, an
+        adapter of its base, or the base itself if neither is given.
 
-        What cannot act, and trajectories that were not recorded by the endpoint, are refused before anything changes.
-        Calls for one model take turns. Cancelling the call does not undo the step: it goes on to its end.
+        A parameter without effect, or a trajectory that the endpoint did not record, raises an error before anything
+        changes. Calls for one model run one after another. Cancelling the call does not undo the step.
         """
-        registered = self._session_for(model)
-        wish = TrainRequest.from_arguments(
+        session = self._session_for(model)
+        request = TrainRequest.from_arguments(
             groups,
             objective=objective,
             learning_rate=learning_rate,
@@ -133,19 +133,19 @@ class LocalBackend:
             kl_penalty_reference_step=kl_penalty_reference_step,
             kl_ref_adapter_path=kl_ref_adapter_path,
         )
-        return await asyncio.shield(registered.start_training(wish))
+        return await asyncio.shield(session.start_training(request))
 
     async def close(self) -> None:
-        """Wait for training that is under way, then stop the endpoints and give the folders back."""
+        """Wait for training in progress, then stop the endpoints and release the folders."""
         while self._sessions:
-            _, registered = self._sessions.popitem()
-            await registered.close()
+            _, session = self._sessions.popitem()
+            await session.close()
 
     def _session_for(self, model: TrainableModel) -> "_ModelSession":
-        found = self._sessions.get(model.name)
-        if found is None or found.model is not model:
+        session = self._sessions.get(model.name)
+        if session is None or session.model is not model:
             raise KeelError(f'model "{model.name}" is not registered here: await backend.register(model) first')
-        return found
+        return session
 
 
 class _ModelSession:
@@ -156,7 +156,7 @@ class _ModelSession:
         self.model = model
         self.folder = backend.path / model.name
         self._lock = FileLock(self.folder / ".lock", timeout=0)
-        # a thread of its own: torch keeps its worker threads with the thread that calls it
+        # a single dedicated thread: torch keeps worker threads for each thread that calls it
         self._executor = OpenMPReleasingExecutor(1, thread_name_prefix=f"keel-train-{model.name}")
         self._train_lock = asyncio.Lock()
         self._in_flight: set[asyncio.Task[TrainResult]] = set()
@@ -185,7 +185,7 @@ class _ModelSession:
             self._lock.acquire()
         except Timeout:
             raise ModelError(
-                f"{self.folder} is in use by another backend; close that, or use another path or name"
+                f"{self.folder} is in use by another backend; close that one, or use another path or name"
             ) from None
         except OSError as error:
             raise ModelError(f"{self.folder} cannot be written: {error.strerror}") from error
@@ -202,7 +202,7 @@ class _ModelSession:
         endpoint, self.model._endpoint = self.model._endpoint, None
         for client in endpoint.clients.values() if endpoint is not None else ():
             await client.close()
-        # after whatever that thread is still doing, and there because the lock belongs to the thread that took it
+        # in that thread: after its current work, and because the lock belongs to the thread that acquired it
         await asyncio.get_running_loop().run_in_executor(self._executor, self._unload)
         self._executor.shutdown()
 
@@ -230,15 +230,15 @@ class _ModelSession:
             return result
 
     def _train_step(self, request: TrainRequest) -> TrainResult:
-        learner = self.trainer
-        baseline = dict(learner.moving_baseline.state)
+        trainer = self.trainer
+        baseline = dict(trainer.moving_baseline.state)
         try:
-            result = self._train_on_request(learner, request)
+            result = self._train_on_request(trainer, request)
         except BaseException:
-            learner.moving_baseline.state = baseline
+            trainer.moving_baseline.state = baseline
             raise
         if result.skip_reason:
-            learner.moving_baseline.state = baseline
+            trainer.moving_baseline.state = baseline
         return result
 
     def _train_on_request(self, trainer: CheckpointedTrainer, request: TrainRequest) -> TrainResult:
@@ -249,21 +249,21 @@ class _ModelSession:
             estimator=request.estimator,
             moving_baseline=trainer.moving_baseline,
         )
-        metrics, why_not = batch.metrics, batch.skip_reason
-        if not why_not:
+        metrics, skip_reason = batch.metrics, batch.skip_reason
+        if not skip_reason:
             report = trainer.train_step(
                 batch.samples,
                 request.objective,
                 reference_source=request.reference_source,
                 learning_rate=request.learning_rate,
             )
-            metrics, why_not = metrics | report.scalars(), report.skip_reason
+            metrics, skip_reason = metrics | report.scalars(), report.skip_reason
         return TrainResult(
-            step=trainer.step_number, metrics=metrics, checkpoint_path=trainer.checkpoint_path, skip_reason=why_not
+            step=trainer.step_number, metrics=metrics, checkpoint_path=trainer.checkpoint_path, skip_reason=skip_reason
         )
 
     async def _publish(self) -> None:
-        """Give the engine the weights of the last checkpoint, by the file: what is served is what was saved."""
+        """Load the last checkpoint into the engine, from its file: what is served is what was saved."""
         assert self.endpoint is not None
         path = self.trainer.checkpoint_path.resolve()
         source = WeightSource.folder(path) if self.trainer.model.peft is None else WeightSource.adapter(path)
@@ -273,7 +273,9 @@ class _ModelSession:
 def _check_no_effect_settings(
     settings: EngineSettings | CheckpointSettings, names: tuple[str, ...], table: str
 ) -> None:
-    """Settings of a run that mean nothing here: the engine is in this process, and every step has a checkpoint."""
+    """Raise for settings of a run without effect here: the engine is local, and every step has a checkpoint."""
     for name in names:
         if getattr(settings, name) != type(settings).model_fields[name].default:
-            raise ConfigError(f"{table}.{name} = {getattr(settings, name)} cannot act in a LocalBackend; leave it out")
+            raise ConfigError(
+                f"{table}.{name} = {getattr(settings, name)} has no effect in a LocalBackend; leave it out"
+            )

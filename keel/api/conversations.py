@@ -1,8 +1,8 @@
-"""Conversations over HTTP, token by token: a server's memory of what it sampled, so that turns extend it.
+"""The endpoint's memory of sampled turns, so that later turns of a conversation extend the exact tokens.
 
-A client sends messages, and text does not say which tokens it was sampled as. Each answer is remembered with the
-messages it answered; a request that goes on from one gets its tokens as they were, with what is new behind them. The
-memory is bounded: what was forgotten is rendered anew, which is still exact, and becomes a training sample of its own.
+A client sends messages, and text does not determine the tokens it was sampled as. Each completion is remembered with
+the messages it answered; a request that continues from it gets the same tokens, followed by what is new. The memory is
+bounded: a forgotten turn is rendered again, which is still exact and becomes a separate training sample.
 """
 
 import copy
@@ -18,11 +18,11 @@ from keel.inference.protocol import Message
 from keel.rollout.rendering.renderer import Prompt, RenderedTurn, Renderer
 
 MAX_REMEMBERED_TURNS = 16384
-"""Answers that are remembered: more than are ever under way."""
+"""Remembered completions: more than are ever in flight."""
 
 
 class Conversations:
-    """What was said, by how its conversation began."""
+    """Remembered turns, by the beginning of their conversation."""
 
     def __init__(self, renderer: Renderer, max_turns: int = MAX_REMEMBERED_TURNS) -> None:
         self._renderer = renderer
@@ -31,16 +31,16 @@ class Conversations:
         self._turns: OrderedDict[str, list[RenderedTurn]] = OrderedDict()
 
     def open_session(self, messages: list[Message], tools: list[dict[str, Any]]) -> "RecordedChatSession":
-        """The prompt of a request. Implements `keel.inference.server.openai_responses.OpenTalk`."""
-        # clients send back what they were given, with the fields that were empty
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        key = _conversation_key(given, tools)
-        goes_on = any(message["role"] == "assistant" for message in given)
-        prompt = self._renderer.extend(self._turns.get(key, ()) if goes_on else (), given, tools or None)
+        """Return the session of a request. Implements `open_session` of `keel.inference.server.openai_responses`."""
+        # clients send messages back with their empty fields
+        cleaned = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        key = _conversation_key(cleaned, tools)
+        continues = any(message["role"] == "assistant" for message in cleaned)
+        prompt = self._renderer.extend(self._turns.get(key, ()) if continues else (), cleaned, tools or None)
         return RecordedChatSession(self, self._renderer, key, prompt, tools or None)
 
     def record_turn(self, key: str, turn: RenderedTurn) -> None:
-        """Keep a turn, and forget the conversations that were not spoken in for longest."""
+        """Remember a turn, and forget turns of the least recently used conversations."""
         self._turns.setdefault(key, []).append(turn)
         self._turns.move_to_end(key)
         self._turn_count += 1
@@ -55,7 +55,7 @@ class Conversations:
 
 @dataclass
 class RecordedChatSession:
-    """One request. Implements `keel.inference.server.openai_responses.Talk`."""
+    """One request. Implements `ChatSession` of `keel.inference.server.openai_responses`."""
 
     conversations: Conversations
     renderer: Renderer
@@ -69,17 +69,17 @@ class RecordedChatSession:
         self.stop_token_ids: Sequence[int] = self.renderer.stop_token_ids
 
     def record_completion(self, token_ids: Sequence[int], stop: Sequence[str]) -> Message:
-        """What was said, as the client gets it and may send it back."""
+        """Remember a completion and return it as the message the client gets and may send back."""
         message = self.renderer.parse(token_ids, prompt_ids=self.prompt, tools=self.tools)
         message["content"] = _truncate_at_stop(str(message["content"]), stop)
         for call in message.get("tool_calls", ()):
-            # unique, so that the next turn finds exactly this answer among others that say the same
+            # unique, so that the next turn finds exactly this completion among equal ones
             call["id"] = f"call_{uuid.uuid4().hex}"
         self._record_turn(token_ids, message)
         return message
 
     def record_streamed(self, token_ids: Sequence[int], text: str) -> None:
-        """The same for an answer that the client got as plain text."""
+        """Remember a completion that the client received as plain text."""
         self._record_turn(token_ids, {"role": "assistant", "content": text})
 
     def _record_turn(self, token_ids: Sequence[int], message: Message) -> None:
@@ -88,13 +88,13 @@ class RecordedChatSession:
 
 
 def _conversation_key(messages: Sequence[Message], tools: Sequence[Any]) -> str:
-    """A digest of what no later turn changes: everything up to the first message of the user."""
-    size = next((at for at, message in enumerate(messages) if message["role"] == "user"), len(messages) - 1) + 1
+    """Return a digest of what no later turn changes: everything up to the first user message."""
+    size = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages) - 1) + 1
     text = json.dumps([list(messages[:size]), list(tools)], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _truncate_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Without what follows a stop text, as everywhere in the protocol."""
-    ends = [at for at in (text.find(one) for one in stop) if at >= 0]
+    """Return the text before the first stop string."""
+    ends = [position for position in map(text.find, stop) if position >= 0]
     return text[: min(ends)] if ends else text

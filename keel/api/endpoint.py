@@ -1,7 +1,7 @@
-"""An engine behind the OpenAI protocol in a thread of its own, on this machine only and with a random key.
+"""An engine behind the OpenAI protocol in its own thread, on loopback only and with a random key.
 
-The thread has its own event loop, so that answers come whatever the caller's code is doing: also a client that blocks
-the caller's loop gets them. Everything that reaches the engine goes through that loop.
+The thread has its own event loop, so requests are answered whatever the caller's code does, even if it blocks its own
+event loop. All access to the engine goes through that loop.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from keel.rollout.rendering.renderer import Renderer
 from keel.training import Model
 
 SHUTDOWN_TIMEOUT = 10
-"""Seconds in which what is under way may end when the server stops."""
+"""Seconds for requests in flight to finish when the server stops."""
 START_TIMEOUT = 60.0
-"""Seconds that starting may take; the model is loaded before."""
+"""Seconds the start may take; the model is already loaded."""
 
 ResultT = TypeVar("ResultT")
 
@@ -33,7 +33,7 @@ class ModelEndpoint:
     """The endpoint of one model."""
 
     def __init__(self, model: Model, name: str, settings: EngineSettings) -> None:
-        """`model` is the engine's own from now on, and has no adapter."""
+        """`model` belongs to the engine from now on and must not have an adapter."""
         self.api_key = secrets.token_urlsafe(32)
         self.engine = LocalEngine(model.network, model.tokenizer, settings)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
@@ -43,7 +43,7 @@ class ModelEndpoint:
             model.tokenizer,
             model=name,
             api_key=self.api_key,
-            # whoever holds the key is in this process: there is nobody to send away
+            # every client with the key is in this process: there is nobody to limit
             limits=Limits(max_in_flight=2**20, max_tokens=2**20, rate_limit=None),
             vocab_size=model.head.out_features,
             training_fields=True,
@@ -56,7 +56,7 @@ class ModelEndpoint:
         self._thread = threading.Thread(target=self._run, name="keel-server", daemon=True)
 
     def start(self) -> None:
-        """Returns when requests are answered. Blocks."""
+        """Start the server; block until it accepts requests."""
         self._thread.start()
         if not self._ready.wait(START_TIMEOUT) or self._start_error is not None:
             raise EngineError(
@@ -64,14 +64,14 @@ class ModelEndpoint:
             )
 
     def stop(self) -> None:
-        """Returns when it has ended, and its engine with it. Blocks."""
+        """Stop the server and its engine; block until they have ended."""
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join()
         self._listener.close()
 
     async def run_coroutine(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Await something of the engine's, in the server's event loop."""
+        """Await a coroutine of the engine in the server's event loop."""
         if self._loop is None or not self._thread.is_alive():
             coroutine.close()
             raise EngineError(f"the server at {self.base_url} is not running")
@@ -80,7 +80,7 @@ class ModelEndpoint:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:  # noqa: BLE001 - told to whoever waits for the start
+        except BaseException as error:  # noqa: BLE001 - raised by start()
             self._start_error = error
         finally:
             self._ready.set()

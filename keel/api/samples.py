@@ -1,45 +1,45 @@
-"""From trajectories to training samples, by what the server recorded and nothing else.
+"""Build training samples from trajectories, using only what the endpoint recorded.
 
-Guarantees that every trained token has the id, the log-prob and the version that were sampled, after exactly the
-tokens that the engine saw. A trajectory that lacks any of it, or was sampled by another model or from a distribution
-that the trainer cannot replay, is refused by its place and name. Nothing is tokenised here.
+Every trained token has the id, the log-prob and the version it was sampled with, after exactly the tokens the engine
+saw. A trajectory that lacks any of these, or was sampled by another model or from a distribution that the trainer
+cannot reproduce, is an error that names it. Nothing is tokenised here.
 """
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from keel.api.trajectories import Trajectory, TrajectoryGroup, get_field
+from keel.common.sample import Sample
 from keel.config import EpisodeLimits, Sampling
 from keel.config.run import AdvantageSettings
 from keel.errors import BatchError, KeelError
 from keel.inference.protocol import FinishReason, Generation
 from keel.rollout.trajectory import EpisodeTrajectory as Episode
-from keel.rollout.trajectory import TrainingSample, TrajectorySamples
+from keel.rollout.trajectory import TrajectorySamples
 from keel.signal import MovingBaseline, advantages
-from keel.training import Sample
 
 REQUIRED_CHOICE_FIELDS = ("token_ids", "prompt_token_ids", "versions", "logprobs", "sampling", "model")
-"""What a choice of an exact server carries."""
+"""Fields of a choice that training needs."""
 COUNTED_METRICS = ("turns", "sampled_tokens")
-"""Of what a trajectory says of its samples; the rest is about limits, of which there are none here."""
+"""Counts of a trajectory that become metrics; the others concern limits, which do not apply here."""
 _NO_LIMITS = EpisodeLimits(max_sequence_tokens=2**62)
-"""None: whether a sample fits is the trainer's question, which names it."""
+"""No limit: the trainer checks whether a sample fits and names one that does not."""
 _FINISH_REASONS: dict[str, FinishReason] = {"length": "length", "abort": "abort"}
 
 
 @dataclass
 class SampleBatch:
-    """What a call of `train` has to train on, and the numbers about it."""
+    """The samples of a call of `train`, and their metrics."""
 
     samples: list[Sample] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     skip_reason: str = ""
-    """Why there is nothing to train on."""
+    """Why there is nothing to train on; empty if there is."""
 
 
 def build_batch(
@@ -50,36 +50,38 @@ def build_batch(
     estimator: AdvantageSettings,
     moving_baseline: MovingBaseline,
 ) -> SampleBatch:
-    """The samples of all groups with their advantages. `step`: the version being trained.
+    """Return the samples of all groups with their advantages. `step` is the version being trained.
 
-    A group whose advantages are all zero is dropped or trained, as `estimator.zero_variance_groups` says, and counted
-    in either case.
+    A group whose advantages are all zero is dropped or trained according to `estimator.zero_variance_groups`, and
+    counted in both cases.
     """
     episodes = _read_episodes(groups, model, step)
-    rewards = [float(one.reward or 0.0) for group in groups for one in group.trajectories]
-    owners = [number for number, group in enumerate(groups) for _ in group.trajectories]
+    rewards = [float(trajectory.reward or 0.0) for group in groups for trajectory in group.trajectories]
+    owners = [index for index, group in enumerate(groups) for _ in group.trajectories]
     if estimator.name == "moving_baseline":
-        # its baseline is of an agent, and this is one
-        found = advantages(estimator, rewards, [0] * len(rewards), moving=moving_baseline)
+        # a moving baseline belongs to an agent, and this model is one agent
+        values = advantages(estimator, rewards, [0] * len(rewards), moving=moving_baseline)
     else:
-        found = advantages(estimator, rewards, owners)
-    flat = {number for number in range(len(groups)) if not _has_signal(found, owners, number)}
+        values = advantages(estimator, rewards, owners)
+    zero_variance = {index for index in range(len(groups)) if not _has_signal(values, owners, index)}
     batch, counts = SampleBatch(), Counter[str](zero_variance_tokens=0)
-    for episode, owner, advantage in zip(episodes, owners, found.tolist(), strict=True):
-        said = episode.samples.counts
-        counts.update({name: said[name] for name in said if name in COUNTED_METRICS or name.startswith("split_")})
-        if owner in flat and estimator.zero_variance_groups == "drop":
-            counts["zero_variance_tokens"] += said["sampled_tokens"]
+    for episode, owner, advantage in zip(episodes, owners, values.tolist(), strict=True):
+        of_episode = episode.samples.counts
+        counts.update(
+            {name: n for name, n in of_episode.items() if name in COUNTED_METRICS or name.startswith("split_")}
+        )
+        if owner in zero_variance and estimator.zero_variance_groups == "drop":
+            counts["zero_variance_tokens"] += of_episode["sampled_tokens"]
             continue
-        for number, one in enumerate(episode.samples.samples):
-            name = f"{episode.label}, sample {number}" if number else episode.label
-            batch.samples.append(_to_sample(one, advantage, owner, name))
-    batch.metrics = _trajectory_metrics(groups, rewards, len(flat)) | {
+        for index, sample in enumerate(episode.samples.samples):
+            name = f"{episode.label}, sample {index}" if index else episode.label
+            batch.samples.append(replace(sample, advantage=advantage, group=owner, name=name))
+    batch.metrics = _trajectory_metrics(groups, rewards, len(zero_variance)) | {
         f"rollout/{name}": float(count) for name, count in counts.items()
     }
     if not batch.samples:
         batch.skip_reason = f"nothing to train on: {len(groups)} groups, {len(rewards)} trajectories" + (
-            f", and in {len(flat)} groups all advantages are zero" if flat else ""
+            f", and in {len(zero_variance)} groups all advantages are zero" if zero_variance else ""
         )
     return batch
 
@@ -91,53 +93,52 @@ class _EpisodeSamples:
 
 
 def _read_episodes(groups: Sequence[TrajectoryGroup], model: str, step: int) -> list[_EpisodeSamples]:
-    found, wrong = [], []
-    for number, group in enumerate(groups):
-        for place, trajectory in enumerate(group.trajectories):
+    episodes, errors = [], []
+    for group_index, group in enumerate(groups):
+        for index, trajectory in enumerate(group.trajectories):
             name = f" ({trajectory.name})" if trajectory.name else ""
-            where = f"group {number}, trajectory {place}{name}"
+            label = f"group {group_index}, trajectory {index}{name}"
             try:
-                found.append(
-                    _EpisodeSamples(where, _read_trajectory(trajectory, model, step).build_samples(_NO_LIMITS))
-                )
+                samples = _read_trajectory(trajectory, model, step).build_samples(_NO_LIMITS)
+                episodes.append(_EpisodeSamples(label, samples))
             except KeelError as error:
-                wrong.append(f"{where}: {error}")
-    if wrong:
-        rest = f"\n... and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise BatchError(f"{len(wrong)} trajectories cannot be trained on\n" + "\n".join(wrong[:3]) + rest)
-    return found
+                errors.append(f"{label}: {error}")
+    if errors:
+        rest = f"\n... and {len(errors) - 3} more" if len(errors) > 3 else ""
+        raise BatchError(f"{len(errors)} trajectories cannot be trained on\n" + "\n".join(errors[:3]) + rest)
+    return episodes
 
 
 def _read_trajectory(trajectory: Trajectory, model: str, step: int) -> Episode:
-    """A trajectory token by token, or an error that says what is wrong with it."""
+    """Return a trajectory token by token; raise an error that names what is wrong with it."""
     if trajectory.reward is None or not math.isfinite(trajectory.reward):
         raise BatchError(f"reward = {trajectory.reward} must be a finite number")
     choices = trajectory.choices
     if not choices:
         raise BatchError("it has no choices, only messages: append the choices of the responses themselves")
     if len({id(choice) for choice in choices}) < len(choices):
-        raise BatchError("a choice is in it twice, and would train twice")
+        raise BatchError("it contains the same choice twice, which would train twice")
     episode = Episode()
-    for number, choice in enumerate(choices):
+    for index, choice in enumerate(choices):
         try:
             prompt, generation = _read_choice(choice, model, step)
         except KeelError as error:
-            raise BatchError(f"choice {number} {error}") from error
+            raise BatchError(f"choice {index} {error}") from error
         episode.add_turn(prompt, generation, get_field(choice, "prompt_reason"))
     return episode
 
 
 def _read_choice(choice: Any, model: str, step: int) -> tuple[list[int], Generation]:
-    """The prompt and the answer of a choice, as sampled."""
+    """Return the prompt and the completion of a choice, as sampled."""
     missing = [name for name in REQUIRED_CHOICE_FIELDS if get_field(choice, name) is None]
     content = get_field(get_field(choice, "logprobs"), "content") if "logprobs" not in missing else []
     if content is None:
         missing.append("logprobs.content")
     if missing:
         raise BatchError(
-            f"lacks {', '.join(missing)}: it was not sampled by a model that is trained here, or something on the way"
-            " took them off. Without them it could only be trained as if it were on-policy, which is refused; use"
-            " model.openai_client() and append the choices as they come"
+            f"lacks {', '.join(missing)}: it was not sampled by a model of this backend, or something on the way"
+            " removed them. Without them it could only be trained as if it were on-policy, which is not allowed; use"
+            " model.openai_client() and append the choices unchanged"
         )
     if get_field(choice, "model") != model:
         raise BatchError(f'was sampled by "{get_field(choice, "model")}", and "{model}" is trained')
@@ -152,7 +153,9 @@ def _read_choice(choice: Any, model: str, step: int) -> tuple[list[int], Generat
     if not all(map(math.isfinite, logprobs)):
         raise BatchError("has a logprob that is not finite")
     if max(versions) > step:
-        raise BatchError(f"has tokens of version {max(versions)}, and the model is at step {step}: of another run")
+        raise BatchError(
+            f"has tokens of version {max(versions)}, but the model is at step {step}: it is from another run"
+        )
     finish = _FINISH_REASONS.get(str(get_field(choice, "finish_reason")), "stop")
     return prompt, Generation(tuple(tokens), tuple(logprobs), tuple(versions), finish, sampling.temperature)
 
@@ -160,21 +163,8 @@ def _read_choice(choice: Any, model: str, step: int) -> tuple[list[int], Generat
 def _int_list(choice: Any, name: str) -> list[int]:
     values = get_field(choice, name)
     if not isinstance(values, Sequence) or not all(type(value) is int and value >= 0 for value in values):
-        raise BatchError(f"has {name} = {str(values)[:60]}; it must be a list of whole numbers from 0")
+        raise BatchError(f"has {name} = {str(values)[:60]}; it must be a list of integers from 0")
     return list(values)
-
-
-def _to_sample(training_sample: TrainingSample, advantage: float, group: int, name: str) -> Sample:
-    return Sample(
-        token_ids=training_sample.token_ids,
-        trainable=training_sample.trainable,
-        advantage=advantage,
-        sampler_logprobs=training_sample.logprobs,
-        version=training_sample.versions,
-        group=group,
-        temperature=training_sample.temperature,
-        name=name,
-    )
 
 
 def _has_signal(values: torch.Tensor, owners: Sequence[int], group: int) -> bool:
@@ -184,8 +174,8 @@ def _has_signal(values: torch.Tensor, owners: Sequence[int], group: int) -> bool
 def _trajectory_metrics(
     groups: Sequence[TrajectoryGroup], rewards: Sequence[float], zero_variance_count: int
 ) -> dict[str, float]:
-    """The numbers that are about trajectories; the trainer's come beside them."""
-    found = {
+    """Return the metrics of the trajectories; those of the trainer are separate."""
+    result = {
         "groups": float(len(groups)),
         "groups_zero_variance": float(zero_variance_count),
         "trajectories": float(len(rewards)),
@@ -193,11 +183,11 @@ def _trajectory_metrics(
     }
     if rewards:
         mean = sum(rewards) / len(rewards)
-        found["reward"] = mean
-        found["reward_std"] = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+        result["reward"] = mean
+        result["reward_std"] = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
     own: dict[str, list[float]] = {}
     for group in groups:
         for trajectory in group.trajectories:
             for name, value in trajectory.metrics.items():
                 own.setdefault(f"metrics/{name}", []).append(float(value))
-    return found | {name: sum(values) / len(values) for name, values in own.items()}
+    return result | {name: sum(values) / len(values) for name, values in own.items()}

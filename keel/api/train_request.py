@@ -1,4 +1,4 @@
-"""What a call of `train` asks for, checked before any work: every parameter acts, or is refused with the reason."""
+"""The parameters of a call of `train`, checked before any work: one without effect is an error that says why."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,17 +17,17 @@ from keel.signal import Objective
 from keel.signal import objective as make_objective
 
 ObjectiveLike = str | Mapping[str, Any] | Composition | Objective
-"""A recipe's name, an `[objective]` table, a composition, or an objective that was made."""
+"""Name of a preset, an `[objective]` table, a composition, or an `Objective`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """One step, as it is to be taken."""
+    """One requested training step."""
 
     groups: list[TrajectoryGroup]
     objective: Objective
     reference_source: str | None
-    """The reference, in the words of `ReferenceSettings.source`; none when the objective reads none."""
+    """The reference, as in `ReferenceSettings.source`; None if the objective reads none."""
     learning_rate: float | None
     estimator: AdvantageSettings
 
@@ -44,7 +44,7 @@ class TrainRequest:
         kl_penalty_reference_step: int | None,
         kl_ref_adapter_path: str | Path | None,
     ) -> Self:
-        """From the parameters of `LocalBackend.train`."""
+        """Build the request from the parameters of `LocalBackend.train`."""
         composed = _build_objective(objective, kl_penalty_coef)
         return cls(
             groups=_check_groups(groups),
@@ -56,35 +56,34 @@ class TrainRequest:
 
 
 def _check_groups(groups: Iterable[TrajectoryGroup]) -> list[TrajectoryGroup]:
-    found = list(groups)
-    for number, group in enumerate(found):
+    result = list(groups)
+    for index, group in enumerate(result):
         if not isinstance(group, TrajectoryGroup):
-            raise BatchError(f"groups[{number}] is {type(group).__name__}, not a TrajectoryGroup")
+            raise BatchError(f"groups[{index}] is {type(group).__name__}, not a TrajectoryGroup")
         if group.pending:
-            raise BatchError(f"groups[{number}] has not been gathered: groups = await keel.gather_groups(...)")
-    return found
+            raise BatchError(f"groups[{index}] has not been gathered: groups = await keel.gather_groups(...)")
+    return result
 
 
 def _build_objective(base: ObjectiveLike, coef: float) -> Objective:
-    """The objective, with the penalty on top."""
+    """Return the objective with the KL penalty added."""
     if not coef:
         return base if isinstance(base, Objective) else make_objective(base)
     if isinstance(base, str):
         return make_objective(base, kl_penalty_coef=coef)
-    whole = base if isinstance(base, Objective) else make_objective(base)
-    if whole.composition.kl_penalty_coef:
-        raise ConfigError(
-            f"kl_penalty_coef = {coef}, and the objective has {whole.composition.kl_penalty_coef} already; give one"
-        )
+    objective = base if isinstance(base, Objective) else make_objective(base)
+    if objective.composition.kl_penalty_coef:
+        own = objective.composition.kl_penalty_coef
+        raise ConfigError(f"kl_penalty_coef = {coef}, but the objective already has {own}; give one of them")
     try:
-        composition = Composition.model_validate(whole.composition.model_dump() | {"kl_penalty_coef": coef})
+        composition = Composition.model_validate(objective.composition.model_dump() | {"kl_penalty_coef": coef})
     except ValidationError as error:
         raise to_config_error(error, ("objective",)) from None
-    return Objective(composition, name=whole.name, parameters=whole.parameters | {"kl_penalty_coef": coef})
+    return Objective(composition, name=objective.name, parameters=objective.parameters | {"kl_penalty_coef": coef})
 
 
 def _reference_source(objective: Objective, step: int | None, adapter: str | Path | None) -> str | None:
-    """The reference, in the words of `ReferenceSettings.source`."""
+    """Return the reference, as in `ReferenceSettings.source`."""
     given = [
         f"{name} = {value}"
         for name, value in (("kl_penalty_reference_step", step), ("kl_ref_adapter_path", adapter))
@@ -94,9 +93,7 @@ def _reference_source(objective: Objective, step: int | None, adapter: str | Pat
         raise ConfigError(f"{given[0]} and {given[1]}: a step has one reference; give one of them")
     if not objective.composition.reads("reference"):
         if given:
-            raise ConfigError(
-                f"{given[0]} cannot act: the objective compares with no reference; give kl_penalty_coef too"
-            )
+            raise ConfigError(f"{given[0]} has no effect: the objective uses no reference; give kl_penalty_coef too")
         return None
     if step is not None:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -122,7 +119,7 @@ def _advantage_settings(
         own = table.setdefault("zero_variance_groups", zero_variance_groups)
         if own != zero_variance_groups:
             raise ConfigError(
-                f'zero_variance_groups = "{zero_variance_groups}", and advantages.zero_variance_groups = "{own}";'
+                f'zero_variance_groups = "{zero_variance_groups}", but advantages.zero_variance_groups = "{own}";'
                 " give one of them"
             )
     try:

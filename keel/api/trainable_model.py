@@ -1,7 +1,7 @@
 """A model that agents talk to and that is trained on what they did.
 
-It is a name, settings, and once a backend has registered it an endpoint: an OpenAI-compatible server that samples from
-the current weights. Any client works; `openai_client` makes the usual one. It holds no weights.
+It is a name, settings and, once a backend has registered it, an endpoint: an OpenAI-compatible server that samples from
+the current weights. Any client works; `openai_client` creates the usual one. It holds no weights.
 """
 
 import importlib
@@ -24,19 +24,19 @@ _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass
 class EndpointConnection:
-    """Where a registered model answers."""
+    """The endpoint of a registered model."""
 
     base_url: str
     api_key: str
     clients: dict[str, Any] = field(default_factory=dict)
-    """Those that were made, to be closed with it."""
+    """Clients created so far; they are closed with the endpoint."""
 
 
 class TrainableModel:
     """A model to register with a backend.
 
-    `name` is its folder in the backend's and what requests call it; `base` is what it begins as. The other settings are
-    those of `keel.ModelSettings`.
+    `name` is its folder below the backend's and its name in requests; `base` is the model it starts from. The other
+    settings are those of `keel.ModelSettings`.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class TrainableModel:
     ) -> None:
         if not isinstance(name, str) or not _NAME_PATTERN.fullmatch(name):
             raise ConfigError(
-                f"name = {name!r} must be a folder's name: up to 100 letters, digits, dots, dashes and underscores, a"
-                " letter or digit first"
+                f"name = {name!r} must be a valid folder name: up to 100 letters, digits, dots, dashes and underscores,"
+                " starting with a letter or digit"
             )
         self.name = name
-        given = {
+        settings = {
             "name": base,
             "lora": dict(lora) if isinstance(lora, Mapping) else lora,
             "dtype": dtype,
@@ -65,7 +65,7 @@ class TrainableModel:
             "sft_warmup_steps": sft_warmup_steps,
         }
         try:
-            self.settings = ModelSettings.model_validate(given)
+            self.settings = ModelSettings.model_validate(settings)
         except ValidationError as error:
             raise to_config_error(error, ("model",)) from None
         self._endpoint: EndpointConnection | None = None
@@ -75,18 +75,18 @@ class TrainableModel:
 
     @property
     def base_url(self) -> str:
-        """Of the endpoint, for any OpenAI-compatible client."""
+        """URL of the endpoint, for any OpenAI-compatible client."""
         return self._require_endpoint().base_url
 
     @property
     def api_key(self) -> str:
-        """What the endpoint asks for; drawn anew at each registration."""
+        """Key of the endpoint; a new random one for each registration."""
         return self._require_endpoint().api_key
 
     def openai_client(self, **options: Any) -> "openai.AsyncOpenAI":
-        """A client of the endpoint. `options` go to `openai.AsyncOpenAI`; equal ones give the same client.
+        """Return a client of the endpoint. `options` go to `openai.AsyncOpenAI`; equal options return the same client.
 
-        The backend closes it. Request `model=model.name`.
+        The backend closes it. Send requests with `model=model.name`.
         """
         endpoint = self._require_endpoint()
         try:
@@ -98,13 +98,15 @@ class TrainableModel:
             ) from error
         for name in ("base_url", "api_key"):
             if name in options:
-                raise ConfigError(f"{name} is the endpoint's own; a client of another server is made by openai itself")
+                raise ConfigError(
+                    f"{name} is set by the endpoint; create a client of another server with openai itself"
+                )
         key = repr(sorted(options.items()))
         if key not in endpoint.clients:
             client = library.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, **options)
             endpoint.clients[key] = client
-        made: openai.AsyncOpenAI = endpoint.clients[key]
-        return made
+        result: openai.AsyncOpenAI = endpoint.clients[key]
+        return result
 
     def _require_endpoint(self) -> EndpointConnection:
         if self._endpoint is None:

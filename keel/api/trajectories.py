@@ -1,8 +1,8 @@
-"""What an agent did, as training takes it: trajectories with a reward, in groups of the same task.
+"""Trajectories with a reward, in groups of the same task, as `train` takes them.
 
-A trajectory is the messages of a conversation and, in place of what the model said, the choices as the endpoint of a
-registered model gave them: these carry token ids, log-probs and versions. Groups gather their trajectories at once;
-what fails is kept as data beside them, up to a number that the caller sets. Nothing here samples or trains.
+A trajectory contains the messages of a conversation and, for what the model said, the choices exactly as the endpoint
+of a registered model returned them: they carry token ids, log-probs and versions. A group gathers its trajectories
+concurrently; failures are kept as data, up to a number that the caller sets. Nothing here samples or trains.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from keel.errors import KeelError
 from keel.inference.protocol import Message
 
 MAX_SHOWN_FAILURES = 3
-"""Failures that an error message quotes."""
+"""Number of failures an error message quotes."""
 
 
 class TooManyExceptions(KeelError):
@@ -23,9 +23,9 @@ class TooManyExceptions(KeelError):
 
     def __init__(self, exceptions: Sequence[Exception], allowed: int) -> None:
         self.exceptions = list(exceptions)
-        """Those that had failed when the rest was given up."""
+        """Failures so far, when the rest was cancelled."""
         first = "; ".join(f"{type(error).__name__}: {error}" for error in self.exceptions[:MAX_SHOWN_FAILURES])
-        super().__init__(f"{len(self.exceptions)} trajectories failed, and max_exceptions = {allowed}: {first}")
+        super().__init__(f"{len(self.exceptions)} trajectories failed, but max_exceptions = {allowed}: {first}")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -34,36 +34,36 @@ class Trajectory:
 
     messages_and_choices: list[Any] = field(default_factory=list)
     """In order: messages in the OpenAI form, and choices (or whole responses with one choice) from the endpoint. The
-    choices train; messages of the assistant that are no choices are context, as few-shot examples are."""
+    choices train; assistant messages that are not choices are context, such as few-shot examples."""
     reward: float | None = None
-    """How good it was; must be set before it is trained on."""
+    """Reward; must be set before training."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The caller's own numbers, averaged into those of the step."""
+    """The caller's metrics, averaged into those of the step."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The caller's own notes; never read."""
+    """The caller's notes; never read."""
     name: str = ""
-    """What errors call it, beside its place."""
+    """Name shown in errors, in addition to its position."""
 
     @property
     def choices(self) -> list[Any]:
-        """What the policy said, in order."""
+        """The policy's choices, in order."""
         return [item for item in map(_as_choice, self.messages_and_choices) if item is not None]
 
     def messages(self) -> list[Message]:
-        """The conversation as the next request takes it."""
-        found = []
+        """Return the conversation as the messages of the next request."""
+        messages = []
         for item in self.messages_and_choices:
             choice = _as_choice(item)
-            found.append(dict(item) if choice is None else _choice_message(choice))
-        return found
+            messages.append(dict(item) if choice is None else _choice_message(choice))
+        return messages
 
 
 class TrajectoryGroup:
     """Attempts at one task, whose rewards are compared with each other.
 
-    Made of trajectories, of awaitables that give one, or of both; `await group` (or `keel.gather_groups`) runs what is
-    to be awaited, all at once. An exception becomes an entry of `exceptions`; being cancelled is no failure and passes
-    through, to all that is under way.
+    Consists of trajectories, awaitables of trajectories, or both; `await group` (or `keel.gather_groups`) runs the
+    awaitables concurrently. An exception becomes an entry of `exceptions`; cancellation is not a failure and cancels
+    everything in flight.
     """
 
     def __init__(
@@ -76,27 +76,27 @@ class TrajectoryGroup:
         self._items = list(trajectories)
         self._exceptions = list(exceptions)
         self.metadata = dict(metadata or {})
-        """The caller's own notes; never read."""
+        """The caller's notes; never read."""
         for item in self._items:
             if not isinstance(item, Trajectory | Awaitable):
                 raise KeelError(f"a group holds trajectories or awaitables of them, not {type(item).__name__}")
 
     @property
     def pending(self) -> bool:
-        """Whether some of its trajectories have not been awaited."""
+        """Whether some trajectories have not been awaited."""
         return any(not isinstance(item, Trajectory) for item in self._items)
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Those that did not fail."""
-        waiting = sum(not isinstance(item, Trajectory) for item in self._items)
-        if waiting:
-            raise KeelError(f"{waiting} trajectories of the group are not there yet: await the group first")
+        """The trajectories that did not fail."""
+        pending = sum(not isinstance(item, Trajectory) for item in self._items)
+        if pending:
+            raise KeelError(f"{pending} trajectories of the group are still pending: await the group first")
         return [item for item in self._items if isinstance(item, Trajectory)]
 
     @property
     def exceptions(self) -> list[Exception]:
-        """What the others ended with."""
+        """Exceptions of the trajectories that failed."""
         return list(self._exceptions)
 
     def __len__(self) -> int:
@@ -106,18 +106,18 @@ class TrajectoryGroup:
         return self._gather(_FailureLimit(None)).__await__()
 
     async def _gather(self, failures: "_FailureLimit") -> "TrajectoryGroup":
-        async def one(item: Trajectory | Awaitable[Trajectory]) -> Trajectory | Exception:
+        async def resolve(item: Trajectory | Awaitable[Trajectory]) -> Trajectory | Exception:
             try:
-                made = item if isinstance(item, Trajectory) else await item
-                if not isinstance(made, Trajectory):
-                    raise TypeError(f"a trajectory was expected, and {type(made).__name__} came")
-            except Exception as error:  # noqa: BLE001 - whatever an agent raises is data of its group
+                trajectory = item if isinstance(item, Trajectory) else await item
+                if not isinstance(trajectory, Trajectory):
+                    raise TypeError(f"expected a Trajectory, got {type(trajectory).__name__}")
+            except Exception as error:  # noqa: BLE001 - any error of an agent is data of its group
                 failures.add(error)
                 return error
-            return made
+            return trajectory
 
         try:
-            done = await _gather_or_cancel([one(item) for item in self._items])
+            done = await _gather_or_cancel([resolve(item) for item in self._items])
         finally:
             self._cancel_pending()
         self._items = [item for item in done if isinstance(item, Trajectory)]
@@ -125,7 +125,7 @@ class TrajectoryGroup:
         return self
 
     def _cancel_pending(self) -> None:
-        """End what was not awaited to its end: nothing of a group goes on behind the caller's back."""
+        """Cancel items that did not finish: nothing of a group keeps running in the background."""
         for item in self._items:
             _cancel(item)
 
@@ -133,23 +133,23 @@ class TrajectoryGroup:
 async def gather_groups(
     groups: Iterable[TrajectoryGroup | Awaitable[TrajectoryGroup]], *, max_exceptions: int | None = 0
 ) -> list[TrajectoryGroup]:
-    """All groups, their trajectories run at once, in the order given.
+    """Run the trajectories of all groups concurrently and return the groups in the given order.
 
-    More than `max_exceptions` failed trajectories, over all groups, are `TooManyExceptions`, and the rest is cancelled;
-    None: any number is kept as data.
+    If more than `max_exceptions` trajectories fail over all groups, raise `TooManyExceptions` and cancel the rest;
+    None: any number of failures is kept as data.
     """
     failures, groups = _FailureLimit(max_exceptions), list(groups)
 
-    async def one(group: TrajectoryGroup | Awaitable[TrajectoryGroup]) -> TrajectoryGroup:
-        made = group if isinstance(group, TrajectoryGroup) else await group
-        if not isinstance(made, TrajectoryGroup):
-            raise KeelError(f"gather_groups takes TrajectoryGroups or awaitables of them, not {type(made).__name__}")
-        for error in made.exceptions:
+    async def resolve(item: TrajectoryGroup | Awaitable[TrajectoryGroup]) -> TrajectoryGroup:
+        group = item if isinstance(item, TrajectoryGroup) else await item
+        if not isinstance(group, TrajectoryGroup):
+            raise KeelError(f"gather_groups takes TrajectoryGroups or awaitables of them, not {type(group).__name__}")
+        for error in group.exceptions:
             failures.add(error)
-        return await made._gather(failures)
+        return await group._gather(failures)
 
     try:
-        return await _gather_or_cancel([one(group) for group in groups])
+        return await _gather_or_cancel([resolve(group) for group in groups])
     finally:
         for group in groups:
             if isinstance(group, TrajectoryGroup):
@@ -159,7 +159,7 @@ async def gather_groups(
 
 
 class _FailureLimit:
-    """What has failed so far, over all groups."""
+    """Collects failures over all groups and raises when there are too many."""
 
     def __init__(self, max_exceptions: int | None) -> None:
         if max_exceptions is not None and (isinstance(max_exceptions, bool) or max_exceptions < 0):
@@ -174,7 +174,7 @@ class _FailureLimit:
 
 
 async def _gather_or_cancel(awaitables: Sequence[Any]) -> list[Any]:
-    """Every result, or the first failure with the rest cancelled and awaited."""
+    """Return every result, or raise the first failure after the rest was cancelled and awaited."""
     tasks = [asyncio.ensure_future(call) for call in awaitables]
     try:
         return await asyncio.gather(*tasks)
@@ -185,7 +185,7 @@ async def _gather_or_cancel(awaitables: Sequence[Any]) -> list[Any]:
 
 
 def _cancel(item: Any) -> None:
-    """Close a coroutine that never began, cancel a task; nothing to do for what has ended."""
+    """Close a coroutine that never started, or cancel a task; a no-op for a finished one."""
     if inspect.iscoroutine(item):
         item.close()
     elif isinstance(item, asyncio.Future):
@@ -193,19 +193,19 @@ def _cancel(item: Any) -> None:
 
 
 def get_field(item: Any, name: str) -> Any:
-    """A field of an object or of a table; None when it is not there."""
+    """Return a field of an object or a mapping; None if it is missing."""
     return item.get(name) if isinstance(item, Mapping) else getattr(item, name, None)
 
 
 def _as_choice(item: Any) -> Any:
-    """The choice that an item is or holds; None for a message."""
-    several = get_field(item, "choices")
-    if several is not None:
-        if len(several) != 1:
+    """Return the choice that an item is or contains; None for a message."""
+    choices = get_field(item, "choices")
+    if choices is not None:
+        if len(choices) != 1:
             raise KeelError(
-                f"a response with {len(several)} choices: put in the one that the conversation goes on from"
+                f"a response has {len(choices)} choices: append the one that the conversation continues from"
             )
-        return several[0]
+        return choices[0]
     if get_field(item, "message") is not None:
         return item
     if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):

@@ -1,92 +1,64 @@
-"""What one episode said, token by token, and the training samples it becomes.
+"""The turns of one episode, token by token, and the training samples built from them.
 
-What was sampled is never tokenised again: a turn is kept as the ids the engine saw and the ids it answered. Turns are
-joined by longest common prefixes: a turn whose prompt extends the tokens of an earlier sample goes on in that sample,
-any other begins a new one and says why. Every sampled token trains in exactly one sample, or is counted as refused or
-cut. Nothing here knows about text: what the tokens mean is the renderer's business.
+Sampled tokens are never tokenised again: a turn stores the ids the engine was given and the ids it sampled. Turns are
+joined by longest common prefix: a turn whose prompt extends the tokens of an earlier sample continues that sample, any
+other turn starts a new one and records why. Every sampled token trains in exactly one sample, or is counted as dropped
+or truncated. This module knows nothing about text; that is the renderer's task.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from keel.common.sample import Sample
 from keel.config.rollout import EpisodeLimits
 from keel.inference.protocol import Generation
 
 FIRST_SAMPLE = "start"
-"""The reason of the first sample of an episode; every other sample has another reason."""
+"""Reason of the first sample of an episode; every other sample has another reason."""
 REWRITTEN = "rewritten"
-"""The reason when whoever added the turn gave none, and its prompt does not extend what came before."""
+"""Reason if the caller gave none and the prompt does not extend an earlier sample."""
 TEMPERATURE_CHANGED = "temperature"
-"""The reason when only the temperature changed: a sample has one, since the trainer's log-probs are taken at it."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSample:
-    """One sequence to train on: all that the engine saw when it sampled the last of these tokens, and its answer."""
-
-    token_ids: tuple[int, ...]
-    trainable: tuple[bool, ...]
-    """Sampled by the policy, and not already trained in an earlier sample of the episode; never the first token."""
-    logprobs: tuple[float, ...]
-    """Of the sampler, at the temperature; 0 where not trainable."""
-    versions: tuple[int, ...]
-    """The policy version that sampled the token; -1 where not trainable."""
-    temperature: float
-    split_reason: str
-    """Why the sample begins: "start", or what kept it from going on in an earlier one."""
-
-    def __post_init__(self) -> None:
-        sizes = {len(self.token_ids), len(self.trainable), len(self.logprobs), len(self.versions)}
-        if len(sizes) != 1:
-            raise ValueError(f"a training sample of {len(self.token_ids)} tokens has fields of {sorted(sizes)} tokens")
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def oldest_version(self) -> int | None:
-        """Of the tokens that train; none when there are none."""
-        return min((v for v, trains in zip(self.versions, self.trainable, strict=True) if trains), default=None)
+"""Reason if only the temperature changed: a sample has one temperature, at which log-probs are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectorySamples:
-    """The training samples of a trajectory, and what became of everything that was sampled."""
+    """The training samples of a trajectory, and counts of what happened to all sampled tokens."""
 
-    samples: tuple[TrainingSample, ...]
+    samples: tuple[Sample, ...]
     counts: Mapping[str, int]
-    """turns, samples; sampled_tokens = trained_tokens + dropped_tokens + truncated_tokens; dropped_samples and truncated_samples,
-    over length; empty_samples, in which nothing was sampled; and split_REASON: samples begun for that reason."""
+    """turns, samples; sampled_tokens = trained_tokens + dropped_tokens + truncated_tokens; dropped_samples and
+    truncated_samples: over length; empty_samples: without a sampled token; split_REASON: samples started for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer: the tokens that the engine was given, and what it sampled."""
+    """One completion: the prompt the engine was given, and what it sampled."""
 
     prompt_ids: tuple[int, ...]
     generation: Generation
     split_reason: str | None
-    """Why the prompt does not extend an earlier turn, where whoever made it knows."""
+    """Why the prompt does not extend an earlier turn, if the caller knows."""
 
 
 @dataclass(slots=True)
 class _SampleBuilder:
-    """A sample in the making."""
+    """A sample under construction."""
 
     token_ids: list[int]
     sampled_indices: list[int]
-    """For each token its number among all that were sampled in the episode; -1: it was not."""
+    """For each token its index among all sampled tokens of the episode; -1 if it was not sampled."""
     temperature: float
     split_reason: str
 
 
 class EpisodeTrajectory:
-    """The turns of one episode, in the order in which they were answered.
+    """The turns of one episode, in the order of their completions.
 
-    Invariants. The tokens of every sample are, up to each of its answers, exactly a prompt that the engine was given
-    and the answer that it gave. While every prompt extends the tokens before it there is one sample; c prompts that do
-    not make 1 + c samples. `sampled_tokens` = `trained_tokens` + `dropped_tokens` + `truncated_tokens`, each token once.
+    Invariants. Up to the end of each of its completions, a sample is exactly a prompt the engine was given and the
+    completion it returned. While every prompt extends the tokens before it there is one sample; c prompts that do not
+    make 1 + c samples. `sampled_tokens` = `trained_tokens` + `dropped_tokens` + `truncated_tokens`.
     """
 
     def __init__(self) -> None:
@@ -96,36 +68,36 @@ class EpisodeTrajectory:
         """Log-prob, version and temperature of every token sampled."""
 
     def add_turn(self, prompt_ids: Sequence[int], generation: Generation, split_reason: str | None = None) -> None:
-        """One more turn. `reason`: why its prompt does not extend an earlier one; not needed when it does."""
+        """Add a turn. `split_reason` says why its prompt does not extend an earlier turn; not needed if it does."""
         prompt = list(prompt_ids)
         if not prompt:
-            raise ValueError("a turn needs a prompt of at least one token: nothing predicts the first one")
+            raise ValueError("a turn needs a prompt of at least one token to predict the first sampled token from")
         self.turns.append(Turn(tuple(prompt), generation, split_reason))
-        path = self._find_extendable(prompt, generation.temperature) or self._start_sample(
+        builder = self._find_extendable(prompt, generation.temperature) or self._start_sample(
             prompt, generation.temperature, split_reason
         )
-        added = prompt[len(path.token_ids) :]
-        path.token_ids += [*added, *generation.token_ids]
+        added = prompt[len(builder.token_ids) :]
+        builder.token_ids += [*added, *generation.token_ids]
         first = len(self._sampled_tokens)
         self._sampled_tokens += [
             (logprob, version, generation.temperature)
             for logprob, version in zip(generation.logprobs, generation.versions, strict=True)
         ]
-        path.sampled_indices += [-1] * len(added) + list(range(first, len(self._sampled_tokens)))
+        builder.sampled_indices += [-1] * len(added) + list(range(first, len(self._sampled_tokens)))
 
     def _find_extendable(self, prompt: list[int], temperature: float) -> _SampleBuilder | None:
-        """The longest sample that the prompt goes on from."""
-        whole = [
-            path
-            for path in self._builders
-            if path.temperature == temperature and path.token_ids == prompt[: len(path.token_ids)]
+        """Return the longest sample that the prompt extends; None if there is none."""
+        extended = [
+            builder
+            for builder in self._builders
+            if builder.temperature == temperature and builder.token_ids == prompt[: len(builder.token_ids)]
         ]
-        return max(whole, key=lambda path: len(path.token_ids), default=None)
+        return max(extended, key=lambda builder: len(builder.token_ids), default=None)
 
     def _start_sample(self, prompt: list[int], temperature: float, split_reason: str | None) -> _SampleBuilder:
-        """A new sample, which so far is what the prompt has in common with an earlier one."""
+        """Start a sample with the longest prefix that the prompt shares with an earlier one."""
         shared, source = max(
-            ((_common_prefix_length(path.token_ids, prompt), path) for path in self._builders),
+            ((_common_prefix_length(builder.token_ids, prompt), builder) for builder in self._builders),
             key=lambda pair: pair[0],
             default=(0, None),
         )
@@ -134,28 +106,28 @@ class EpisodeTrajectory:
         elif shared == len(source.token_ids):
             split_reason = TEMPERATURE_CHANGED
         sampled = source.sampled_indices[:shared] if source is not None else []
-        path = _SampleBuilder(prompt[:shared], sampled, temperature, split_reason or REWRITTEN)
-        self._builders.append(path)
-        return path
+        builder = _SampleBuilder(prompt[:shared], sampled, temperature, split_reason or REWRITTEN)
+        self._builders.append(builder)
+        return builder
 
     def build_samples(self, limits: EpisodeLimits) -> TrajectorySamples:
-        """What to train on. A token in several samples trains in the first one that is not refused."""
+        """Return the samples to train on. A token in several samples trains in the first that is not dropped."""
         counts = Counter(
             turns=len(self.turns), samples=0, dropped_samples=0, truncated_samples=0, empty_samples=0, trained_tokens=0
         )
         trained: set[int] = set()
         kept = []
-        for path in self._builders:
-            if path.split_reason != FIRST_SAMPLE:
-                counts[f"split_{path.split_reason}"] += 1
-            if len(path.token_ids) > limits.max_sequence_tokens:
+        for builder in self._builders:
+            if builder.split_reason != FIRST_SAMPLE:
+                counts[f"split_{builder.split_reason}"] += 1
+            if len(builder.token_ids) > limits.max_sequence_tokens:
                 counts["truncated_samples" if limits.on_overlength == "truncate" else "dropped_samples"] += 1
                 if limits.on_overlength == "drop":
                     continue
-            sample = self._build_sample(path, limits.max_sequence_tokens, trained)
-            if any(sample.trainable):
+            sample = self._build_sample(builder, limits.max_sequence_tokens, trained)
+            if sample.trainable_count:
                 kept.append(sample)
-            elif len(path.token_ids) <= limits.max_sequence_tokens:
+            elif len(builder.token_ids) <= limits.max_sequence_tokens:
                 counts["empty_samples"] += 1
         lost = len(self._sampled_tokens) - len(trained)
         counts.update(
@@ -167,26 +139,26 @@ class EpisodeTrajectory:
         )
         return TrajectorySamples(tuple(kept), dict(counts))
 
-    def _build_sample(self, builder: _SampleBuilder, limit: int, trained: set[int]) -> TrainingSample:
-        """The first `limit` tokens of a path; those that train in it are added to `trained`."""
-        numbers = [
-            number
-            if number >= 0 and number not in trained and self._sampled_tokens[number][2] == builder.temperature
+    def _build_sample(self, builder: _SampleBuilder, limit: int, trained: set[int]) -> Sample:
+        """Return the first `limit` tokens as a sample; add the tokens that train in it to `trained`."""
+        indices = [
+            index
+            if index >= 0 and index not in trained and self._sampled_tokens[index][2] == builder.temperature
             else -1
-            for number in builder.sampled_indices[:limit]
+            for index in builder.sampled_indices[:limit]
         ]
-        trained.update(number for number in numbers if number >= 0)
-        return TrainingSample(
-            token_ids=tuple(builder.token_ids[:limit]),
-            trainable=tuple(number >= 0 for number in numbers),
-            logprobs=tuple(self._sampled_tokens[number][0] if number >= 0 else 0.0 for number in numbers),
-            versions=tuple(self._sampled_tokens[number][1] if number >= 0 else -1 for number in numbers),
+        trained.update(index for index in indices if index >= 0)
+        return Sample(
+            token_ids=builder.token_ids[:limit],
+            trainable=[index >= 0 for index in indices],
+            sampler_logprobs=[self._sampled_tokens[index][0] if index >= 0 else 0.0 for index in indices],
+            version=[self._sampled_tokens[index][1] if index >= 0 else -1 for index in indices],
             temperature=builder.temperature,
             split_reason=builder.split_reason,
         )
 
 
 def _common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """The length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     size = min(len(first), len(second))
-    return next((place for place in range(size) if first[place] != second[place]), size)
+    return next((index for index in range(size) if first[index] != second[index]), size)

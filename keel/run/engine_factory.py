@@ -1,7 +1,7 @@
-"""The engine of a run, whatever it is, with the way that new weights take to it.
+"""Create the engine of a run, with the publisher that moves new weights to it.
 
-In this process weights are copied from the trainer's network; to servers they travel as a folder on a path that both
-see (the adapter alone with LoRA, all weights otherwise) or by broadcast. `keel.training.publish.publisher` says when.
+An engine in this process gets a copy of the trainer's weights; servers get them as a folder on a path that both sides
+can read (only the adapter with LoRA) or by broadcast. See `keel.training.publish`.
 """
 
 import contextlib
@@ -33,22 +33,22 @@ from keel.training.step.core_sharing import share_cores
 
 
 class PublishingEngine(Publisher):
-    """An engine and the publications to it."""
+    """An engine and the publisher of its weights."""
 
     async def clear_prefix_cache(self) -> None:
-        """Compute every prompt anew: what was computed beside others before differs in the last bit."""
+        """Recompute every prompt: a prefix computed in another batch differs in the last bit."""
         if isinstance(self.engine, LocalEngine):
             await self.engine.clear_prefix_cache()
 
 
 @asynccontextmanager
 async def open_engine(settings: RunSettings, model: Model, folder: Path) -> AsyncIterator[PublishingEngine]:
-    """The engine that the settings name, for as long as the block lasts. It holds version 0, the model as loaded."""
+    """Open the engine of the settings for the duration of the block. It holds version 0, the model as loaded."""
     kind, publish = settings.engine.kind, settings.publish
     if publish.path is not None:
-        # two runs may share a path, and their names
-        which = blake2b(str(folder.resolve()).encode(), digest_size=4).hexdigest()
-        folder = Path(publish.path) / f"{folder.parent.name}-{which}"
+        # two runs with the same name may share publish.path
+        digest = blake2b(str(folder.resolve()).encode(), digest_size=4).hexdigest()
+        folder = Path(publish.path) / f"{folder.parent.name}-{digest}"
     transport = make_transport(settings, model, folder)
     async with contextlib.AsyncExitStack() as stack:
         engine: Engine
@@ -69,58 +69,58 @@ async def open_engine(settings: RunSettings, model: Model, folder: Path) -> Asyn
         else:
             engine = _make_pool(settings)
         stack.push_async_callback(engine.close)
-        # while a publication is under way the engine is one further behind: not where no batch may be that old
+        # during an overlapped publication the engine is one more version behind, which max_off_policy_steps must allow
         overlap = 2 * settings.publish.every - 1 <= settings.scheduler.max_off_policy_steps
-        found = PublishingEngine(engine, transport, drain=publish.in_flight == "drain", overlap=overlap)
-        stack.push_async_callback(found.close)
-        yield found
+        publishing_engine = PublishingEngine(engine, transport, drain=publish.in_flight == "drain", overlap=overlap)
+        stack.push_async_callback(publishing_engine.close)
+        yield publishing_engine
 
 
 def _trainer_threads(cores: int, engine_threads: int, engine: LocalEngine) -> int:
-    """What the trainer may use of the cores."""
+    """Return how many cores the trainer may use now."""
     return max(1, cores - engine_threads) if engine.busy else cores
 
 
 def _make_local_engine(settings: RunSettings, model: Model) -> tuple[LocalEngine, int | None]:
-    """The engine, and how many threads it computes with beside the trainer."""
+    """Return the engine and the number of threads it uses while the trainer computes."""
     dtype = dtype_name(model.dtype) if settings.engine.dtype == "auto" else settings.engine.dtype
-    plain = {"lora": None, "gradient_checkpointing": False, "dtype": dtype}
-    own = load_model(ModelSettings.model_validate(settings.model.model_dump() | plain), settings.seed)
-    # a synchronous run is the same each time; an asynchronous one need not wait for that
+    overrides = {"lora": None, "gradient_checkpointing": False, "dtype": dtype}
+    own = load_model(ModelSettings.model_validate(settings.model.model_dump() | overrides), settings.seed)
+    # a synchronous run is reproducible; an asynchronous one does not pay for lockstep
     lockstep = settings.scheduler.max_off_policy_steps == 0
-    # beside a trainer, which has the other cores while both compute: decoding takes about a third of a step's work
+    # the trainer has the other cores while both compute: decoding takes about a third of a step's work
     threads = None if lockstep or own.device.type != "cpu" else max(1, (os.cpu_count() or 1) // 4)
     engine = LocalEngine(own.network, own.tokenizer, settings.engine, lockstep=lockstep, threads=threads)
     return engine, threads
 
 
 def _make_pool(settings: RunSettings) -> Pool:
-    given = settings.pool
-    assert given is not None
-    key = None if given.api_key_file is None else read_api_key("pool.api_key_file", given.api_key_file)
-    engine_class = VllmEngine if given.backend == "vllm" else HttpEngine
-    return Pool(given, partial(engine_class, api_key=key))
+    pool = settings.pool
+    assert pool is not None
+    key = None if pool.api_key_file is None else read_api_key("pool.api_key_file", pool.api_key_file)
+    engine_class = VllmEngine if pool.backend == "vllm" else HttpEngine
+    return Pool(pool, partial(engine_class, api_key=key))
 
 
 @asynccontextmanager
 async def _run_server(settings: RunSettings, model: Model, folder: Path) -> AsyncIterator[Pool]:
-    """`keel serve` in a process of its own, on loopback behind a key; it ends with this process, however that ends.
+    """Run `keel serve` in a separate process, on loopback behind a key; it ends whenever this process ends.
 
-    One that dies is started again: as a pool of one, it gets its weights before its requests.
+    A server that dies is restarted: as a pool of one, it gets its weights before its requests.
     """
     key = secrets.token_urlsafe(24)
     with tempfile.NamedTemporaryFile("w", prefix="keel-key-") as file:
         file.write(key)
         file.flush()
-        words = server_argv(settings.engine, model, folder)
-        async with run_managed_server([sys.executable, "-m", *words, "--api-key-file", file.name]) as server:
+        argv = server_argv(settings.engine, model, folder)
+        async with run_managed_server([sys.executable, "-m", *argv, "--api-key-file", file.name]) as server:
             yield Pool(POOL_SETTINGS, partial(HttpEngine, api_key=key), source=server)
 
 
 def server_argv(engine: EngineSettings, model: Model, folder: Path) -> list[str]:
-    """What makes a server compute as the settings say, with weights from below the folder."""
-    words = ["keel.cli", "serve", str(model.source.folder), "--name", "policy", "--port", "0", "--with-parent"]
-    words += [
+    """Return the arguments of a server that computes as the settings say and may load weights from the folder."""
+    argv = ["keel.cli", "serve", str(model.source.folder), "--name", "policy", "--port", "0", "--with-parent"]
+    argv += [
         "--max-batch",
         str(engine.max_batch),
         "--native-kernels",
@@ -128,5 +128,5 @@ def server_argv(engine: EngineSettings, model: Model, folder: Path) -> list[str]
         "--weights-from",
         str(folder),
     ]
-    words += ["--dtype", engine.dtype if engine.dtype != "auto" else dtype_name(model.dtype)]
-    return [*words, "--int8"] if engine.int8 else words
+    argv += ["--dtype", engine.dtype if engine.dtype != "auto" else dtype_name(model.dtype)]
+    return [*argv, "--int8"] if engine.int8 else argv

@@ -1,8 +1,8 @@
-"""How well a policy does on tasks that it never trains on: the held-out split, played to the end, with intervals.
+"""Evaluate a policy on the held-out tasks of an environment, with 95 % intervals.
 
-Every answer has a seed of its own that depends on the task and on nothing else, so that two evaluations of the same
-weights on the same engine agree whatever the number in flight. Nothing of it trains. An episode that fails counts as
-reward 0 and is counted: leaving it out would pay a policy for breaking its environment.
+The seed of every completion depends only on the task and the sample index, so two evaluations of the same weights on
+the same engine agree whatever the number in flight. Evaluation rollouts never train. A failed episode has reward 0 and
+is counted: leaving it out would reward a policy for breaking its environment.
 """
 
 import asyncio
@@ -22,35 +22,35 @@ from keel.rollout.rollout import Rollout
 from keel.run.intervals import Estimate, mean_reward_interval, pass_at_k_interval, pass_k_values
 
 PASS_THRESHOLD = 1 - 1e-9
-"""An answer passes from this reward on: full marks, to rounding. Partial credit is in the reward and not in pass@k."""
+"""Smallest reward that counts as a pass: 1 up to rounding. Partial credit counts in the reward, not in pass@k."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What came of the held-out tasks of one environment."""
+    """The result on the held-out tasks of one environment."""
 
     environment: str
     reward: float
-    """Mean over all answers."""
+    """Mean over all episodes."""
     low: float
     high: float
-    """Its 95 % interval over tasks; NaN where one task alone gives none."""
+    """Bounds of its 95 % interval over tasks; NaN if there is only one task."""
     num_tasks: int
     samples_per_task: int
-    """Answers for each task."""
+    """Episodes per task."""
     pass_at_k: Mapping[int, float]
     """pass@k by k."""
     failed_episodes: int
-    """Episodes that ended in an error, of tasks * samples."""
+    """Episodes that ended in an error, of num_tasks * samples_per_task."""
     seconds: float
     pass_at_k_intervals: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    """The 95 % interval of each pass@k."""
+    """95 % interval of each pass@k."""
     first_error: str = ""
-    """Of the first episode that failed."""
+    """Error of the first episode that failed."""
 
     def scalars(self) -> dict[str, float]:
-        """For the ledger and the log; what is not known is left out."""
-        found = {
+        """Return the finite values as metrics for the ledger and the log."""
+        metrics = {
             "reward": self.reward,
             "low": self.low,
             "high": self.high,
@@ -59,10 +59,10 @@ class EvaluationResult:
             "failed": float(self.failed_episodes),
             "seconds": self.seconds,
         }
-        found |= {f"pass@{k}": value for k, value in self.pass_at_k.items()}
+        metrics |= {f"pass@{k}": value for k, value in self.pass_at_k.items()}
         for k, (low, high) in self.pass_at_k_intervals.items():
-            found |= {f"pass@{k}/low": low, f"pass@{k}/high": high}
-        return {name: value for name, value in found.items() if math.isfinite(value)}
+            metrics |= {f"pass@{k}/low": low, f"pass@{k}/high": high}
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 async def evaluate(
@@ -79,44 +79,46 @@ async def evaluate(
     progress: Callable[[int, int], None] | None = None,
     name: str | None = None,
 ) -> EvaluationResult:
-    """Play the first `tasks` held-out tasks, `samples` times each.
+    """Run the first `num_tasks` held-out tasks, `samples_per_task` times each.
 
-    `progress` is told how many of how many episodes have ended. `name`: what the environment is called in this run,
-    where it is not its own name. When every episode fails that is an error, which says how the first one did.
+    `progress` is called with the number of finished episodes and the total. `name` is the environment's name in this
+    run if it differs from its own. If every episode fails, raise an error that quotes the first failure.
     """
-    called = name or environment.name
+    label = name or environment.name
     if samples_per_task > 1 and sampling.temperature == 0:
         raise ConfigError(
-            f"samples = {samples_per_task} cannot act: with sampling.temperature = 0 every answer to a task is the same"
+            f"samples_per_task = {samples_per_task} has no effect: with sampling.temperature = 0 all"
+            " completions of a task are equal; set it to 1"
         )
-    chosen = list(itertools.islice(environment.tasks("eval"), num_tasks))
-    if not chosen:
-        raise ConfigError(f'environment "{called}" has no tasks for evaluation: its tasks("eval") is empty')
-    began = time.monotonic()
-    room = asyncio.Semaphore(max_in_flight)
-    ended = 0
+    tasks = list(itertools.islice(environment.tasks("eval"), num_tasks))
+    if not tasks:
+        raise ConfigError(f'environment "{label}" has no tasks for evaluation: its tasks("eval") is empty')
+    start = time.monotonic()
+    slots = asyncio.Semaphore(max_in_flight)
+    finished = 0
 
-    async def play(task: Task, number: int) -> Rollout:
-        nonlocal ended
-        own = sampling.model_copy(update={"seed": derive_seed(seed, "eval", task.id, number)})
-        async with room:
+    async def play(task: Task, index: int) -> Rollout:
+        nonlocal finished
+        own = sampling.model_copy(update={"seed": derive_seed(seed, "eval", task.id, index)})
+        async with slots:
             client = PolicyClient(engine, renderer, own, limits, group=f"eval/{task.id}", evaluation=True)
             rollout = await run_episode(environment, task, client, limits)
-        ended += 1
+        finished += 1
         if progress is not None:
-            progress(ended, len(chosen) * samples_per_task)
+            progress(finished, len(tasks) * samples_per_task)
         return rollout
 
     async with asyncio.TaskGroup() as group:
-        playing = [[group.create_task(play(task, number)) for number in range(samples_per_task)] for task in chosen]
-    return summarize_rollouts(called, [[one.result() for one in task] for task in playing], time.monotonic() - began)
+        episodes = [[group.create_task(play(task, index)) for index in range(samples_per_task)] for task in tasks]
+    rollouts = [[episode.result() for episode in task] for task in episodes]
+    return summarize_rollouts(label, rollouts, time.monotonic() - start)
 
 
 def summarize_rollouts(environment: str, rollouts: Sequence[Sequence[Rollout]], seconds: float) -> EvaluationResult:
-    """The numbers, from the rollouts of each task: as many for one as for another."""
+    """Return the result from the rollouts of each task; all tasks have the same number of rollouts."""
     everything = [rollout for task in rollouts for rollout in task]
     samples = len(rollouts[0])
-    errors = [f"{one.task_id}: {one.error}" for one in everything if one.error is not None]
+    errors = [f"{rollout.task_id}: {rollout.error}" for rollout in everything if rollout.error is not None]
     if len(errors) == len(everything):
         raise KeelError(f'evaluation of "{environment}": all {len(errors)} episodes failed; the first, {errors[0]}')
     rewards = [[_reward(rollout) for rollout in task] for task in rollouts]
@@ -130,10 +132,10 @@ def summarize_rollouts(environment: str, rollouts: Sequence[Sequence[Rollout]], 
         high=mean.high,
         num_tasks=len(rollouts),
         samples_per_task=samples,
-        pass_at_k={k: one.mean for k, one in passes.items()},
+        pass_at_k={k: estimate.mean for k, estimate in passes.items()},
         failed_episodes=len(errors),
         seconds=seconds,
-        pass_at_k_intervals={k: (one.low, one.high) for k, one in passes.items()},
+        pass_at_k_intervals={k: (estimate.low, estimate.high) for k, estimate in passes.items()},
         first_error=errors[0] if errors else "",
     )
 

@@ -1,8 +1,8 @@
-"""Running a coroutine to its end, by time that counts, without being held up by what it leaves behind.
+"""Run a coroutine to completion on an event loop that ignores suspended time and does not wait for leftover tasks.
 
-Time in which the process was stopped (a signal, a frozen machine) does not count: a timeout is for what takes long, and
-nothing takes long while nothing runs. Tasks that go on after they were cancelled, as episodes of a careless environment
-may, have a moment to end and are then left; `asyncio.run` would wait for them for ever.
+Time in which the process was suspended does not count towards timeouts (see `keel.common.suspend_clock`). Tasks that
+keep running after they were cancelled, as episodes of a careless environment may, get a grace period and are then
+abandoned; `asyncio.run` would wait for them indefinitely.
 """
 
 import asyncio
@@ -11,47 +11,48 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from keel.common.suspend_clock import SuspendClock
+
 ResultT = TypeVar("ResultT")
 
 CANCEL_GRACE = 5.0
-"""Seconds for tasks that were cancelled."""
+"""Seconds for cancelled tasks to finish."""
 MAX_WAIT, SUSPEND_THRESHOLD = 1.0, 4.0
-"""Seconds that one wait lasts at most, and by how much it must be late to say that the process was stopped."""
+"""Longest single wait in seconds, and by how much it must be late to count as suspended."""
 
 
 class SuspendAwareSelector(selectors.DefaultSelector):
-    """Waits in slices, and finds out how long the process was stopped meanwhile."""
+    """Waits in slices and measures how long the process was suspended meanwhile."""
 
-    suspended_seconds = 0.0
-    """Seconds, in all."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.suspend_clock = SuspendClock(SUSPEND_THRESHOLD)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         end = None if timeout is None else time.monotonic() + timeout
         while True:
-            began = time.monotonic()
-            wait = MAX_WAIT if end is None else min(max(end - began, 0.0), MAX_WAIT)
+            start = self.suspend_clock.start()
+            wait = MAX_WAIT if end is None else min(max(end - start, 0.0), MAX_WAIT)
             ready = super().select(wait)
-            late = time.monotonic() - began - wait
-            if late > SUSPEND_THRESHOLD:
-                self.suspended_seconds += late
-                return ready  # the loop looks at its clock again
+            if self.suspend_clock.poll(expected=wait):
+                return ready  # the event loop then reads its clock again
             if ready or (end is not None and time.monotonic() >= end):
                 return ready
 
 
 class SuspendAwareLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock stands still while the process is stopped."""
+    """An event loop whose clock stands still while the process is suspended."""
 
     def __init__(self) -> None:
         self._suspend_selector = SuspendAwareSelector()
         super().__init__(self._suspend_selector)
 
     def time(self) -> float:
-        return super().time() - self._suspend_selector.suspended_seconds
+        return super().time() - self._suspend_selector.suspend_clock.suspended_seconds
 
 
 def run_to_completion(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """What the coroutine returns or raises, in an event loop of its own."""
+    """Return or raise what the coroutine does, on a new event loop."""
     loop = SuspendAwareLoop()
     try:
         asyncio.set_event_loop(loop)
@@ -71,6 +72,6 @@ def _shut_down(loop: asyncio.AbstractEventLoop) -> None:
     if tasks:
         loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_GRACE))
     if any(not task.done() for task in tasks):
-        loop.set_exception_handler(lambda *_: None)  # that they are pending when they are thrown away is known
+        loop.set_exception_handler(lambda *_: None)  # "Task was destroyed but it is pending" is expected here
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.run_until_complete(loop.shutdown_default_executor())

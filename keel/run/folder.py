@@ -1,9 +1,9 @@
-"""A run is a folder: what is in it, who may write to it, and how it is made.
+"""The folder of a run: its contents, its lock, and how it is created and opened.
 
-One process writes to a run at a time; the kernel drops the lock of one that is killed. `config.toml` holds the settings
-as resolved, `run.json` what the run was started with: versions of all parts, the state of the git checkout. A folder
-without `run.db` is not yet a run, so that a run is there as a whole or not at all. The ledger holds a copy of the
-settings: a `config.toml` that was edited is another run's until that is allowed, and one that is lost is written again.
+One process writes to a run at a time; the kernel releases the lock of a process that is killed. `config.toml` holds the
+resolved settings, `run.json` the environment the run was started in: package versions and the state of the git
+checkout. A folder without `run.db` is not yet a run, so a run exists completely or not at all. The ledger holds a copy
+of the settings: an edited `config.toml` has to be allowed explicitly, and a lost one is restored.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from keel.errors import ConfigError, KeelError, StorageError
 from keel.run.ledger import Ledger
 
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
-"""What an operating system says of a disk that is full or broken."""
+"""Errors of the operating system for a full or broken disk."""
 RECORDED_PACKAGES = (
     "keel-rl",
     "torch",
@@ -49,7 +49,7 @@ class RunFolder:
     def __init__(self, path: Path, settings: RunSettings, lock: IO[str], ledger: Ledger) -> None:
         self.path, self.settings, self.ledger = path, settings, ledger
         self.settings_changed = False
-        """Whether it goes on by other settings than before."""
+        """Whether the run resumes with other settings than before."""
         self._lock = lock
 
     @property
@@ -62,7 +62,7 @@ class RunFolder:
 
     @property
     def weights(self) -> Path:
-        """Where weights are handed to engines in other processes."""
+        """Folder for weights published to engines in other processes."""
         return self.path / "weights"
 
     @property
@@ -71,19 +71,20 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, loaded: LoadedSettings) -> Self:
-        """A new run. The folder must not hold one."""
+        """Create a new run. The folder must not hold one already."""
         if (path / "run.db").exists():
-            raise ConfigError(f"{path} holds a run; go on with it by --resume {path}, or choose another --run")
-        # its log would be taken for the new ledger's, and its checkpoints for the new run's
+            raise ConfigError(f"{path} already holds a run; resume it with --resume {path}, or choose another --run")
+        # SQLite would apply the old log to the new ledger, and old checkpoints would look like the new run's
         parts = (path / "run.db-wal", *path.glob("checkpoints/step_*"), *path.glob("rollouts/step_*"))
-        if left := [part.relative_to(path) for part in parts if part.exists()]:
+        if leftovers := [part.relative_to(path) for part in parts if part.exists()]:
             raise ConfigError(
-                f"{path} holds {left[0]} of a run whose run.db is gone; restore it from a copy, or choose another --run"
+                f"{path} holds {leftovers[0]} of a run whose run.db is missing; restore it from a copy, or"
+                " choose another --run"
             )
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--run {path} cannot be made: {error.strerror}") from error
+            raise ConfigError(f"--run {path} cannot be created: {error.strerror}") from error
         lock = _acquire_lock(path)
         try:
             text = _write_config(path, loaded)
@@ -100,7 +101,7 @@ class RunFolder:
             lock.close()
             if isinstance(error, OSError):
                 raise StorageError(
-                    f"{path} could not be written: {error.strerror}; make room, or choose --run"
+                    f"{path} could not be written: {error.strerror}; free space, or choose another --run"
                 ) from error
             raise
 
@@ -113,9 +114,9 @@ class RunFolder:
         overrides: Sequence[str] = (),
         allow_changes: bool = False,
     ) -> Self:
-        """A run to go on with, by its own settings. Others, by file or overrides, have to be allowed."""
+        """Open a run to resume it with its own settings; changes by file or overrides have to be allowed."""
         if not (path / "run.db").is_file():
-            raise ConfigError(f"{path} holds no run: there is no run.db in it")
+            raise ConfigError(f"{path} does not hold a run: it has no run.db")
         lock = _acquire_lock(path)
         try:
             ledger = Ledger(path / "run.db")
@@ -126,10 +127,10 @@ class RunFolder:
                 changes = settings_diff(before, after)
                 if changes and not allow_changes:
                     raise ConfigError(
-                        f"the settings are not those that {path} was started with:\n"
+                        f"the settings differ from those {path} was started with:\n"
                         + "\n".join(f"  {line}" for line in changes)
-                        + "\ngo on with them by --allow-changes, or without by leaving them out"
-                        + ("" if file or overrides else f" of {path / 'config.toml'}")
+                        + "\naccept them with --allow-changes, or remove them"
+                        + ("" if file or overrides else f" from {path / 'config.toml'}")
                     )
                 if changes:
                     ledger.set_meta("config", _write_config(path, after))
@@ -150,14 +151,14 @@ class RunFolder:
 
 
 def settings_diff(before: LoadedSettings, after: LoadedSettings) -> list[str]:
-    """The settings that differ, as lines with - and +."""
+    """Return the settings that differ, as lines with - and +."""
     was, now = ([f"{name} = {value}" for name, value, _ in loaded.rows()] for loaded in (before, after))
     changed = difflib.unified_diff(was, now, n=0, lineterm="")
     return [f"{line[0]} {line[1:]}" for line in changed if line[:1] in "+-" and line[:3] not in ("+++", "---")]
 
 
 def unused_path(parent: Path, name: str) -> Path:
-    """A folder of that name that holds no run, with a number where it has to be."""
+    """Return a path of that name that does not exist yet, with a number appended if needed."""
     number = 1
     while True:
         path = parent / (name if number == 1 else f"{name}-{number}")
@@ -170,7 +171,9 @@ def _acquire_lock(path: Path) -> IO[str]:
     try:
         lock = (path / "lock").open("a+")
     except OSError as error:
-        raise StorageError(f"{path / 'lock'} cannot be opened: {error.strerror}; check who owns the folder") from error
+        raise StorageError(
+            f"{path / 'lock'} cannot be opened: {error.strerror}; check the owner of the folder"
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -178,7 +181,7 @@ def _acquire_lock(path: Path) -> IO[str]:
         owner = lock.read().strip() or "unknown"
         lock.close()
         raise KeelError(f"{path} is being written by process {owner}; wait for it, or stop it first") from None
-    # for people only: a disk that is full must not keep them from going on once there is room
+    # informational only: a full disk must not prevent a later resume
     with contextlib.suppress(OSError):
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"{os.getpid()}\n".encode())
@@ -186,25 +189,25 @@ def _acquire_lock(path: Path) -> IO[str]:
 
 
 def _stored_settings(path: Path, ledger: Ledger) -> LoadedSettings:
-    """What the run went on with last. A `config.toml` that is lost or no TOML is written again from the ledger."""
-    kept, file = ledger.get_meta("config"), path / "config.toml"
-    if kept is None:  # of an older version
+    """Return the settings the run used last; restore a missing or broken `config.toml` from the ledger."""
+    stored, file = ledger.get_meta("config"), path / "config.toml"
+    if stored is None:  # a ledger of an older version
         return load_settings(file)
-    before = load_settings_from_text(kept, f"{ledger.path}: its copy of config.toml")
+    before = load_settings_from_text(stored, f"{ledger.path}: its copy of config.toml")
     try:
         load_settings(file)
     except ConfigError as error:
-        warnings.warn(f"{error}; it is written again as the ledger has it", stacklevel=3)
+        warnings.warn(f"{error}; it is restored from the ledger", stacklevel=3)
         with atomic_file(file) as temporary:
-            temporary.write_text(kept)
+            temporary.write_text(stored)
     return before
 
 
 def _remove_stale_files(path: Path) -> None:
-    """Remove the unfinished files of a writer that was killed: whoever holds the lock is the only one."""
-    for left in (*path.glob(f"{TEMP_PREFIX}*"), *path.glob(f"rollouts/{TEMP_PREFIX}*")):
-        if left.is_file():
-            left.unlink()
+    """Remove unfinished files of a writer that was killed; the lock excludes other writers."""
+    for file in (*path.glob(f"{TEMP_PREFIX}*"), *path.glob(f"rollouts/{TEMP_PREFIX}*")):
+        if file.is_file():
+            file.unlink()
 
 
 def _write_config(path: Path, loaded: LoadedSettings) -> str:
@@ -215,11 +218,11 @@ def _write_config(path: Path, loaded: LoadedSettings) -> str:
 
 
 def _provenance(name: str, recipe_folder: Path | None) -> dict[str, Any]:
-    """What a run was started with."""
+    """Return the environment a run was started in."""
     versions = {}
-    for part in RECORDED_PACKAGES:
+    for package in RECORDED_PACKAGES:
         try:
-            versions[part] = importlib.metadata.version(part)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
@@ -227,7 +230,7 @@ def _provenance(name: str, recipe_folder: Path | None) -> dict[str, Any]:
         "name": name,
         "created": time.time(),
         "argv": sys.argv,
-        # modules next to the recipe are found again when the run is resumed or evaluated
+        # so that modules next to the recipe are found when the run is resumed or evaluated
         "recipe_folder": None if recipe_folder is None else str(recipe_folder),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -237,14 +240,14 @@ def _provenance(name: str, recipe_folder: Path | None) -> dict[str, Any]:
 
 
 def _git_state() -> dict[str, Any]:
-    """The commit that is checked out in the working directory, and whether files differ from it."""
+    """Return the commit checked out in the working directory and whether files differ from it."""
 
-    def said(*words: str) -> str | None:
+    def git_output(*args: str) -> str | None:
         try:
-            done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=True)
+            done = subprocess.run(["git", *args], capture_output=True, text=True, timeout=10, check=True)
         except (OSError, subprocess.SubprocessError):
             return None
         return done.stdout.strip()
 
-    commit = said("rev-parse", "HEAD")
-    return {} if commit is None else {"commit": commit, "changed": bool(said("status", "--porcelain"))}
+    commit = git_output("rev-parse", "HEAD")
+    return {} if commit is None else {"commit": commit, "changed": bool(git_output("status", "--porcelain"))}

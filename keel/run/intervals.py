@@ -1,8 +1,8 @@
-"""How sure an evaluation can be: means, shares and pass@k with 95 % intervals, in closed form and without chance.
+"""Means, proportions and pass@k with 95 % intervals, in closed form.
 
-What varies is the task: answers to one task resemble each other, so every interval is over tasks, and more answers to
-the same tasks narrow it only as far as they really differ. Nothing is drawn at random: equal rewards give equal
-numbers. Intervals for differences between two policies are left out.
+The task is the unit of variation: completions for one task resemble each other, so every interval is over tasks, and
+more completions for the same tasks narrow it only as far as they really differ. Nothing is random: equal rewards give
+equal intervals. Intervals for differences between two policies are left out.
 """
 
 import math
@@ -16,7 +16,7 @@ _QUANTILE = 0.975
 
 
 class Estimate(NamedTuple):
-    """A mean and its 95 % interval; the bounds are NaN where the data say nothing about them."""
+    """A mean and its 95 % interval; the bounds are NaN if the data do not determine them."""
 
     mean: float
     low: float
@@ -24,10 +24,10 @@ class Estimate(NamedTuple):
 
 
 def wilson_interval(passed: float, count: float) -> Estimate:
-    """The share of `passed` among `count` independent draws, by Wilson's score interval.
+    """Return the proportion of `passed` among `count` independent draws, with Wilson's score interval.
 
-    Unlike the mean plus and minus two errors it stays between 0 and 1 and is not empty when all draws agree. Either
-    number may be fractional: see `share`.
+    Unlike the mean plus and minus two standard errors, it stays between 0 and 1 and is not empty when all draws agree.
+    Both arguments may be fractional: see `proportion_interval`.
     """
     mean = passed / count
     squared = _Z * _Z
@@ -37,10 +37,10 @@ def wilson_interval(passed: float, count: float) -> Estimate:
 
 
 def proportion_interval(values: Sequence[float], draws: int = 1) -> Estimate:
-    """The mean of values between 0 and 1, one for each task, each from so many draws.
+    """Return the mean of values between 0 and 1, one per task, each estimated from `draws` draws.
 
-    Wilson's interval for as many independent draws as would vary like these values: at least one a task, at most all of
-    them. With one draw a task it is Wilson's own.
+    Uses Wilson's interval for the number of independent draws that would vary like these values: at least one per task,
+    at most all of them. With one draw per task it is Wilson's interval itself.
     """
     tasks = len(values)
     mean = math.fsum(values) / tasks
@@ -53,7 +53,7 @@ def proportion_interval(values: Sequence[float], draws: int = 1) -> Estimate:
 
 
 def mean_interval(values: Sequence[float]) -> Estimate:
-    """The mean of any values, one for each task, with Student's interval. One value alone has none."""
+    """Return the mean of any values, one per task, with Student's interval; a single value has no interval."""
     tasks = len(values)
     mean = math.fsum(values) / tasks
     if tasks == 1:
@@ -63,7 +63,7 @@ def mean_interval(values: Sequence[float]) -> Estimate:
 
 
 def mean_reward_interval(rewards: Sequence[Sequence[float]]) -> Estimate:
-    """The mean reward, from the rewards of each task: as a share when every reward is 0 or 1, else by Student."""
+    """Return the mean reward from the rewards of each task: a proportion if all are 0 or 1, else Student's interval."""
     means = [math.fsum(task) / len(task) for task in rewards]
     if all(reward in (0, 1) for task in rewards for reward in task):
         return proportion_interval(means, min(map(len, rewards)))
@@ -71,24 +71,25 @@ def mean_reward_interval(rewards: Sequence[Sequence[float]]) -> Estimate:
 
 
 def pass_at_k_interval(k: int, passed: Sequence[int], draws: int) -> Estimate:
-    """The chance that one of k answers to a task passes, averaged over tasks. `passed`: of the `draws` of each task.
+    """Return the probability that one of k completions of a task passes, averaged over tasks.
 
-    Unbiased: the share of all sets of k draws that hold a pass, not 1 - (1 - rate)^k, which is too low.
+    `passed` counts the passes among the `draws` of each task. Unbiased: the fraction of all sets of k draws that
+    contain a pass, not 1 - (1 - rate)^k, which is too low.
     """
     if not 1 <= k <= draws:
-        raise ValueError(f"pass@{k} cannot be told from {draws} answers to a task")
-    return proportion_interval([_unbiased_pass_at_k(k, one, draws) for one in passed], draws)
+        raise ValueError(f"pass@{k} cannot be estimated from {draws} completions per task")
+    return proportion_interval([_unbiased_pass_at_k(k, count, draws) for count in passed], draws)
 
 
 def pass_k_values(draws: int) -> list[int]:
-    """The k for which pass@k is worth a line: 1, 2, 4 and so on, and all draws."""
+    """Return the k to report pass@k for: 1, 2, 4 and so on, and all draws."""
     return sorted({draws, *(2**power for power in range(draws.bit_length()) if 2**power <= draws)})
 
 
 @lru_cache(maxsize=1024)
 def t_quantile(degrees_of_freedom: int) -> float:
-    """The 97.5 % quantile of Student's t with so many degrees of freedom."""
-    low, high = _Z, 13.0  # the normal's, and just above that of one degree
+    """Return the 97.5 % quantile of Student's t distribution."""
+    low, high = _Z, 13.0  # the normal quantile, and just above the one for one degree of freedom
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if _t_cdf(middle, degrees_of_freedom) < _QUANTILE else (low, middle)
@@ -96,30 +97,30 @@ def t_quantile(degrees_of_freedom: int) -> float:
 
 
 def _t_cdf(t: float, degrees_of_freedom: int) -> float:
-    """P(T < t) for t > 0: the finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """Return P(T < t) for t > 0, by the finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(degrees_of_freedom))
     cosine, sine = math.cos(angle), math.sin(angle)
     if degrees_of_freedom % 2:
         total, term = 0.0, cosine
-        for number in range(1, degrees_of_freedom - 1, 2):
+        for i in range(1, degrees_of_freedom - 1, 2):
             total += term
-            term *= cosine * cosine * (number + 1) / (number + 2)
+            term *= cosine * cosine * (i + 1) / (i + 2)
         inside = (angle + sine * total) * 2 / math.pi
     else:
         total, term = 0.0, 1.0
-        for number in range(0, degrees_of_freedom, 2):
+        for i in range(0, degrees_of_freedom, 2):
             total += term
-            term *= cosine * cosine * (number + 1) / (number + 2)
+            term *= cosine * cosine * (i + 1) / (i + 2)
         inside = sine * total
     return (1 + inside) / 2
 
 
 def _unbiased_pass_at_k(k: int, passed: int, draws: int) -> float:
-    """1 - C(draws - passed, k) / C(draws, k), as a product: the binomials themselves would overflow."""
-    missed = 1.0
-    for number in range(k):
-        missed *= max(draws - passed - number, 0) / (draws - number)
-    return 1 - missed
+    """Return 1 - C(draws - passed, k) / C(draws, k), as a product because the binomials would overflow."""
+    all_fail = 1.0
+    for i in range(k):
+        all_fail *= max(draws - passed - i, 0) / (draws - i)
+    return 1 - all_fail
 
 
 def _variance(values: Sequence[float], mean: float) -> float:

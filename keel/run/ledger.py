@@ -1,10 +1,10 @@
-"""The ledger of a run: `run.db`, SQLite with a write-ahead log. What became of every rollout, step by step.
+"""The ledger of a run: `run.db`, SQLite with a write-ahead log, with the outcome of every rollout, step by step.
 
-Guarantees. A step is written in one transaction: its numbers, the fate of every rollout that it emitted, and the state
-from which the run goes on. The name of a rollout (group, member, attempt) is a primary key, so that a second fate for
-it cannot be written. Rollouts that have ended and wait for their batch are kept in `finished` until their fate is
-known. What a step wrote is sealed with a hash, and `check` finds any later change of it: pages of SQLite carry none.
-Whatever the disk refuses or has lost is a `StorageError`. One process writes; any number may read while it does.
+Guarantees. A step is written in one transaction: its metrics, the outcome of every rollout in it, and the state from
+which the run resumes. The key of a rollout (group, member, attempt) is a primary key, so a second outcome cannot be
+written. Finished rollouts that wait for their batch are stored in `finished` until their outcome is known. A checksum
+covers everything a step wrote, and `check` detects any later change (SQLite pages have no checksum). Every disk failure
+is a `StorageError`. One process writes; any number may read concurrently.
 """
 
 import hashlib
@@ -15,17 +15,17 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from keel.common.safe_read import MAX_FILE_BYTES, parse_json
+from keel.common.sample import Sample
 from keel.errors import KeelError, StorageError
 from keel.rollout.rollout import Rollout
-from keel.rollout.trajectory import TrainingSample
 
 FORMAT = 2
-"""Of the tables; a change that an older version could not read raises it."""
+"""Format of the tables; raised by a change that an older version could not read."""
 
 TABLES_SQL = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -53,13 +53,13 @@ CREATE TABLE evaluations (
 CHECKSUMS_SQL = (
     "CREATE TABLE IF NOT EXISTS checksums (step INTEGER PRIMARY KEY, content TEXT NOT NULL, record_hash TEXT) STRICT"
 )
-"""Hashes of what a step wrote here, and of its parquet file. A ledger of an older version gets it when it goes on."""
+"""Hashes of what a step wrote in the ledger and of its parquet file. Added to an older ledger when its run resumes."""
 
 RunStatus = Literal["running", "stopped", "finished", "failed"]
 
 
 class RolloutOutcome(NamedTuple):
-    """What became of one rollout."""
+    """The outcome of one rollout."""
 
     group: str
     member: int
@@ -74,11 +74,11 @@ class RolloutOutcome(NamedTuple):
 
 
 class StepRow(NamedTuple):
-    """One step as it was written down."""
+    """One recorded step."""
 
     step: int
     version: int
-    """Of the policy after it."""
+    """Policy version after the step."""
     stepped: bool
     time: float
     metrics: dict[str, float]
@@ -91,9 +91,9 @@ class Ledger:
         self._lock = threading.RLock()
         self.path = path
         if not create and not path.is_file():
-            raise KeelError(f"{path} does not exist: that folder holds no run")
+            raise KeelError(f"{path} does not exist: the folder does not hold a run")
         try:
-            # one connection for the event loop and the threads that it starts; the lock keeps them apart
+            # one connection for the event loop and its threads; the lock serialises them
             self._db = sqlite3.connect(path, isolation_level=None, timeout=30, check_same_thread=False)
         except sqlite3.Error as error:
             raise self._storage_error(error) from error
@@ -116,63 +116,63 @@ class Ledger:
         except sqlite3.Error as error:
             raise self._storage_error(error) from error
         if self._query("SELECT 1 FROM sqlite_master WHERE type IN ('view', 'trigger')"):
-            raise self._storage_error("it has a view or a trigger, and no ledger has one")
-        found = self.get_meta("format")
-        if found != str(FORMAT):
-            raise KeelError(f"{self.path} has format {found}, and this version of keel reads {FORMAT}")
+            raise self._storage_error("it has a view or a trigger, which a ledger never has")
+        version = self.get_meta("format")
+        if version != str(FORMAT):
+            raise KeelError(f"{self.path} has format {version}, and this version of keel reads {FORMAT}")
 
     def close(self) -> None:
         self._db.close()
 
     def check(self) -> None:
-        """Refuse a ledger that is not as it was written: one that a run goes on from is read whole first."""
-        wrong = [row[0] for row in self._query("PRAGMA quick_check(3)")]
-        if wrong != ["ok"]:
-            raise self._storage_error("; ".join(" ".join(str(line).split()) for line in wrong))
+        """Raise if the ledger was changed or damaged; a run that resumes reads all of it first."""
+        problems = [row[0] for row in self._query("PRAGMA quick_check(3)")]
+        if problems != ["ok"]:
+            raise self._storage_error("; ".join(" ".join(str(line).split()) for line in problems))
         with self._transaction():
             self._db.execute(CHECKSUMS_SQL)
-        sealed = self._query("SELECT step, content FROM checksums ORDER BY step")
-        for step, content in sealed:
+        checksums = self._query("SELECT step, content FROM checksums ORDER BY step")
+        for step, content in checksums:
             if self._step_checksum(step) != content:
-                raise self._storage_error(f"what step {step} wrote in it was changed since")
-        last = max((step for step, _ in sealed), default=0)
+                raise self._storage_error(f"the records of step {step} were changed")
+        last = max((step for step, _ in checksums), default=0)
         if self.last_step > last > 0:
-            raise self._storage_error(f"step {self.last_step} is in it without its checksum")
+            raise self._storage_error(f"step {self.last_step} has no checksum")
         self.state()
 
-    # -- small facts --------------------------------------------------------------------------------------------------
+    # -- metadata -----------------------------------------------------------------------------------------------------
 
     def get_meta(self, key: str) -> str | None:
-        found = self._query("SELECT value FROM meta WHERE key = ?", (key,))
-        return str(found[0][0]) if found else None
+        rows = self._query("SELECT value FROM meta WHERE key = ?", (key,))
+        return str(rows[0][0]) if rows else None
 
     def set_meta(self, key: str, value: str) -> None:
         with self._transaction():
             self._set_meta(key, value)
 
     def set_status(self, status: RunStatus, reason: str = "") -> None:
-        """For whoever looks at the folder: is it running, and if not, why."""
+        """Record whether the run is running and, if not, why."""
         with self._transaction():
             self._set_meta("status", status)
             self._set_meta("why", reason)
 
     def state(self) -> dict[str, Any] | None:
-        """From where the run goes on; none before the first step."""
-        found = self.get_meta("state")
-        if found is None:
+        """Return the state from which the run resumes; None before the first step."""
+        text = self.get_meta("state")
+        if text is None:
             return None
-        if self.get_meta("state_hash") not in (None, _hash(found)):
-            raise self._storage_error("the state that the run goes on from was changed")
-        return self._parse_object(found)
+        if self.get_meta("state_hash") not in (None, _hash(text)):
+            raise self._storage_error("the state to resume from was changed")
+        return self._parse_object(text)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     @property
     def last_step(self) -> int:
-        found = self._query("SELECT coalesce(max(step), 0) FROM steps")[0][0]
-        if not isinstance(found, int):
-            raise self._storage_error(f"{str(found)[:40]!r} is the number of a step in it")
-        return found
+        step = self._query("SELECT coalesce(max(step), 0) FROM steps")[0][0]
+        if not isinstance(step, int):
+            raise self._storage_error(f"it has {str(step)[:40]!r} as the number of a step")
+        return step
 
     def write_step(
         self,
@@ -185,7 +185,7 @@ class Ledger:
         state: Mapping[str, Any],
         record_hash: str | None = None,
     ) -> None:
-        """All of a step, or nothing of it; on the disk when this returns. `record`: the hash of its parquet file."""
+        """Write all of a step or nothing; it is on disk on return. `record_hash` is the hash of its parquet file."""
         outcomes = list(outcomes)
         with self._transaction(durable=True):
             self._db.execute(
@@ -197,16 +197,16 @@ class Ledger:
             self._write_checksum(step, record_hash)
 
     def write_dropped(self, step: int, outcomes: Iterable[RolloutOutcome], state: Mapping[str, Any]) -> None:
-        """Fates outside of a batch: what is left when a run ends."""
+        """Write the outcomes of rollouts outside a batch: those left when a run ends."""
         with self._transaction(durable=True):
             self._insert_outcomes(step, list(outcomes))
             self._set_state(state)
             self._write_checksum(step, self.record_hash(step))
 
     def record_hash(self, step: int) -> str | None:
-        """The hash of the parquet file of a step; none where it was not written down."""
-        found = self._query("SELECT record_hash FROM checksums WHERE step = ?", (step,))
-        return found[0][0] if found else None
+        """Return the hash of a step's parquet file; None if it was not recorded."""
+        rows = self._query("SELECT record_hash FROM checksums WHERE step = ?", (step,))
+        return rows[0][0] if rows else None
 
     def steps(self, after: int = 0) -> list[StepRow]:
         rows = self._query("SELECT * FROM steps WHERE step > ? ORDER BY step", (after,))
@@ -215,30 +215,32 @@ class Ledger:
         ]
 
     def outcome_counts(self) -> dict[str, int]:
-        """How many rollouts came to what: "trained", or the reason why not."""
+        """Count rollouts by outcome: "trained", or the reason why they were dropped."""
         return dict(self._query("SELECT coalesce(reason, outcome), count(*) FROM rollouts GROUP BY 1 ORDER BY 2 DESC"))
 
-    # -- rollouts that wait -------------------------------------------------------------------------------------------
+    # -- finished rollouts --------------------------------------------------------------------------------------------
 
     def store_finished(self, group: str, member: int, attempt: int, rollout: Rollout) -> None:
-        """A rollout that has ended, until its fate is written; one that was given up before it ended has one."""
-        data = zlib.compress(json.dumps(asdict(rollout)).encode(), 1)
-        name = (group, member, attempt)
+        """Store a finished rollout until its outcome is written; ignore one that already has an outcome."""
+        content = {field.name: getattr(rollout, field.name) for field in fields(rollout)}
+        content["samples"] = [sample.as_lists() for sample in rollout.samples]
+        data = zlib.compress(json.dumps(content).encode(), 1)
+        key = (group, member, attempt)
         with self._transaction():
             self._db.execute(
                 "INSERT OR REPLACE INTO finished SELECT ?, ?, ?, ? WHERE NOT EXISTS"
                 ' (SELECT 1 FROM rollouts WHERE "group" = ? AND member = ? AND attempt = ?)',
-                (*name, data, *name),
+                (*key, data, *key),
             )
 
     def load_finished(self, group: str, member: int, attempt: int) -> Rollout | None:
-        """A rollout that had ended before the process did."""
-        name = (group, member, attempt)
-        found = self._query('SELECT data FROM finished WHERE "group" = ? AND member = ? AND attempt = ?', name)
-        return self._decode_rollout(*name, found[0][0]) if found else None
+        """Return a rollout that had finished before the process ended; None if there is none."""
+        key = (group, member, attempt)
+        rows = self._query('SELECT data FROM finished WHERE "group" = ? AND member = ? AND attempt = ?', key)
+        return self._decode_rollout(*key, rows[0][0]) if rows else None
 
     def unresolved(self) -> list[tuple[str, int, int, Rollout]]:
-        """Those whose fate was never written."""
+        """Return the finished rollouts without an outcome."""
         rows = self._query('SELECT * FROM finished ORDER BY "group", member, attempt')
         return [
             (group, member, attempt, self._decode_rollout(group, member, attempt, data))
@@ -256,19 +258,20 @@ class Ledger:
         rows = self._query("SELECT step, environment, metrics FROM evaluations ORDER BY step, environment")
         return [(step, environment, self._parse_object(text)) for step, environment, text in rows]
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------------
 
     def _insert_outcomes(self, step: int, outcomes: list[RolloutOutcome]) -> None:
         try:
             self._db.executemany(
                 'INSERT INTO rollouts ("group", member, attempt, environment, task_id, outcome, reason, error, reward,'
                 " tokens, step) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [(*fate, step) for fate in outcomes],
+                [(*outcome, step) for outcome in outcomes],
             )
         except sqlite3.IntegrityError as error:
-            raise KeelError(f"step {step} would give a rollout a second fate: {error}") from error
+            raise KeelError(f"step {step} would give a rollout a second outcome: {error}") from error
         self._db.executemany(
-            'DELETE FROM finished WHERE "group" = ? AND member = ? AND attempt = ?', [fate[:3] for fate in outcomes]
+            'DELETE FROM finished WHERE "group" = ? AND member = ? AND attempt = ?',
+            [outcome[:3] for outcome in outcomes],
         )
 
     def _set_meta(self, key: str, value: str) -> None:
@@ -285,28 +288,27 @@ class Ledger:
         )
 
     def _step_checksum(self, step: int) -> str:
-        """A hash of all that a step wrote."""
+        """Return a hash of everything a step wrote."""
         rows = self._query("SELECT * FROM steps WHERE step = ?", (step,))
         rows += self._query('SELECT * FROM rollouts WHERE step = ? ORDER BY "group", member, attempt', (step,))
         return _hash(json.dumps(rows, default=repr))
 
     def _parse_object(self, text: str) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = parse_json(text)
+            content: dict[str, Any] = parse_json(text)
         except (ValueError, TypeError) as error:
             raise self._storage_error(error) from error
-        if not isinstance(found, dict):
-            raise self._storage_error(f"{text[:40]!r} is no object")
-        return found
+        if not isinstance(content, dict):
+            raise self._storage_error(f"{text[:40]!r} is not a JSON object")
+        return content
 
     def _decode_rollout(self, group: str, member: int, attempt: int, data: bytes) -> Rollout:
         try:
-            found: dict[str, Any] = parse_json(_decompress(data))
-            listed: list[dict[str, Any]] = found.pop("samples")
-            samples = tuple(TrainingSample(**{name: _as_tuple(value) for name, value in one.items()}) for one in listed)
-            return Rollout(**found, samples=samples)
+            content: dict[str, Any] = parse_json(_decompress(data))
+            samples: list[dict[str, Any]] = content.pop("samples")
+            return Rollout(**content, samples=tuple(Sample(**values) for values in samples))
         except (zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise self._storage_error(f"rollout {group}/{member}/{attempt}, which waits in it: {error}") from error
+            raise self._storage_error(f"finished rollout {group}/{member}/{attempt}: {error}") from error
 
     def _query(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
         try:
@@ -319,14 +321,14 @@ class Ledger:
     def _transaction(self, *, durable: bool = False) -> Iterator[None]:
         with self._lock:
             try:
-                # outside of a transaction: it has no effect inside
+                # before BEGIN: the pragma has no effect inside a transaction
                 self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
                 self._db.execute("BEGIN IMMEDIATE")
                 try:
                     yield
                     self._db.execute("COMMIT")
                 except BaseException:
-                    # a failed write may have ended the transaction by itself
+                    # a failed write may already have ended the transaction
                     if self._db.in_transaction:
                         self._db.execute("ROLLBACK")
                     raise
@@ -334,36 +336,34 @@ class Ledger:
                 raise self._storage_error(error) from error
 
     def _storage_error(self, error: object) -> StorageError:
-        """What the disk refused or lost, and what to do."""
+        """Return an error that says what failed and what to do."""
         code = getattr(error, "sqlite_errorcode", None)
         if code is not None and code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
             return StorageError(
-                f"{self.path} could not be written: {error}; nothing that was committed is lost: make room or mend the"
-                " disk, then go on with --resume"
+                f"{self.path} could not be written: {error}; nothing that was committed is lost: free space or fix the"
+                " disk, then rerun with --resume"
             )
         if code is not None and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            return StorageError(f"{self.path} is held by another process ({error}); end it, then go on with --resume")
+            return StorageError(
+                f"{self.path} is locked by another process ({error}); end that process, then rerun with --resume"
+            )
         if code is not None and code & 0xFF in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-            return StorageError(f"{self.path} cannot be opened for writing: {error}; check who owns it")
+            return StorageError(f"{self.path} cannot be opened for writing: {error}; check its owner")
         return StorageError(
-            f"{self.path} is damaged or no ledger: {error}; restore it from a copy, or begin a new run with"
+            f"{self.path} is damaged or not a ledger: {error}; restore it from a copy, or start a new run with"
             f" model.name = {self.path.parent / 'checkpoints'}/step_N"
         )
 
 
 def _decompress(data: bytes) -> bytes:
-    """A few kilobytes can stand for gigabytes of zeros; no rollout has them."""
+    """Decompress up to `MAX_FILE_BYTES`: a few kilobytes can expand to gigabytes of zeros."""
     stream = zlib.decompressobj()
     text = stream.decompress(data, MAX_FILE_BYTES)
     if stream.unconsumed_tail:
         raise ValueError(f"it has more than {MAX_FILE_BYTES:,} bytes")
     if not stream.eof:
-        raise ValueError("it is cut off")  # with its checksum
+        raise ValueError("it is truncated")  # and so is its checksum
     return text
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _hash(text: str) -> str:

@@ -1,7 +1,7 @@
-"""`live.json`: what a run is doing at this moment, for whoever looks at its folder while it goes on.
+"""`live.json`: what a run is doing at the moment, for monitoring its folder.
 
-Written at most once a second, under a temporary name and renamed; removed when the run ends. Nothing reads it to decide
-anything: a stale one means that the process was killed.
+Written at most once per second, under a temporary name and renamed; removed when the run ends. Keel never reads it to
+decide anything: a stale file means that the process was killed.
 """
 
 import contextlib
@@ -17,25 +17,25 @@ WRITE_INTERVAL = 1.0
 
 
 class LiveStatus:
-    """Says what is being done, and how the engines are."""
+    """Writes the current activity and the state of the engines."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "live.json"
         self._last_write = 0.0
         self.engine_status = ""
-        """How they were when last looked at."""
+        """State of the engines at the last write."""
 
     async def write(self, activity: str, engine: Engine | None) -> None:
-        """Write it down, unless that was done a moment ago."""
+        """Write the status, at most once per `WRITE_INTERVAL`."""
         if time.monotonic() - self._last_write < WRITE_INTERVAL:
             return
         self._last_write = time.monotonic()
         self.engine_status = "" if engine is None else await _describe_engine(engine)
-        told = {"time": time.time(), "doing": activity, "engines": self.engine_status}
+        content = {"time": time.time(), "doing": activity, "engines": self.engine_status}
         temporary = self._path.with_suffix(".json.new")
-        # a disk that is full stops the run where it matters, not here
+        # a full disk fails the run where it matters, not here
         with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps(told))
+            temporary.write_text(json.dumps(content))
             temporary.replace(self._path)
 
     def remove(self) -> None:
@@ -43,7 +43,7 @@ class LiveStatus:
 
 
 async def _describe_engine(engine: Engine) -> str:
-    """In a line for people."""
+    """Return the state of the engine as one line of text."""
     if isinstance(engine, Pool):
         rows = [
             f"{row.url} {row.state}, version {row.version}, {row.running} running"
@@ -52,6 +52,6 @@ async def _describe_engine(engine: Engine) -> str:
         ]
         return "; ".join(rows) or engine.discovery_error
     if not isinstance(engine, LocalEngine):
-        return ""  # a server that is slow to answer must not hold the run up
+        return ""  # a slow server must not delay the run
     health = await engine.health()
     return f"version {health.version}, {health.running} running, {health.waiting} waiting {health.error}".strip()

@@ -1,10 +1,10 @@
-"""The training loop: take groups, score them, train, record, publish, evaluate; and go on after anything.
+"""The training loop: take groups, score them, train, record, publish, evaluate; and resume after any interruption.
 
-A step is committed by one transaction of the ledger, after its rollouts are on the disk and before its weights are
-published. Guarantees that follow: a run that was killed goes on after the last committed step; committed steps that no
-checkpoint holds are trained again from their record, on the same tokens, to the same weights; no rollout has two fates.
-With `scheduler.max_off_policy_steps` = 0 a run is synchronous, and equal bit for bit however often it was interrupted.
-The loop decides nothing about groups, gates or tokens: those are the scheduler's, the objective's and the trainer's.
+A step is committed by one ledger transaction, after its rollouts are on disk and before its weights are published.
+Therefore a killed run resumes after the last committed step; committed steps newer than the last checkpoint are
+trained again from their records, on the same tokens, to the same weights; and no rollout has two outcomes. With
+`scheduler.max_off_policy_steps` = 0 a run is synchronous, and bit-identical however often it was interrupted.
+Groups, gates and tokens are decided elsewhere: by the scheduler, the objective and the trainer.
 """
 
 import asyncio
@@ -45,13 +45,13 @@ from keel.training.step.malloc import retain_freed_memory
 ResultT = TypeVar("ResultT")
 
 POLL_SECONDS = 0.5
-"""Seconds between two looks at what is being waited for."""
+"""Seconds between two status updates while waiting."""
 OVERRUN_GRACE = 60.0
-"""Seconds after its time limit at which an episode that ignores it is given up."""
+"""Seconds after its timeout at which an episode that ignores it is dropped."""
 
 
 class TrainingRun:
-    """One run in its folder. `train` goes from wherever it is to its last step."""
+    """One run in its folder. `train` continues from its current step to the last one."""
 
     def __init__(
         self,
@@ -60,9 +60,10 @@ class TrainingRun:
         on_hang: Callable[[str], None] | None = None,
         rank_info: RankInfo | None = None,
     ) -> None:
-        """`abandon`: called from a thread, with the reason, when the run hangs and cannot be ended; see `Watchdog`.
+        """`on_hang` is called from a thread, with the reason, when the run hangs and cannot be ended; see `Watchdog`.
 
-        `place`: where a launcher has put this process among the trainer's ranks; None: they are started here.
+        `rank_info` is this process's position among the trainer's ranks if a launcher started it; None: the run starts
+        the ranks.
         """
         self.folder, self.settings, self.ledger = folder, folder.settings, folder.ledger
         self.callback: RunCallback = callback or NullCallback()
@@ -75,7 +76,7 @@ class TrainingRun:
         self._rank_processes = RankProcesses(settings.trainer, rank_info)
         self._threads = torch.get_num_threads()
         self._live_status = LiveStatus(folder.path)
-        self._max_episode_seconds = max((arena.limits.timeout for arena in self.environments.values()), default=0.0)
+        self._max_episode_seconds = max((env.limits.timeout for env in self.environments.values()), default=0.0)
         limit = settings.stall_timeout or max(DEFAULT_STALL_TIMEOUT, 3 * self._max_episode_seconds)
         self._watchdog = Watchdog(limit, self.callback.notice, on_hang)
         self._engine: Engine | None = None
@@ -86,12 +87,12 @@ class TrainingRun:
         return self.settings.scheduler.max_off_policy_steps == 0
 
     def stop(self) -> None:
-        """Finish the step that is under way, save, and end."""
+        """Finish the current step, save and end."""
         self._stopping = True
-        self.callback.notice(f"finishing step {self.step + 1}; once more to stop at once")
+        self.callback.notice(f"finishing step {self.step + 1}; interrupt again to stop immediately")
 
     async def train(self) -> None:
-        """From where the run is to its end, or to where it was told to stop."""
+        """Train from the current step to the end, or until `stop` is called."""
         self.ledger.set_status("running")
         try:
             retain_freed_memory(self.settings.trainer.retain_freed_memory)
@@ -104,10 +105,10 @@ class TrainingRun:
                     await self._train(engine)
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-            with suppress(StorageError):  # a disk that is full has no room for this either, and is the error already
+            with suppress(StorageError):  # a full disk is already the error being raised
                 self.ledger.set_status("stopped" if stopped else "failed", f"{type(error).__name__}: {error}")
             if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
-                raise StorageError(f"{error}; make room or mend the disk, then go on with --resume") from error
+                raise StorageError(f"{error}; free space or fix the disk, then rerun with --resume") from error
             raise
         finally:
             self._live_status.remove()
@@ -116,13 +117,13 @@ class TrainingRun:
 
     @property
     def _is_complete(self) -> bool:
-        """Whether there is nothing to go on with."""
+        """Whether there is nothing left to resume."""
         return self.step >= self.settings.steps or not self._stopping
 
     async def _train(self, engine: PublishingEngine) -> None:
         self.callback.started(self.folder.path.name, self.folder.path, self.settings.steps, self.step)
         if self.version or self.settings.engine.kind == "pool":
-            # servers that were there before may hold anything
+            # servers that ran before may hold any weights
             await engine.publish(self.version)
             await self._await_with_status("publishing", engine.wait_live())
         async with self._open_scheduler(engine) as scheduler:
@@ -139,25 +140,25 @@ class TrainingRun:
             await self._evaluate(engine, final=True)
 
     async def _run_step(self, scheduler: Scheduler, engine: PublishingEngine) -> None:
-        """The stages of a step, in order."""
-        began = time.monotonic()
+        """Run the stages of a step, in order."""
+        start = time.monotonic()
         if self.synchronous:
             await engine.clear_prefix_cache()
         batch = await self._next_batch(scheduler, engine)
-        schedule = scheduler.snapshot()  # of all that is not in the batch
+        scheduler_state = scheduler.snapshot()  # of everything outside the batch
         sampled = time.monotonic()
         rows = scoring.score_batch(batch, self.settings.advantages, self._moving_baseline)
         if engine.snapshotting:
             await self._await_with_status("publishing", engine.snapshot_done())
         report = await self._train_batch(rows)
         trained = time.monotonic()
-        times = {"sampling_seconds": sampled - began, "training_seconds": trained - sampled}
-        times["publishing_seconds"] = engine.seconds  # of the last one, until it was live
-        numbers = await asyncio.to_thread(self._commit_step, batch, rows, report, schedule, times, began)
-        self.callback.step(self.step, numbers)
-        if strange := scoring.mismatch_warning(numbers):
+        times = {"sampling_seconds": sampled - start, "training_seconds": trained - sampled}
+        times["publishing_seconds"] = engine.seconds  # of the last publication, until it was live
+        metrics = await asyncio.to_thread(self._commit_step, batch, rows, report, scheduler_state, times, start)
+        self.callback.step(self.step, metrics)
+        if warning := scoring.mismatch_warning(metrics):
             if self._mismatch_count % scoring.WARN_EVERY == 0:
-                self.callback.notice(f"step {self.step}: {strange}")
+                self.callback.notice(f"step {self.step}: {warning}")
             self._mismatch_count += 1
         scoring.stop_if_nothing_trains(self.ledger, self.step, self.settings.scheduler.max_empty_steps)
         if report is not None and report.stepped and self.version % self.settings.publish.every == 0:
@@ -169,10 +170,10 @@ class TrainingRun:
         if evaluation.when == "always" and self.step % evaluation.every == 0 and self.step < self.settings.steps:
             await self._evaluate(engine)
 
-    # -- the stages ---------------------------------------------------------------------------------------------------
+    # -- stages -------------------------------------------------------------------------------------------------------
 
     async def _next_batch(self, scheduler: Scheduler, engine: PublishingEngine) -> RolloutBatch:
-        """The next batch, with its state right after it was cut. New weights may be on their way meanwhile."""
+        """Return the next batch; a publication may be in flight meanwhile."""
         try:
             return await self._await_with_status(
                 lambda: f"sampling: {scheduler.status()}",
@@ -185,31 +186,31 @@ class TrainingRun:
             raise
 
     async def _train_batch(self, rows: list[SampleRecord]) -> StepReport | None:
-        """Train on what the batch has to train on; none when that is nothing.
+        """Train on the batch and return the report; None if nothing is left to train on.
 
-        Samples whose gradient is not finite are refused, and the rest of the batch trains without them.
+        Samples whose gradient is not finite are dropped, and the rest of the batch trains without them.
         """
         before = self.trainer.steps
         while left := records.trained_rows(rows):
             try:
                 return await self._await_with_status("training", asyncio.to_thread(self._train_once, rows))
             except SignalRefused as error:
-                reason, said, bad = "invalid_logprobs", str(error), left
+                reason, message, bad = "invalid_logprobs", str(error), left
             except StepRefused as error:
-                reason, said = "non_finite_gradient", str(error)
+                reason, message = "non_finite_gradient", str(error)
                 if self.trainer.steps != before:
-                    raise  # some of several updates were taken: the committed state is the one to go on from
-                bad = [left[number] for number in error.samples] or left
-            self.callback.notice(f"step {self.step + 1}: {len(bad)} of {len(left)} samples are refused: {said}")
-            names = {(row.group, row.member) for row in bad}
+                    raise  # some of several optimizer steps were taken: resume from the committed state
+                bad = [left[index] for index in error.samples] or left
+            self.callback.notice(f"step {self.step + 1}: {len(bad)} of {len(left)} samples are dropped: {message}")
+            dropped = {(row.group, row.member) for row in bad}
             for row in left:
-                if (row.group, row.member) in names:
-                    row.outcome, row.reason, row.error = "dropped", reason, said
+                if (row.group, row.member) in dropped:
+                    row.outcome, row.reason, row.error = "dropped", reason, message
         return None
 
     def _train_once(self, rows: list[SampleRecord]) -> StepReport:
         torch.set_num_threads(self._threads)  # an engine in this process may have changed it for new threads
-        report = self.trainer.step(records.to_samples(rows), self.objective, version=self.version)
+        report = self.trainer.step(records.trained_samples(rows), self.objective, version=self.version)
         records.attach_token_report(rows, report)
         return report
 
@@ -222,73 +223,73 @@ class TrainingRun:
         timings: Mapping[str, float],
         start_time: float,
     ) -> dict[str, float]:
-        """Commit the step; its numbers."""
+        """Commit the step and return its metrics."""
         step, stepped = self.step + 1, report is not None and report.stepped
         record = records.write_step(self.folder.rollouts, step, self.version, rows, self._token_texts.lookup(rows))
-        numbers = report.scalars() if report is not None else {}
-        numbers |= (
+        metrics = report.scalars() if report is not None else {}
+        metrics |= (
             scoring.batch_metrics(batch, rows, self.version)
             | dict(timings)
             | {"seconds": time.monotonic() - start_time}
         )
-        numbers["tokens_per_second"] = numbers.get("trainable_tokens", 0.0) / numbers["seconds"]
-        numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}  # JSON has no word for NaN
+        metrics["tokens_per_second"] = metrics.get("trainable_tokens", 0.0) / metrics["seconds"]
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no NaN
         version = self.version + stepped
         self.ledger.write_step(
             step,
             version=version,
             stepped=stepped,
-            metrics=numbers,
+            metrics=metrics,
             outcomes=scoring.outcomes(rows),
             state=self._resume_state(scheduler_state),
             record_hash=hash_file(record),
         )
         self.step, self.version = step, version
-        return numbers
+        return metrics
 
     def _save(self) -> None:
-        """A checkpoint of the committed step, unless there is one; and the numbers so far as a table."""
+        """Write a checkpoint of the committed step unless it exists, and the metrics of all steps as a table."""
         if self.step != self._saved_step:
             self.trainer.save(self.checkpoints, self.step, {"version": self.version})
             self._saved_step = self.step
         records.write_metrics(self.folder.metrics, [{"step": row.step, **row.metrics} for row in self.ledger.steps()])
 
     async def _evaluate(self, engine: PublishingEngine, *, final: bool = False) -> None:
-        """The policy as it is on held-out tasks, once a step."""
-        chosen = self.settings.evaluation
+        """Evaluate the current policy on held-out tasks, at most once per step."""
+        evaluation = self.settings.evaluation
         done = {(step, name) for step, name, _ in self.ledger.evaluations()}
-        if chosen.when == "never" or (self.step > 0 and not final and chosen.when == "start_and_end"):
+        if evaluation.when == "never" or (self.step > 0 and not final and evaluation.when == "start_and_end"):
             return
-        for name, arena in self.environments.items():
+        for name, environment in self.environments.items():
             if (self.step, name) in done:
                 continue
             await self._await_with_status("publishing", engine.wait_live())
-            found: EvaluationResult = await evaluate(
+            result: EvaluationResult = await evaluate(
                 engine.engine,
                 self.renderer,
-                arena.environment,
-                num_tasks=chosen.num_tasks,
-                samples_per_task=chosen.samples_per_task,
-                sampling=chosen.sampling or arena.sampling,
-                limits=arena.limits,
+                environment.environment,
+                num_tasks=evaluation.num_tasks,
+                samples_per_task=evaluation.samples_per_task,
+                sampling=evaluation.sampling or environment.sampling,
+                limits=environment.limits,
                 seed=derive_seed(self.settings.seed, "evaluation"),
                 max_in_flight=self.settings.scheduler.max_in_flight,
                 progress=partial(self._on_evaluation_progress, name),
                 name=name,
             )
-            self.ledger.write_evaluation(self.step, name, found.scalars())
-            self.callback.evaluated(self.step, found)
+            self.ledger.write_evaluation(self.step, name, result.scalars())
+            self.callback.evaluated(self.step, result)
 
     def _on_evaluation_progress(self, name: str, done: int, total: int) -> None:
-        doing = f"evaluating {name}: {done}/{total}"
-        self.callback.waiting(doing)
-        self._watchdog.set_activity(doing)
-        self._watchdog.progress(doing)
+        status = f"evaluating {name}: {done}/{total}"
+        self.callback.waiting(status)
+        self._watchdog.set_activity(status)
+        self._watchdog.progress(status)
 
-    # -- going on -----------------------------------------------------------------------------------------------------
+    # -- resuming -----------------------------------------------------------------------------------------------------
 
     def _load(self) -> None:
-        """Load the model, its references and the last checkpoint, and train again what was recorded after it."""
+        """Load the model, its references and the last checkpoint, and train the steps recorded after it again."""
         settings = self.settings
         self.callback.waiting(f"loading {settings.model.name}")
         self._watchdog.set_activity(f"loading {settings.model.name}")
@@ -307,7 +308,7 @@ class TrainingRun:
         last, saved = self.ledger.last_step, self.checkpoints.latest() or 0
         if saved > last:
             raise KeelError(
-                f"{self.checkpoints.path(saved)} is newer than the ledger, which ends with step {last}; remove that"
+                f"{self.checkpoints.path(saved)} is newer than the ledger, whose last step is {last}; remove that"
                 " folder, or restore run.db"
             )
         if saved:
@@ -316,39 +317,40 @@ class TrainingRun:
         self.step, self._saved_step = last, saved
 
     def _load_references(self) -> None:
-        """The frozen policies; the base model where none is named."""
+        """Load the frozen policies; the base model if none is named."""
         named = self.settings.references or {"base": ReferenceSettings()}
-        for one in named.values():
-            if one.source.startswith("step:"):
-                self.checkpoints.pin(int(one.source.removeprefix("step:")))
-        if "step:0" in {one.source for one in named.values()} and 0 not in self.checkpoints.steps():
+        sources = {reference.source for reference in named.values()}
+        for source in sources:
+            if source.startswith("step:"):
+                self.checkpoints.pin(int(source.removeprefix("step:")))
+        if "step:0" in sources and 0 not in self.checkpoints.steps():
             self.trainer.save(self.checkpoints, 0, {"version": 0})
         self.trainer.set_references(named, self.checkpoints)
 
     def _replay(self, saved_step: int) -> None:
-        """Train the committed steps after a checkpoint again, on the tokens that they were trained on."""
+        """Train the committed steps after a checkpoint again, on the same tokens."""
         for row in self.ledger.steps(after=saved_step):
-            how = ", with the settings as they are now" if self.folder.settings_changed else ""
-            self.callback.notice(f"step {row.step} is trained again from its record{how}")
+            suffix = ", with the changed settings" if self.folder.settings_changed else ""
+            self.callback.notice(f"step {row.step} is trained again from its record{suffix}")
             self._watchdog.set_activity(f"training step {row.step} again")
             self._watchdog.progress()
             rows = records.read_step(
                 records.step_path(self.folder.rollouts, row.step), self.ledger.record_hash(row.step)
             )
             if row.stepped:
-                report = self.trainer.step(records.to_samples(rows), self.objective, version=self.version)
+                report = self.trainer.step(records.trained_samples(rows), self.objective, version=self.version)
                 if not report.stepped:
-                    raise KeelError(f"step {row.step} was trained and cannot be again: {report.skip_reason}")
+                    raise KeelError(f"step {row.step} was trained before and now cannot be: {report.skip_reason}")
             self.version += row.stepped
 
     @asynccontextmanager
     async def _open_scheduler(self, engine: PublishingEngine) -> AsyncIterator[Scheduler]:
-        """The schedule where it was left; what never came to a batch is written down when the run is over."""
-        # a synchronous run samples an interrupted batch again, whole: answers depend on what is decoded beside them
-        kept = None if self.synchronous else self.ledger
+        """Open the scheduler in its last state; when the run is over, record rollouts that never reached a batch."""
+        # a synchronous run samples an interrupted batch again: completions depend on the batch they are decoded in
+        store = None if self.synchronous else self.ledger
         vocabulary = self.trainer.model.head.out_features
-        episodes = EpisodeRunner(self.environments, engine.engine, self.renderer, self.settings.seed, kept, vocabulary)
-        sources = [arena.task_source(name) for name, arena in self.environments.items()]
+        episodes = EpisodeRunner(self.environments, engine.engine, self.renderer, self.settings.seed, store, vocabulary)
+        sources = [environment.task_source(name) for name, environment in self.environments.items()]
         settings, state = self.settings.scheduler, self.ledger.state()
         if settings.rollout_timeout is None:
             settings = settings.model_copy(update={"rollout_timeout": self._max_episode_seconds + OVERRUN_GRACE})
@@ -361,32 +363,31 @@ class TrainingRun:
             if self._moving_baseline is not None:
                 self._moving_baseline.state = {int(agent): value for agent, value in state["moving"].items()}
         scheduler.set_engine_version(self.version)
-        engine.on_live = scheduler.set_engine_version  # while weights travel, what is begun is a version older
+        engine.on_live = scheduler.set_engine_version  # rollouts started during a publication are one version older
         try:
             yield scheduler
         finally:
-            left = await scheduler.close()
+            remaining = await scheduler.close()
         if self._is_complete:
-            # what had ended in an earlier life, and was dispatched under another name in this one
+            # finished before an interruption, and dispatched again under another key since
             lost = [
                 SampleRecord(
                     group,
                     group.rpartition("#")[0],
-                    one.task_id,
+                    rollout.task_id,
                     member,
                     attempt,
                     reason="interrupted",
-                    reward=one.reward,
+                    reward=rollout.reward,
                 )
-                for group, member, attempt, one in self.ledger.unresolved()
+                for group, member, attempt, rollout in self.ledger.unresolved()
             ]
-            fates = {
-                fate[:3]: fate for fate in (*scoring.outcomes(lost), *scoring.outcomes(scoring.dropped_rows(left)))
-            }
-            self.ledger.write_dropped(self.step, fates.values(), self._resume_state(scheduler.snapshot()))
+            dropped = (*scoring.outcomes(lost), *scoring.outcomes(scoring.dropped_rows(remaining)))
+            outcomes = {outcome[:3]: outcome for outcome in dropped}
+            self.ledger.write_dropped(self.step, outcomes.values(), self._resume_state(scheduler.snapshot()))
 
     def _resume_state(self, scheduler_state: Mapping[str, Any]) -> dict[str, Any]:
-        """From where the run goes on."""
+        """Return the state from which the run resumes."""
         moving = (
             {}
             if self._moving_baseline is None
@@ -394,7 +395,7 @@ class TrainingRun:
         )
         return {"scheduler": scheduler_state, **moving}
 
-    # -- small things -------------------------------------------------------------------------------------------------
+    # -- waiting ------------------------------------------------------------------------------------------------------
 
     async def _await_with_status(
         self,
@@ -402,17 +403,17 @@ class TrainingRun:
         awaitable: Awaitable[ResultT],
         progress_mark: Callable[[], object] = lambda: "none",
     ) -> ResultT:
-        """Await something, and say now and then what is being waited for. `mark` changes as it makes progress."""
+        """Await and report the status meanwhile. `progress_mark` returns a value that changes with progress."""
         task: asyncio.Future[ResultT] = asyncio.ensure_future(awaitable)
         self._watchdog.progress()
         try:
             while not task.done():
                 self._rank_processes.check_alive()
-                doing = status() if callable(status) else status
-                self.callback.waiting(doing)
-                self._watchdog.set_activity(f"{doing}; engines: {self._live_status.engine_status or 'unknown'}")
+                activity = status() if callable(status) else status
+                self.callback.waiting(activity)
+                self._watchdog.set_activity(f"{activity}; engines: {self._live_status.engine_status or 'unknown'}")
                 self._watchdog.progress(progress_mark())
-                await self._live_status.write(doing, self._engine)
+                await self._live_status.write(activity, self._engine)
                 await asyncio.wait({task}, timeout=POLL_SECONDS)
             return task.result()
         finally:

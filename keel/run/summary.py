@@ -1,4 +1,4 @@
-"""What came of a run, in a few lines for people: what was learned, what was refused and why, and where things are."""
+"""Summarise a run in a few lines: rewards, dropped rollouts and tokens, and where its files are."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,24 +7,24 @@ from keel.run.folder import RunFolder
 
 
 def summarize_run(folder: RunFolder) -> str:
-    """From the ledger alone, so that it says the same after a resume."""
+    """Return the summary, computed from the ledger alone so that it is the same after a resume."""
     ledger, path = folder.ledger, folder.path
     steps = ledger.steps()
     lines = [*_evaluation_lines(ledger.evaluations())]
     rewards = [row.metrics["reward"] for row in steps if "reward" in row.metrics]
     if rewards:
-        few = max(len(rewards) // 5, 1)
-        first, last = sum(rewards[:few]) / few, sum(rewards[-few:]) / few
+        window = max(len(rewards) // 5, 1)
+        first, last = sum(rewards[:window]) / window, sum(rewards[-window:]) / window
         seconds = sum(row.metrics.get("seconds", 0.0) for row in steps)
         lines.append(
-            f"training   reward {first:.2f} in the first {few} of {len(rewards)} steps, {last:.2f} in the last"
-            f" ({seconds / len(rewards):.1f} s a step)"
+            f"training   reward {first:.2f} in the first {window} of {len(rewards)} steps, {last:.2f} in the last"
+            f" ({seconds / len(rewards):.1f} s per step)"
         )
     lines += _token_lines([row.metrics for row in steps])
-    fates = ledger.outcome_counts()
-    trained = fates.pop("trained", 0)
-    refused = ", ".join(f"{reason} {count}" for reason, count in fates.items())
-    lines.append(f"rollouts   {trained} trained; dropped: {refused or 'none'}")
+    outcomes = ledger.outcome_counts()
+    trained = outcomes.pop("trained", 0)
+    dropped = ", ".join(f"{reason} {count}" for reason, count in outcomes.items())
+    lines.append(f"rollouts   {trained} trained; dropped: {dropped or 'none'}")
     lines.append(f"folder     {path}: run.db, rollouts/, metrics.parquet, checkpoints/, config.toml")
     return "\n".join(lines)
 
@@ -32,11 +32,11 @@ def summarize_run(folder: RunFolder) -> str:
 def _evaluation_lines(evaluations: list[tuple[int, str, dict[str, Any]]]) -> list[str]:
     lines = []
     for name in dict.fromkeys(name for _, name, _ in evaluations):
-        found = [(step, numbers) for step, environment, numbers in evaluations if environment == name]
+        results = [(step, metrics) for step, environment, metrics in evaluations if environment == name]
         shown = " -> ".join(
-            f"{_format_interval(numbers)} after step {step}" for step, numbers in _first_and_last(found)
+            f"{_format_interval(metrics)} after step {step}" for step, metrics in _first_and_last(results)
         )
-        lines.append(f"evaluation {name} on {found[0][1]['tasks']:.0f} unseen tasks: {shown}")
+        lines.append(f"evaluation {name} on {results[0][1]['tasks']:.0f} held-out tasks: {shown}")
     return lines
 
 
@@ -46,21 +46,21 @@ def _first_and_last(evaluations: list[tuple[int, dict[str, Any]]]) -> list[tuple
 
 def _format_interval(metrics: Mapping[str, Any]) -> str:
     low, high = metrics.get("low"), metrics.get("high")
-    known = f" ({low:.2f} to {high:.2f})" if low is not None and high is not None else ""
-    return f"{metrics['reward']:.2f}{known}"
+    interval = f" ({low:.2f} to {high:.2f})" if low is not None and high is not None else ""
+    return f"{metrics['reward']:.2f}{interval}"
 
 
 def _token_lines(steps: list[dict[str, float]]) -> list[str]:
-    """How many tokens the gates dropped, and in which direction."""
-    tokens = sum(one.get("trainable_tokens", 0.0) for one in steps)
+    """Return how many tokens the gates dropped, in which direction, and the mean staleness."""
+    tokens = sum(metrics.get("trainable_tokens", 0.0) for metrics in steps)
     if not tokens:
         return []
     low, high = (
-        sum(one.get("trainable_tokens", 0.0) * one.get(name, 0.0) for one in steps) / tokens
+        sum(metrics.get("trainable_tokens", 0.0) * metrics.get(name, 0.0) for metrics in steps) / tokens
         for name in ("is_masked_low", "is_masked_high")
     )
-    ages = sum(one.get("trainable_tokens", 0.0) * one.get("staleness", 0.0) for one in steps) / tokens
+    staleness = sum(m.get("trainable_tokens", 0.0) * m.get("staleness", 0.0) for m in steps) / tokens
     return [
         f"tokens     {tokens:.0f} trainable; gates dropped {100 * low:.2f} % low, {100 * high:.2f} % high;"
-        f" {ages:.2f} versions old in the mean"
+        f" mean staleness {staleness:.2f} versions"
     ]

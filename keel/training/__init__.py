@@ -4,13 +4,14 @@ Loads models, computes log-probs (each shared prefix once, without materialising
 writes checkpoints and loads references. Independent of environments, engines and the training loop.
 """
 
+from keel.common.sample import Sample
 from keel.training.model.checkpoint import Checkpoints
 from keel.training.model.model import Model, load_model
 from keel.training.model.references import References, load_references
 from keel.training.step.forward import Forward
 from keel.training.step.lm_head import LMHead, logprobs
-from keel.training.step.sample import Sample, TrainableTokens
 from keel.training.step.step_report import StepReport, TokenReport
+from keel.training.step.trainable_tokens import TrainableTokens
 from keel.training.step.trainer import Trainer
 
 __all__ = [

@@ -79,7 +79,7 @@ def test_a_run_that_was_stopped_goes_on_by_the_command(tmp_path: Path, capsys: p
     train(folder, stop_after=2)
     assert main(["train", "--resume", str(folder)]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"evaluation larger_number on 4 unseen tasks: .* after step 0 -> .* after step 6", said)
+    assert re.search(r"evaluation larger_number on 4 held-out tasks: .* after step 0 -> .* after step 6", said)
     assert "rollouts   " in said and "tokens     " in said
 
 
@@ -89,7 +89,7 @@ def test_a_run_that_was_stopped_goes_on_by_the_command(tmp_path: Path, capsys: p
         (["train"], "give a RECIPE, or --resume RUN"),
         (["train", "no.toml"], "no.toml does not exist"),
         (["train", "recipe.toml", "--allow-changes"], "--allow-changes cannot act without --resume"),
-        (["train", "--resume", "nothing"], "nothing holds no run"),
+        (["train", "--resume", "nothing"], "nothing does not hold a run"),
         (["train", "recipe.toml", "--scheduler.gruops", "3"], "scheduler.gruops is not a setting; did you mean groups"),
         (["train", "recipe.toml", "--sampling.top_p", "0.5"], "sampling.top_p = 0.5 truncates the distribution"),
         (["train", "recipe.toml", "--environments.larger_number.options.shots", "99"], "shots = 99"),

@@ -54,7 +54,7 @@ def trajectory(turns):
 def trained(samples):
     """Return (log-prob, version, temperature, sample, position) of every trainable token."""
     return [
-        (sample.logprobs[position], sample.versions[position], sample.temperature, sample, position)
+        (sample.sampler_logprobs[position], sample.version[position], sample.temperature, sample, position)
         for sample in samples
         for position in range(len(sample))
         if sample.trainable[position]
@@ -73,7 +73,7 @@ def test_every_sampled_token_trains_once_with_the_context_the_engine_had(turns):
     trained_tokens = trained(built.samples)
     assert sorted(item[0] for item in trained_tokens) == sorted(expected)
     for logprob, version, temperature, sample, position in trained_tokens:
-        assert (sample.token_ids[: position + 1], version, temperature) == expected[logprob]
+        assert (tuple(sample.token_ids[: position + 1]), version, temperature) == expected[logprob]
     assert built.counts["trained_tokens"] == built.counts["sampled_tokens"] == len(expected)
 
 
@@ -83,8 +83,8 @@ def test_untrainable_tokens_have_no_version_and_no_logprob(turns):
     for sample in trajectory(turns).build_samples(LONG).samples:
         assert not sample.trainable[0]
         for position in range(len(sample)):
-            assert (sample.versions[position] >= 0) == sample.trainable[position]
-            assert sample.trainable[position] or sample.logprobs[position] == 0.0
+            assert (sample.version[position] >= 0) == sample.trainable[position]
+            assert sample.trainable[position] or sample.sampler_logprobs[position] == 0.0
 
 
 @given(episodes(), st.integers(1, 12), st.sampled_from(["drop", "truncate"]))
@@ -125,9 +125,9 @@ def test_tokens_shared_by_two_samples_train_in_the_first():
     recorded.add_turn([1, 2], generation([3, 4, 5]))
     recorded.add_turn([1, 2, 3, 9], generation([6], first=3), "thinking")
     first, second = recorded.build_samples(LONG).samples
-    assert first.trainable == (False, False, True, True, True)
-    assert second.token_ids == (1, 2, 3, 9, 6)
-    assert second.trainable == (False, False, False, False, True)
+    assert first.trainable.tolist() == [False, False, True, True, True]
+    assert second.token_ids.tolist() == [1, 2, 3, 9, 6]
+    assert second.trainable.tolist() == [False, False, False, False, True]
 
 
 def test_shared_tokens_train_in_the_second_sample_if_the_first_is_dropped():
@@ -135,7 +135,7 @@ def test_shared_tokens_train_in_the_second_sample_if_the_first_is_dropped():
     recorded.add_turn([1, 2], generation([3, 4, 5, 5, 5, 5]))
     recorded.add_turn([1, 2, 3, 9], generation([6], first=6), "thinking")
     result = recorded.build_samples(EpisodeLimits(max_sequence_tokens=5))
-    assert [sample.trainable for sample in result.samples] == [(False, False, True, False, True)]
+    assert [sample.trainable.tolist() for sample in result.samples] == [[False, False, True, False, True]]
     assert result.counts["dropped_samples"] == 1
     assert result.counts["dropped_tokens"] == 5
 
@@ -162,7 +162,7 @@ def test_two_interleaved_conversations_are_two_samples():
     recorded.add_turn([5], generation([6], first=1), "compaction")
     recorded.add_turn([1, 2, 3], generation([4], first=2))
     recorded.add_turn([5, 6, 7], generation([8], first=3))
-    assert [sample.token_ids for sample in recorded.build_samples(LONG).samples] == [(1, 2, 3, 4), (5, 6, 7, 8)]
+    assert [sample.token_ids.tolist() for sample in recorded.build_samples(LONG).samples] == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
 def test_a_new_temperature_starts_a_new_sample():
@@ -171,7 +171,7 @@ def test_a_new_temperature_starts_a_new_sample():
     recorded.add_turn([1, 2, 3], generation([4], first=1, temperature=0.5))
     first, second = recorded.build_samples(LONG).samples
     assert (first.temperature, second.temperature, second.split_reason) == (1.0, 0.5, "temperature")
-    assert second.trainable == (False, False, False, True)
+    assert second.trainable.tolist() == [False, False, False, True]
 
 
 def test_a_split_without_a_reason_is_called_rewritten():

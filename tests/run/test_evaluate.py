@@ -149,7 +149,13 @@ class Digest:
 
 def run(environment, engine=None, **options):
     engine = engine or ScriptedEngine(answer=lambda _: f"7{END}")
-    given = {"num_tasks": 4, "samples_per_task": 1, "sampling": Sampling(max_tokens=8), "limits": EpisodeLimits(), "seed": 3}
+    given = {
+        "num_tasks": 4,
+        "samples_per_task": 1,
+        "sampling": Sampling(max_tokens=8),
+        "limits": EpisodeLimits(),
+        "seed": 3,
+    }
     return asyncio.run(evaluate(engine, Renderer(engine.tokenizer), environment, **given | options))
 
 
@@ -185,7 +191,9 @@ def test_no_more_than_in_flight_are_played_at_once():
 
 def test_progress_is_told_of_every_episode():
     told = []
-    run(Finite(lambda *_: 1.0), num_tasks=3, samples_per_task=2, progress=lambda done, total: told.append((done, total)))
+    run(
+        Finite(lambda *_: 1.0), num_tasks=3, samples_per_task=2, progress=lambda done, total: told.append((done, total))
+    )
     assert told == [(number, 6) for number in range(1, 7)]
 
 

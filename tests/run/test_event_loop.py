@@ -1,4 +1,4 @@
-"""A command ends when its work does, whatever was left running."""
+"""A command ends when its coroutine does, whatever tasks are left running."""
 
 import asyncio
 import os
@@ -13,23 +13,23 @@ from keel.run import event_loop
 from keel.run.event_loop import run_to_completion
 
 
-def test_what_it_returns_or_raises_is_handed_on() -> None:
-    async def gives() -> int:
+def test_the_result_or_error_of_the_coroutine_is_passed_on() -> None:
+    async def returns() -> int:
         return 7
 
     async def raises() -> None:
         raise LookupError("no")
 
-    assert run_to_completion(gives()) == 7
+    assert run_to_completion(returns()) == 7
     with pytest.raises(LookupError):
         run_to_completion(raises())
 
 
-def test_a_task_that_ignores_its_end_is_left_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_ignores_cancellation_is_abandoned_after_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_loop, "CANCEL_GRACE", 0.2)
     ended = []
 
-    async def deaf() -> None:
+    async def ignores_cancellation() -> None:
         while True:
             try:
                 await asyncio.sleep(60)
@@ -43,28 +43,29 @@ def test_a_task_that_ignores_its_end_is_left_after_a_moment(monkeypatch: pytest.
             ended.append("polite")
 
     async def work() -> str:
-        kept.extend([asyncio.ensure_future(deaf()), asyncio.ensure_future(polite())])
+        kept.extend([asyncio.ensure_future(ignores_cancellation()), asyncio.ensure_future(polite())])
         await asyncio.sleep(0.01)
         return "done"
 
     kept: list[asyncio.Future[None]] = []
-    began = time.monotonic()
+    start = time.monotonic()
     assert run_to_completion(work()) == "done"
-    assert time.monotonic() - began < 5 and ended == ["polite"]
+    assert time.monotonic() - start < 5 and ended == ["polite"]
 
 
-def test_a_process_that_was_stopped_has_not_waited() -> None:
-    """A child stops itself for six seconds while it waits two; the wait is not over when it goes on."""
+@pytest.mark.process
+def test_suspended_time_does_not_count_as_waiting() -> None:
+    """A child suspends itself for six seconds during a wait of two; the wait continues after it resumes."""
     code = """
 import asyncio, os, signal, threading, time
 from keel.run.event_loop import run_to_completion
 
 async def work():
     loop = asyncio.get_running_loop()
-    began, counted = time.monotonic(), loop.time()
+    start, loop_start = time.monotonic(), loop.time()
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     await asyncio.sleep(2)
-    return time.monotonic() - began, loop.time() - counted
+    return time.monotonic() - start, loop.time() - loop_start
 
 print(*run_to_completion(work()))
 """
@@ -72,6 +73,6 @@ print(*run_to_completion(work()))
     os.waitpid(child.pid, os.WUNTRACED)
     time.sleep(6)
     os.kill(child.pid, signal.SIGCONT)
-    told, _ = child.communicate(timeout=60)
-    real, counted = map(float, told.split())
+    output, _ = child.communicate(timeout=60)
+    real, counted = map(float, output.split())
     assert real > 7 and 1.9 < counted < 4.5

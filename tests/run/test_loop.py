@@ -1,4 +1,4 @@
-"""A run from its settings to its folder: what is written down adds up, and what a synchronous run gives is exact."""
+"""A run from settings to folder: its records are consistent, and a synchronous run is reproducible bit for bit."""
 
 import json
 import sqlite3
@@ -20,7 +20,7 @@ from keel.run.summary import summarize_run
 from tests.support.tiny_runs import RECIPE, Watcher, loaded, resume, train
 
 
-def fates(folder: Path) -> list[tuple[Any, ...]]:
+def outcomes(folder: Path) -> list[tuple[Any, ...]]:
     with sqlite3.connect(folder / "run.db") as db:
         return db.execute('SELECT "group", member, attempt, outcome, reason, step, tokens FROM rollouts').fetchall()
 
@@ -29,8 +29,8 @@ def table(folder: Path, step: int) -> list[dict[str, Any]]:
     return pq.read_table(folder / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
 
 
-def timeless(folder: Path, step: int) -> list[dict[str, Any]]:
-    """A step's rows without when they were made."""
+def without_times(folder: Path, step: int) -> list[dict[str, Any]]:
+    """Return the rows of a step without durations and timestamps."""
     return [{k: v for k, v in row.items() if k not in ("seconds", "ended_at")} for row in table(folder, step)]
 
 
@@ -44,23 +44,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watcher]:
     return folder, train(folder)
 
 
-def test_every_rollout_has_one_fate_and_the_files_agree_with_the_ledger(run: tuple[Path, Watcher]) -> None:
+def test_every_rollout_has_one_outcome_and_the_files_agree_with_the_ledger(run: tuple[Path, Watcher]) -> None:
     folder, _ = run
-    found = fates(folder)
-    assert len({row[:3] for row in found}) == len(found)
+    recorded = outcomes(folder)
+    assert len({row[:3] for row in recorded}) == len(recorded)
     in_files = {
         (row["group"], row["member"], row["attempt"]): (row["outcome"], row["reason"], row["step"])
         for step in range(1, 7)
         for row in table(folder, step)
     }
-    # what was under way when the run ended is in the ledger only
-    assert in_files == {row[:3]: row[3:6] for row in found if row[4] != "run_ended"}
-    assert Counter(row[5] for row in found if row[3] == "trained" or row[4] == "zero_variance") == dict.fromkeys(
+    # rollouts in flight when the run ended are only in the ledger
+    assert in_files == {row[:3]: row[3:6] for row in recorded if row[4] != "run_ended"}
+    assert Counter(row[5] for row in recorded if row[3] == "trained" or row[4] == "zero_variance") == dict.fromkeys(
         range(1, 7), 16
     )
 
 
-def test_a_steps_file_says_of_every_token_what_became_of_it(run: tuple[Path, Watcher]) -> None:
+def test_the_file_of_a_step_records_the_outcome_of_every_token(run: tuple[Path, Watcher]) -> None:
     folder, watcher = run
     for step in range(1, 7):
         for row in table(folder, step):
@@ -80,13 +80,13 @@ def test_a_steps_file_says_of_every_token_what_became_of_it(run: tuple[Path, Wat
         assert len(trained) == watcher.steps[step].get("trainable_tokens", 0)
 
 
-def test_the_sampler_and_the_trainer_agree_on_fresh_tokens(run: tuple[Path, Watcher]) -> None:
+def test_the_sampler_and_the_trainer_agree_on_tokens_of_the_current_version(run: tuple[Path, Watcher]) -> None:
     folder, _ = run
     differences = [
         abs(mine - theirs)
         for step in range(1, 7)
         for row in table(folder, step)
-        # an answer that new weights reached half-way goes on with the keys of the old ones
+        # a completion in flight during an update keeps the KV cache of the old weights
         if row["outcome"] == "trained" and set(row["versions"]) <= {-1, row["version"]}
         for mine, theirs, version in zip(row["logprobs"], row["sampler_logprobs"], row["versions"], strict=True)
         if version == row["version"]
@@ -98,14 +98,14 @@ def test_new_weights_reach_the_engine(run: tuple[Path, Watcher]) -> None:
     folder, watcher = run
     versions = {version for step in range(1, 7) for row in table(folder, step) for version in row["versions"]}
     assert len(versions - {-1}) > 3
-    assert all(numbers.get("staleness_max", 0) <= 1 for numbers in watcher.steps.values())
+    assert all(metrics.get("staleness_max", 0) <= 1 for metrics in watcher.steps.values())
 
 
-def test_the_folder_says_what_was_run(run: tuple[Path, Watcher]) -> None:
+def test_the_folder_records_settings_versions_metrics_and_evaluations(run: tuple[Path, Watcher]) -> None:
     folder, watcher = run
     assert not settings_diff(load_settings(folder / "config.toml"), loaded(folder))
-    said = json.loads((folder / "run.json").read_text())
-    assert said["versions"]["keel-rl"] == keel.__version__
+    provenance = json.loads((folder / "run.json").read_text())
+    assert provenance["versions"]["keel-rl"] == keel.__version__
     assert set(watcher.evaluations) == {0, 3, 6}
     metrics = pq.read_table(folder / "metrics.parquet").to_pylist()
     assert [row["reward"] for row in metrics] == [watcher.steps[step]["reward"] for step in range(1, 7)]
@@ -113,34 +113,36 @@ def test_the_folder_says_what_was_run(run: tuple[Path, Watcher]) -> None:
     text = summarize_run(opened)
     assert opened.ledger.get_meta("status") == "finished"
     opened.close()
-    assert "evaluation larger_number on 4 unseen tasks" in text and f"folder     {folder}" in text
+    assert "evaluation larger_number on 4 held-out tasks" in text and f"folder     {folder}" in text
 
 
-def test_the_folder_says_what_the_run_is_doing_while_it_does_it(tmp_path: Path) -> None:
+def test_live_json_shows_the_current_activity_while_the_run_lasts(tmp_path: Path) -> None:
     live, seen = tmp_path / "run" / "live.json", []
-    written = LiveStatus.write
+    write = LiveStatus.write
 
-    async def say(self: LiveStatus, doing: str, engine: Any) -> None:
-        await written(self, doing, engine)
+    async def write_and_read(self: LiveStatus, activity: str, engine: Any) -> None:
+        await write(self, activity, engine)
         if live.exists():
             seen.append(json.loads(live.read_text()))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(LiveStatus, "write", say)
+        patched.setattr(LiveStatus, "write", write_and_read)
         train(tmp_path / "run", steps=2, evaluation__when="never")
-    assert any(one["doing"].startswith("sampling: ") and one["engines"].startswith("version 0") for one in seen)
+    assert any(
+        status["doing"].startswith("sampling: ") and status["engines"].startswith("version 0") for status in seen
+    )
     assert not live.exists()
 
 
-def test_a_finished_run_has_nothing_to_go_on_with(run: tuple[Path, Watcher]) -> None:
+def test_resuming_a_finished_run_does_nothing(run: tuple[Path, Watcher]) -> None:
     folder, _ = run
-    before = fates(folder)
+    before = outcomes(folder)
     assert resume(folder).steps == {}
-    assert fates(folder) == before
+    assert outcomes(folder) == before
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_two_synchronous_runs_are_equal_bit_for_bit(tmp_path: Path, lora: bool) -> None:
+def test_two_synchronous_runs_are_bit_identical(tmp_path: Path, lora: bool) -> None:
     changes: dict[str, Any] = {"scheduler__max_off_policy_steps": 0, "steps": 3}
     if lora:
         changes["model__lora__rank"] = 4
@@ -148,14 +150,14 @@ def test_two_synchronous_runs_are_equal_bit_for_bit(tmp_path: Path, lora: bool) 
         train(tmp_path / name, **changes)
     files = ["adapter_model.safetensors"] if lora else ["model.safetensors"]
     for file in (*files, "training/optimizer.safetensors"):
-        one, other = (tmp_path / name / "checkpoints" / "step_3" / file for name in ("a", "b"))
-        assert one.read_bytes() == other.read_bytes()
-    assert timeless(tmp_path / "a", 3) == timeless(tmp_path / "b", 3)
+        first, second = (tmp_path / name / "checkpoints" / "step_3" / file for name in ("a", "b"))
+        assert first.read_bytes() == second.read_bytes()
+    assert without_times(tmp_path / "a", 3) == without_times(tmp_path / "b", 3)
     train(tmp_path / "c", **changes, seed=1)
-    assert timeless(tmp_path / "a", 1) != timeless(tmp_path / "c", 1)
+    assert without_times(tmp_path / "a", 1) != without_times(tmp_path / "c", 1)
 
 
-def test_lora_reaches_the_engine_and_a_step_reference_acts(tmp_path: Path) -> None:
+def test_lora_reaches_the_engine_and_a_step_reference_has_an_effect(tmp_path: Path) -> None:
     watcher = train(
         tmp_path / "run",
         steps=4,
@@ -166,19 +168,19 @@ def test_lora_reaches_the_engine_and_a_step_reference_acts(tmp_path: Path) -> No
         trainer__optimizer__lr=0.01,
     )
     rows = [row for step in range(1, 5) for row in table(tmp_path / "run", step) if row["outcome"] == "trained"]
-    assert all(row["version"] == max(row["versions"]) for row in rows), "all were sampled from the newest adapter"
-    fresh = [
+    assert all(row["version"] == max(row["versions"]) for row in rows), "every sample is from the newest adapter"
+    differences = [
         abs(mine - theirs)
         for row in rows
         for mine, theirs, version in zip(row["logprobs"], row["sampler_logprobs"], row["versions"], strict=True)
         if version == row["version"]
     ]
-    assert max(fresh) < 1e-3
-    drifts = [abs(numbers["kl_ref/first"]) for numbers in watcher.steps.values() if "kl_ref/first" in numbers]
-    assert drifts[0] == pytest.approx(0, abs=1e-5) and drifts[-1] > 1e-3
+    assert max(differences) < 1e-3
+    kl = [abs(metrics["kl_ref/first"]) for metrics in watcher.steps.values() if "kl_ref/first" in metrics]
+    assert kl[0] == pytest.approx(0, abs=1e-5) and kl[-1] > 1e-3
 
 
-def test_two_environments_share_a_run_by_their_weights(tmp_path: Path) -> None:
+def test_two_environments_share_a_run_in_proportion_to_their_weights(tmp_path: Path) -> None:
     watcher = train(
         tmp_path / "run",
         steps=3,
@@ -188,23 +190,23 @@ def test_two_environments_share_a_run_by_their_weights(tmp_path: Path) -> None:
         scheduler__max_off_policy_steps=0,
         advantages__zero_variance_groups="train",
     )
-    groups = Counter(row[0].split("#")[0] for row in fates(tmp_path / "run"))
+    groups = Counter(row[0].split("#")[0] for row in outcomes(tmp_path / "run"))
     assert groups["count_letters"] == 3 * groups["larger_number"]
     assert {"reward/larger_number", "reward/count_letters"} <= watcher.steps[1].keys()
     assert not watcher.evaluations
 
 
-def test_steps_that_train_nothing_end_the_run_with_their_reason(tmp_path: Path) -> None:
+def test_steps_that_train_nothing_end_the_run_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=r"2 steps in a row trained nothing.*zero_variance 16"):
         train(
             tmp_path / "run", scheduler__max_empty_steps=2, environments__larger_number__name="tests.run.test_loop:Flat"
         )
-    with Ledger_open(tmp_path / "run") as ledger:
+    with open_ledger(tmp_path / "run") as ledger:
         assert ledger.get_meta("status") == "failed"
         assert ledger.last_step == 2
 
 
-class Ledger_open:
+class open_ledger:
     def __init__(self, folder: Path) -> None:
         self.ledger = Ledger(folder / "run.db")
 
@@ -215,31 +217,31 @@ class Ledger_open:
         self.ledger.close()
 
 
-def test_a_sample_whose_gradient_is_not_finite_is_refused_and_the_rest_trains(
+def test_a_sample_with_a_non_finite_gradient_is_dropped_and_the_rest_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from keel.errors import StepRefused
     from keel.training import Trainer
 
-    whole = Trainer.step
+    original = Trainer.step
 
-    def step(self: Trainer, samples: Any, *given: Any, **named: Any) -> Any:
-        bad = [number for number, sample in enumerate(samples) if sample.name.split("/")[1] == "2"]
+    def step(self: Trainer, samples: Any, *args: Any, **kwargs: Any) -> Any:
+        bad = [index for index, sample in enumerate(samples) if sample.name.split("/")[1] == "2"]
         if bad and self.steps == 1:
             raise StepRefused("the gradient is not finite", bad)
-        return whole(self, samples, *given, **named)
+        return original(self, samples, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "step", step)
     watcher = train(tmp_path / "run", steps=3, evaluation__when="never")
-    refused = {(row[1], row[5]) for row in fates(tmp_path / "run") if row[4] == "non_finite_gradient"}
-    assert {member for member, _ in refused} == {2} and len({step for _, step in refused}) == 1
-    assert len(watcher.notices) == 1 and "samples are refused: the gradient is not finite" in watcher.notices[0]
-    ((_, step_of),) = {(2, number) for _, number in refused}
-    assert any(row[3] == "trained" and row[5] == step_of for row in fates(tmp_path / "run"))
+    dropped = {(row[1], row[5]) for row in outcomes(tmp_path / "run") if row[4] == "non_finite_gradient"}
+    assert {member for member, _ in dropped} == {2} and len({step for _, step in dropped}) == 1
+    assert len(watcher.notices) == 1 and "samples are dropped: the gradient is not finite" in watcher.notices[0]
+    (dropped_step,) = {step for _, step in dropped}
+    assert any(row[3] == "trained" and row[5] == dropped_step for row in outcomes(tmp_path / "run"))
 
 
 class Flat:
-    """Pays every answer the same."""
+    """Gives every completion the same reward."""
 
     name = "flat"
 
@@ -249,66 +251,68 @@ class Flat:
     def tasks(self, split: str) -> list[Any]:
         from keel.rollout.environments.environment import Task
 
-        return [Task(f"flat/{split}/{number}", {}) for number in range(9)]
+        return [Task(f"flat/{split}/{index}", {}) for index in range(9)]
 
     async def episode(self, task: Any, client: Any) -> float:
         await client.chat([{"role": "user", "content": "Which is larger, 1 or 2?"}])
         return 1.0
 
 
-def test_the_learning_run_learns_and_shuffled_advantages_do_not(
+@pytest.mark.model
+def test_the_reward_rises_with_real_advantages_and_not_with_shuffled_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The asynchronous path as a whole: reward rises, and it is the advantages that make it."""
+    """The asynchronous path end to end: the reward rises, and it is the advantages that cause it."""
     from keel.run import scoring
 
-    chosen = {"steps": 25, "scheduler__groups_per_step": 8, "scheduler__group_size": 8, "evaluation__when": "never"}
+    settings = {"steps": 25, "scheduler__groups_per_step": 8, "scheduler__group_size": 8, "evaluation__when": "never"}
 
-    def last(watcher: Watcher) -> float:
+    def last_reward(watcher: Watcher) -> float:
         return sum(watcher.steps[step]["reward"] for step in range(21, 26)) / 5
 
-    learned = train(tmp_path / "learns", **chosen)
+    learned = train(tmp_path / "learns", **settings)
     assert learned.steps[1]["reward"] < 0.65
-    assert last(learned) > 0.8
+    assert last_reward(learned) > 0.8
 
-    right, chance = scoring._advantages, torch.Generator().manual_seed(0)
+    original, generator = scoring._advantages, torch.Generator().manual_seed(0)
 
-    def shuffled(*given: Any) -> list[list[float]]:
+    def shuffled(*args: Any) -> list[list[float]]:
         return [
-            [values[place] for place in torch.randperm(len(values), generator=chance).tolist()]
-            for values in right(*given)
+            [values[index] for index in torch.randperm(len(values), generator=generator).tolist()]
+            for values in original(*args)
         ]
 
     monkeypatch.setattr(scoring, "_advantages", shuffled)
-    assert last(train(tmp_path / "shuffled", **chosen)) < 0.75
+    assert last_reward(train(tmp_path / "shuffled", **settings)) < 0.75
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["process"])
-def test_the_same_loop_with_an_engine_in_a_process_of_its_own(tmp_path: Path, kind: str) -> None:
+def test_the_same_loop_works_with_an_engine_in_a_separate_process(tmp_path: Path, kind: str) -> None:
     watcher = train(tmp_path / "run", steps=3, engine__kind=kind, evaluation__when="start_and_end")
     assert list(watcher.steps) == [1, 2, 3]
     rows = [row for step in (1, 2, 3) for row in table(tmp_path / "run", step) if row["outcome"] == "trained"]
     assert {version for row in rows for version in row["versions"]} - {-1, 0}, "weights were published"
-    left = list((tmp_path / "run" / "weights").glob("version_*"))
-    assert 1 <= len(left) <= 2
+    published = list((tmp_path / "run" / "weights").glob("version_*"))
+    assert 1 <= len(published) <= 2
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_not_written_over_and_not_by_two(tmp_path: Path) -> None:
+def test_a_run_is_neither_overwritten_nor_written_by_two_processes(tmp_path: Path) -> None:
     first = RunFolder.create(tmp_path / "run", loaded(tmp_path / "run"))
     with pytest.raises(KeelError, match=r"is being written by process \d+"):
         RunFolder.open(tmp_path / "run")
     first.close()
-    with pytest.raises(ConfigError, match="holds a run; go on with it by --resume"):
+    with pytest.raises(ConfigError, match="already holds a run; resume it with --resume"):
         RunFolder.create(tmp_path / "run", loaded(tmp_path / "run"))
-    with pytest.raises(ConfigError, match=r"holds no run: there is no run\.db"):
+    with pytest.raises(ConfigError, match=r"does not hold a run: it has no run\.db"):
         RunFolder.open(tmp_path)
     assert unused_path(tmp_path, "run").name == "run-2"
 
 
-def test_changed_settings_are_shown_and_have_to_be_allowed(tmp_path: Path) -> None:
+def test_changed_settings_are_listed_and_have_to_be_allowed(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "run", loaded(tmp_path / "run")).close()
     with pytest.raises(ConfigError, match=r"- steps = 6\n  \+ steps = 9\n.*--allow-changes"):
         RunFolder.open(tmp_path / "run", overrides=["--steps", "9"])
@@ -335,28 +339,28 @@ def test_changed_settings_are_shown_and_have_to_be_allowed(tmp_path: Path) -> No
         ('engine.kind = "vllm"\nengine.native_kernels = "off"', 'native_kernels = "off" has no effect'),
     ],
 )
-def test_settings_that_cannot_act_together_are_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_settings_that_contradict_each_other_are_errors(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.toml").write_text(text + "\n" + RECIPE)
     with pytest.raises(ConfigError, match=message):
         load_settings(tmp_path / "a.toml")
 
 
-def test_a_second_fate_cannot_be_written(tmp_path: Path) -> None:
+def test_a_second_outcome_cannot_be_written(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "run.db", create=True)
     outcome = RolloutOutcome("a#1", 0, 0, "a", "t", "trained", None, None, 1.0, 3)
     ledger.write_step(1, version=1, stepped=True, metrics={}, outcomes=[outcome], state={})
-    with pytest.raises(KeelError, match="second fate"):
+    with pytest.raises(KeelError, match="second outcome"):
         ledger.write_step(2, version=2, stepped=True, metrics={}, outcomes=[outcome], state={"x": 1})
     assert ledger.last_step == 1 and ledger.state() == {}
     ledger.close()
 
 
-def test_an_objective_that_asks_a_teacher_needs_one(tmp_path: Path) -> None:
+def test_an_objective_that_uses_a_teacher_needs_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="reads a teacher and none is configured"):
         train(tmp_path / "run", objective__teacher_tau=0.1)
 
 
-def test_a_run_without_an_environment_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_an_environment_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("steps = 1\n")
     folder = RunFolder.create(tmp_path / "run", load_settings(tmp_path / "a.toml"))
     from keel.run.loop import TrainingRun

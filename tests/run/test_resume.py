@@ -1,4 +1,4 @@
-"""A run that is stopped or killed goes on: nothing twice, nothing lost, the same bits where it is synchronous."""
+"""A stopped or killed run resumes: nothing twice, nothing lost, bit-identical if it is synchronous."""
 
 import random
 import shutil
@@ -17,15 +17,15 @@ BITS = ("model.safetensors", "training/optimizer.safetensors")
 
 @pytest.fixture(scope="module")
 def lives() -> Iterator[Lives]:
-    made = Lives()
-    yield made
-    made.close()
+    lives = Lives()
+    yield lives
+    lives.close()
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A synchronous run that nobody interrupted."""
-    folder = tmp_path_factory.mktemp("straight") / "run"
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A synchronous run that was never interrupted."""
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     train(folder, **SYNCHRONOUS)
     return folder
 
@@ -34,88 +34,92 @@ def assert_accounted_for(folder: Path, steps: int = 6) -> None:
     with sqlite3.connect(folder / "run.db") as db:
         assert db.execute("SELECT count(*) FROM finished").fetchone() == (0,)
         assert [row[0] for row in db.execute("SELECT step FROM steps ORDER BY step")] == list(range(1, steps + 1))
-        names = db.execute('SELECT "group", member, attempt FROM rollouts').fetchall()
-        assert len(set(names)) == len(names)
-        # every attempt before the last of a member has a fate too: none was lost on the way
-        for group, member, attempt in names:
-            assert all((group, member, earlier) in set(names) for earlier in range(attempt))
+        keys = db.execute('SELECT "group", member, attempt FROM rollouts').fetchall()
+        assert len(set(keys)) == len(keys)
+        # every earlier attempt of a member has an outcome too: none was lost
+        for group, member, attempt in keys:
+            assert all((group, member, earlier) in set(keys) for earlier in range(attempt))
         trained = db.execute(
             "SELECT step, count(*) FROM rollouts WHERE outcome = 'trained' OR reason = 'zero_variance' GROUP BY step"
         ).fetchall()
         assert trained == [(step, 16) for step in range(1, steps + 1)]
 
 
-def assert_same_bits(one: Path, other: Path) -> None:
+def assert_same_bits(expected: Path, actual: Path) -> None:
     for file in BITS:
-        first, second = (folder / "checkpoints" / "step_6" / file for folder in (one, other))
+        first, second = (folder / "checkpoints" / "step_6" / file for folder in (expected, actual))
         assert first.read_bytes() == second.read_bytes(), file
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 5])
-def test_a_run_that_was_told_to_stop_goes_on_bit_for_bit(straight: Path, tmp_path: Path, stop: int) -> None:
+def test_a_stopped_run_resumes_bit_identically(uninterrupted: Path, tmp_path: Path, stop: int) -> None:
     folder = tmp_path / "run"
     assert list(train(folder, stop_after=stop, **SYNCHRONOUS).steps) == list(range(1, stop + 1))
     watcher = resume(folder)
     assert list(watcher.steps) == list(range(stop + 1, 7))
-    assert_same_bits(straight, folder)
+    assert_same_bits(uninterrupted, folder)
     assert_accounted_for(folder)
 
 
-def test_steps_that_no_checkpoint_holds_are_trained_again_from_their_record(straight: Path, tmp_path: Path) -> None:
+def test_steps_after_the_last_checkpoint_are_trained_again_from_their_records(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(straight, folder)
+    shutil.copytree(uninterrupted, folder)
     shutil.rmtree(folder / "checkpoints" / "step_6")
     watcher = resume(folder)
     assert [text.split()[1] for text in watcher.notices if "trained again" in text] == ["4", "5", "6"]
     assert not watcher.steps
-    assert_same_bits(straight, folder)
+    assert_same_bits(uninterrupted, folder)
 
 
-def test_a_broken_checkpoint_is_passed_over_and_nothing_is_lost(straight: Path, tmp_path: Path) -> None:
+def test_a_broken_checkpoint_is_skipped_and_nothing_is_lost(uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(straight, folder)
+    shutil.copytree(uninterrupted, folder)
     file = folder / "checkpoints" / "step_6" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.warns(UserWarning, match="step 6 is broken") as warned:
         resume(folder)
-    assert any("step 6 is corrupt and is replaced" in str(one.message) for one in warned)
-    assert_same_bits(straight, folder)
+    assert any("step 6 is corrupt and is replaced" in str(warning.message) for warning in warned)
+    assert_same_bits(uninterrupted, folder)
 
 
-def test_a_checkpoint_that_the_ledger_does_not_know_is_refused(straight: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_newer_than_the_ledger_is_an_error(uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(straight, folder)
+    shutil.copytree(uninterrupted, folder)
     (folder / "checkpoints" / "step_6").rename(folder / "checkpoints" / "step_6_")
     (folder / "checkpoints" / "step_3").rename(folder / "checkpoints" / "step_9")
-    with pytest.raises(KeelError, match="step_9 is newer than the ledger, which ends with step 6"):
+    with pytest.raises(KeelError, match="step_9 is newer than the ledger, whose last step is 6"):
         resume(folder)
 
 
-def test_a_synchronous_run_killed_again_and_again_ends_with_the_same_bits(
-    straight: Path, tmp_path: Path, lives: Lives
+@pytest.mark.process
+def test_a_synchronous_run_killed_repeatedly_ends_with_the_same_bits(
+    uninterrupted: Path, tmp_path: Path, lives: Lives
 ) -> None:
-    folder, chance, kills = tmp_path / "run", random.Random(3), 0
-    while not lives.live(folder, chance.uniform(0.3, 4.0) if kills < 8 else None, **SYNCHRONOUS):
+    folder, rng, kills = tmp_path / "run", random.Random(3), 0
+    while not lives.live(folder, rng.uniform(0.3, 4.0) if kills < 8 else None, **SYNCHRONOUS):
         kills += 1
-    assert_same_bits(straight, folder)
+    assert_same_bits(uninterrupted, folder)
     assert_accounted_for(folder)
 
 
-def test_an_asynchronous_run_killed_again_and_again_trains_nothing_twice_and_loses_nothing(
+@pytest.mark.process
+def test_an_asynchronous_run_killed_repeatedly_trains_nothing_twice_and_loses_nothing(
     tmp_path: Path, lives: Lives
 ) -> None:
-    folder, chance, kills = tmp_path / "run", random.Random(4), 0
-    while not lives.live(folder, chance.uniform(0.3, 4.0) if kills < 8 else None, steps=12):
+    folder, rng, kills = tmp_path / "run", random.Random(4), 0
+    while not lives.live(folder, rng.uniform(0.3, 4.0) if kills < 8 else None, steps=12):
         kills += 1
     assert_accounted_for(folder, 12)
 
 
-def test_rollouts_that_had_ended_when_the_process_was_killed_are_used(tmp_path: Path) -> None:
+def test_rollouts_that_finished_before_an_interruption_are_used(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(folder, stop_after=3)
     with sqlite3.connect(folder / "run.db") as db:
-        kept = set(db.execute('SELECT "group", member, attempt FROM finished').fetchall())
-    assert kept, "the next batch was sampled while step 3 was trained"
+        finished = set(db.execute('SELECT "group", member, attempt FROM finished').fetchall())
+    assert finished, "the next batch was sampled while step 3 trained"
     resume(folder)
     with sqlite3.connect(folder / "run.db") as db:
         used = set(
@@ -123,5 +127,5 @@ def test_rollouts_that_had_ended_when_the_process_was_killed_are_used(tmp_path: 
                 "SELECT \"group\", member, attempt FROM rollouts WHERE outcome = 'trained' OR reason = 'zero_variance'"
             ).fetchall()
         )
-    assert len(kept & used) >= len(kept) / 2
+    assert len(finished & used) >= len(finished) / 2
     assert_accounted_for(folder)

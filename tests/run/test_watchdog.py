@@ -1,4 +1,4 @@
-"""The watchdog: what hangs is named and ended, what is only slow is not."""
+"""The watchdog ends runs that hang and names the cause; slow runs continue."""
 
 import asyncio
 import threading
@@ -9,43 +9,43 @@ import pytest
 from keel.run.watchdog import RunStalled, Watchdog
 
 
-def test_what_makes_no_progress_is_warned_about_and_ended_by_name() -> None:
-    told: list[str] = []
+def test_a_run_without_progress_is_warned_about_and_ended_with_its_activity() -> None:
+    warnings: list[str] = []
 
     async def scene() -> None:
-        with Watchdog(0.3, told.append) as watchdog:
+        with Watchdog(0.3, warnings.append) as watchdog:
             watchdog.set_activity("sampling: 3 groups ready")
             await asyncio.sleep(30)
 
-    began = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(
-        RunStalled, match=r"nothing has come for 0 s \(stall_timeout = 0\.3\) of: sampling: 3 groups ready; "
+        RunStalled, match=r"No progress for 0 s \(stall_timeout = 0\.3\) while sampling: 3 groups ready; "
     ):
         asyncio.run(scene())
-    assert time.monotonic() - began < 5
-    assert len(told) == 1 and "nothing has come" in told[0]
+    assert time.monotonic() - start < 5
+    assert len(warnings) == 1 and "No progress" in warnings[0]
 
 
-def test_progress_however_slow_is_enough_and_the_same_mark_is_none() -> None:
+def test_slow_progress_is_enough_and_a_repeated_mark_is_not_progress() -> None:
     async def slow() -> str:
         with Watchdog(0.4, lambda _: None) as watchdog:
-            for number in range(8):
+            for count in range(8):
                 await asyncio.sleep(0.15)
-                watchdog.progress(("landed", number))
+                watchdog.progress(("completed", count))
         return "done"
 
     async def still() -> None:
         with Watchdog(0.4, lambda _: None) as watchdog:
             while True:
                 await asyncio.sleep(0.05)
-                watchdog.progress(("landed", 0))
+                watchdog.progress(("completed", 0))
 
     assert asyncio.run(slow()) == "done"
     with pytest.raises(RunStalled):
         asyncio.run(still())
 
 
-def test_a_cancellation_from_outside_stays_one() -> None:
+def test_a_cancellation_from_outside_stays_a_cancellation() -> None:
     async def scene() -> None:
         with Watchdog(60, lambda _: None):
             task = asyncio.current_task()
@@ -57,24 +57,24 @@ def test_a_cancellation_from_outside_stays_one() -> None:
         asyncio.run(scene())
 
 
-def test_a_loop_that_is_held_is_given_up_by_the_place_that_holds_it() -> None:
-    told: list[str] = []
-    given_up = threading.Event()
+def test_a_blocked_event_loop_is_reported_with_the_line_that_blocks_it() -> None:
+    reasons: list[str] = []
+    reported = threading.Event()
 
-    def abandon(why: str) -> None:
-        told.append(why)
-        given_up.set()
+    def on_hang(reason: str) -> None:
+        reasons.append(reason)
+        reported.set()
 
     async def scene() -> None:
-        with Watchdog(0.1, lambda _: None, abandon) as watchdog:
+        with Watchdog(0.1, lambda _: None, on_hang) as watchdog:
             watchdog.set_activity("sampling")
-            hold(given_up)
-            await asyncio.sleep(0)  # where the cancellation that nobody could deliver arrives
+            block(reported)
+            await asyncio.sleep(0)  # the cancellation that could not be delivered before arrives here
 
     with pytest.raises(RunStalled):
         asyncio.run(scene())
-    assert "of: sampling" in told[0] and "held by" in told[0]
+    assert "while sampling" in reasons[0] and "blocked in" in reasons[0]
 
 
-def hold(until: threading.Event) -> None:
+def block(until: threading.Event) -> None:
     assert until.wait(10)

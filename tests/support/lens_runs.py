@@ -12,10 +12,10 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+from keel.common.sample import Sample
 from keel.config import load_settings
 from keel.config.toml_writer import toml_lines
 from keel.objectives.scalar_gates import dropped_side
-from keel.rollout.trajectory import TrainingSample
 from keel.run import records
 from keel.run.ledger import Ledger, RolloutOutcome
 from keel.run.records import SampleRecord
@@ -129,26 +129,31 @@ def make_group(
             rng.choice(COMPLETIONS).format(a=a, b=b, c=total, n=name, t=thing) for _ in range(paragraphs)
         )
         row = SampleRecord(**names, member=member, attempt=0, sample=0, reward=float(right[member]), turns=1)
-        row.data = make_sample(vocabulary.split(prompt), vocabulary.split(f"{completion}<|im_end|>"), step, rng)
+        advantage = None if index == 0 else float(right[member]) - mean
+        tokens = vocabulary.split(prompt), vocabulary.split(f"{completion}<|im_end|>")
+        row.sequence = make_sample(*tokens, step, rng, advantage)
         if index == 0:
             row.reason = "zero_variance"
         else:
-            row.outcome, row.advantage = "trained", float(right[member]) - mean
+            row.outcome = "trained"
             row.token_columns = token_report(row, gates, step, rng, noise)
         rows.append(row)
     return rows
 
 
-def make_sample(prompt: list[int], completion: list[int], step: int, rng: random.Random) -> TrainingSample:
+def make_sample(
+    prompt: list[int], completion: list[int], step: int, rng: random.Random, advantage: float | None
+) -> Sample:
     oldest = max(step - 1 - rng.choice([0, 0, 1, 1, 2, 3]), 0)
     switch = rng.randint(0, len(completion))
     versions = [min(oldest + (position >= switch), step - 1) for position in range(len(completion))]
     logprobs = [-rng.expovariate(1.6) - 1e-4 for _ in completion]
-    return TrainingSample(
+    return Sample(
         token_ids=(*prompt, *completion),
         trainable=(*[False] * len(prompt), *[True] * len(completion)),
-        logprobs=(*[0.0] * len(prompt), *logprobs),
-        versions=(*[-1] * len(prompt), *versions),
+        advantage=advantage,
+        sampler_logprobs=(*[0.0] * len(prompt), *logprobs),
+        version=(*[-1] * len(prompt), *versions),
         temperature=1.0,
         split_reason="start",
     )
@@ -156,9 +161,11 @@ def make_sample(prompt: list[int], completion: list[int], step: int, rng: random
 
 def token_report(row: SampleRecord, gates: Any, step: int, rng: random.Random, noise: float) -> dict[str, Any]:
     """Return what the trainer reports about each token."""
-    assert row.data is not None and row.advantage is not None
+    assert row.sequence is not None and row.advantage is not None
     columns: dict[str, list[Any]] = {name: [] for name in ("logprobs", "entropy", "dloss_dlogprob", "drop_reason")}
-    for trains, b, version in zip(row.data.trainable, row.data.logprobs, row.data.versions, strict=True):
+    for trains, b, version in zip(
+        *(row.sequence.as_lists()[name] for name in ("trainable", "sampler_logprobs", "version")), strict=True
+    ):
         if not trains:
             for column in columns.values():
                 column.append(None)
@@ -182,15 +189,16 @@ def step_metrics(rows: list[SampleRecord], step: int, rng: random.Random) -> dic
     """Return the metrics of a step, computed from its rows where possible."""
     counts, distance = {"trained": 0, "low": 0, "high": 0}, 0.0
     for row in records.trained_rows(rows):
-        assert row.data is not None
+        assert row.sequence is not None
         reasons, logprobs = row.token_columns["drop_reason"], row.token_columns["logprobs"]
-        for drop_reason, l, b in zip(reasons, logprobs, row.data.logprobs, strict=True):  # noqa: E741
+        sampler_logprobs = row.sequence.as_lists()["sampler_logprobs"]
+        for drop_reason, l, b in zip(reasons, logprobs, sampler_logprobs, strict=True):  # noqa: E741
             if l is not None:
                 counts[(drop_reason or "trained").rpartition(" ")[2]] += 1
                 distance += math.exp(l - b) - 1 - (l - b)
     tokens = sum(counts.values()) or 1
     rewards = [row.reward for row in rows if row.reward is not None]
-    staleness = [step - 1 - v for row in rows if row.data for v in row.data.versions if v >= 0]
+    staleness = [step - 1 - v for row in rows if row.sequence for v in row.sequence.trainable_versions.tolist()]
     return {
         "reward": sum(rewards) / len(rewards),
         "reward/sums": sum(rewards) / len(rewards),
@@ -215,7 +223,7 @@ def step_metrics(rows: list[SampleRecord], step: int, rng: random.Random) -> dic
 
 
 def outcome_of(row: SampleRecord) -> RolloutOutcome:
-    tokens = 0 if row.data is None else sum(row.data.trainable)
+    tokens = 0 if row.sequence is None else row.sequence.trainable_count
     outcome: Any = row.outcome
     return RolloutOutcome(
         row.group,

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from keel.rollout.trajectory import TrainingSample
+from keel.common.sample import Sample
 from keel.run import records
 from keel.tools.compare import Comparison, Recording, parse_candidates
 from keel.tools.compare.report import ComparisonReport, build_report
@@ -87,28 +87,18 @@ def write_run(folder: Path, rows: Iterable[Row]) -> Path:
     return folder
 
 
-def _record(number: int, sequence: Row) -> records.SampleRecord:
-    data = TrainingSample(
-        token_ids=tuple(sequence["token_ids"]),
-        trainable=tuple(sequence["trainable"]),
-        logprobs=tuple(sequence["sampler_logprobs"]),
-        versions=tuple(sequence["versions"]),
+def _record(number: int, recorded: Row) -> records.SampleRecord:
+    sequence = Sample(
+        token_ids=recorded["token_ids"],
+        trainable=recorded["trainable"],
+        advantage=recorded["advantage"],
+        sampler_logprobs=recorded["sampler_logprobs"],
+        version=recorded["versions"],
         temperature=1.0,
         split_reason="start",
     )
-    token_columns = {"logprobs": sequence["logprobs"]}
-    return records.SampleRecord(
-        sequence["group"],
-        "env",
-        "t",
-        number,
-        0,
-        0,
-        data,
-        "trained",
-        advantage=sequence["advantage"],
-        token_columns=token_columns,
-    )
+    report = {"logprobs": recorded["logprobs"]}
+    return records.SampleRecord(recorded["group"], "env", "t", number, 0, 0, sequence, "trained", token_columns=report)
 
 
 def compare(

@@ -1,7 +1,7 @@
-"""What a training loop tells whoever watches it: a terminal, a log, a test.
+"""Callbacks of a training run, for example a terminal display, a log or a test.
 
-An observer is told and is never asked: nothing that it does may change the run, and a run without one is the same run.
-`Silent` and `Several` are here; what people look at is in `keel/cli/display/progress.py`.
+Callbacks only observe: nothing they do changes the run, and a run without callbacks is the same run. `NullCallback` and
+`CallbackList` are here; the terminal display is in `keel/cli/display/progress.py`.
 """
 
 from collections.abc import Mapping
@@ -13,29 +13,29 @@ if TYPE_CHECKING:
 
 
 class RunCallback(Protocol):
-    """Called from the thread of the loop. Every method returns at once."""
+    """Called from the thread of the loop. Every method must return immediately."""
 
     def started(self, name: str, folder: Path, steps: int, start_step: int) -> None:
-        """The run begins. `first`: the step that it goes on from, 0 for a new one; `steps`: the one it ends with."""
+        """The run starts. `start_step` is the step it resumes from, 0 for a new run; `steps` is its last step."""
 
     def waiting(self, status: str) -> None:
-        """What is being done just now ("sampling: 3 groups ready, 5 more needed", "training"). Called often."""
+        """The current activity, such as "sampling: 3 groups ready, 5 more needed" or "training". Called often."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is trained and written down. The names of the numbers are those of `steps.numbers` in the ledger."""
+        """A step is trained and recorded. Metric names are those of `steps.metrics` in the ledger."""
 
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
-        """One environment was evaluated after that step; 0: before the first."""
+        """One environment was evaluated after that step; 0: before the first step."""
 
     def notice(self, text: str) -> None:
-        """A line for people, as "Ctrl-C: finishing step 12"."""
+        """A message for the user, such as "finishing step 12"."""
 
     def ended(self, summary: str) -> None:
-        """The last call, whatever way the run ended."""
+        """The last call, however the run ended."""
 
 
 class NullCallback:
-    """Watches without a word."""
+    """A callback that does nothing."""
 
     def started(self, name: str, folder: Path, steps: int, start_step: int) -> None:
         pass
@@ -57,31 +57,31 @@ class NullCallback:
 
 
 class CallbackList:
-    """Tells each of its observers, in their order."""
+    """Calls each of its callbacks, in order."""
 
     def __init__(self, *callbacks: RunCallback) -> None:
         self.callbacks = callbacks
 
     def started(self, name: str, folder: Path, steps: int, start_step: int) -> None:
-        for one in self.callbacks:
-            one.started(name, folder, steps, start_step)
+        for callback in self.callbacks:
+            callback.started(name, folder, steps, start_step)
 
     def waiting(self, status: str) -> None:
-        for one in self.callbacks:
-            one.waiting(status)
+        for callback in self.callbacks:
+            callback.waiting(status)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        for one in self.callbacks:
-            one.step(step, metrics)
+        for callback in self.callbacks:
+            callback.step(step, metrics)
 
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
-        for one in self.callbacks:
-            one.evaluated(step, evaluation)
+        for callback in self.callbacks:
+            callback.evaluated(step, evaluation)
 
     def notice(self, text: str) -> None:
-        for one in self.callbacks:
-            one.notice(text)
+        for callback in self.callbacks:
+            callback.notice(text)
 
     def ended(self, summary: str) -> None:
-        for one in self.callbacks:
-            one.ended(summary)
+        for callback in self.callbacks:
+            callback.ended(summary)

@@ -1,8 +1,8 @@
-"""TensorBoard, Weights & Biases and trackio as sinks.
+"""TensorBoard, Weights & Biases and trackio as metric sinks.
 
-Each is imported when it is opened. Their own words are kept off standard output, which belongs to the display; what
-they collect beside the run's numbers (the machine's load, the git state) is left to their own settings. Nothing leaves
-the machine unless `metrics.wandb` = "online" or trackio's own environment variables say so.
+Each package is imported when its sink is opened. Their messages are kept off standard output, which belongs to the
+display; what they collect besides the metrics (machine load, git state) is left to their own settings. Nothing leaves
+the machine unless `metrics.wandb` = "online" or trackio's environment variables say so.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any
 from keel.run.monitor.sinks import RunInfo
 
 DEFAULT_PROJECT = "keel"
-"""Under which a run is listed where no project is given."""
+"""Project of a run whose settings name none."""
 
 
 def _project(run_info: RunInfo) -> str:
@@ -25,15 +25,15 @@ def _project(run_info: RunInfo) -> str:
 
 
 def _evaluation_metrics(environment: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of an evaluation, apart from those of steps."""
+    """Return the metrics of an evaluation under names that differ from those of steps."""
     return {f"evaluation/{environment}/{name}": value for name, value in metrics.items()}
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard, one for each life of the run; a step is on the disk when `step` returns.
+    """Event files in RUN/tensorboard, one per start of the run; a step is on disk when `step` returns.
 
-    The file is written by the package's plain writer: its `SummaryWriter` hands events to a thread, and waits for ever
-    for one that has died of a full disk.
+    Uses the package's plain writer: its `SummaryWriter` hands events to a thread and waits indefinitely if a full disk
+    killed that thread.
     """
 
     def __init__(self, run_info: RunInfo) -> None:
@@ -42,7 +42,7 @@ class TensorBoard:
         self._scalar = importlib.import_module("tensorboardX.summary").scalar
         folder = run_info.folder / "tensorboard"
         folder.mkdir(exist_ok=True)
-        # file names hold a time in whole seconds, and an old file of the same name would be written over
+        # file names contain the time in whole seconds; the suffix prevents overwriting a file of the same second
         self._file = files.EventsWriter(str(folder / "events"), f".{secrets.token_hex(4)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -60,10 +60,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """A W&B run, in RUN/wandb and online where that was asked for.
+    """A W&B run in RUN/wandb, and online if the settings say so.
 
-    All numbers have `step` as their axis. W&B's own counter would lose what is told late about an earlier step, as an
-    evaluation is.
+    All metrics have `step` as their axis. W&B's own counter would discard late metrics of an earlier step, such as an
+    evaluation.
     """
 
     def __init__(self, run_info: RunInfo) -> None:
@@ -72,7 +72,7 @@ class Wandb:
             project=_project(run_info),
             name=run_info.folder.name,
             id=run_info.run_id,
-            # offline, each life of the run is a file of its own, and they meet when they are synced
+            # offline, each start of the run writes a separate file; syncing joins them
             resume="allow" if run_info.settings.metrics.wandb == "online" else None,
             mode=run_info.settings.metrics.wandb,
             dir=str(run_info.folder),
@@ -93,13 +93,13 @@ class Wandb:
 
 
 class Trackio:
-    """A run in trackio's own folder, where `trackio show` finds all of them."""
+    """A run in trackio's own folder, where `trackio show` finds it."""
 
     def __init__(self, run_info: RunInfo) -> None:
         trackio: Any = importlib.import_module("trackio")
         settings = run_info.settings.model_dump(mode="json")
-        # in a context of its own the run is not trackio's "current" one, which it would finish again, with a message,
-        # when the process ends; and how to open its page would be noise in the middle of --json
+        # in a separate context the run is not trackio's "current" run, which trackio would finish again, with a
+        # message, at exit; its hint on how to open the dashboard would break --json output
         with contextlib.redirect_stdout(io.StringIO()):
             self._run = contextvars.copy_context().run(
                 trackio.init,

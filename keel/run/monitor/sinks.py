@@ -1,10 +1,10 @@
-"""Where a run's numbers go besides its own folder: the protocol of a sink, and what keeps sinks from harming a run.
+"""Metric sinks: where the metrics of a run go besides its own folder, and how a failing sink cannot harm the run.
 
-A sink that cannot be opened is refused before the run begins. One that fails later is named in a notice and
-switched off; the run goes on. Each sink is told every step and every evaluation at most once, in order, over all lives
-of the run: `sinks.json` says what it was told, and what came while it was off it is told when the run goes on. What it
-was being told when it failed, or when the process was killed, is left out; the ledger has it.
-The packages themselves are in `keel/run/monitor/sink_backends.py`.
+A sink that cannot be opened is an error before the run starts. A sink that fails later is named in a notice and
+disabled; the run continues. Each sink gets every step and every evaluation at most once and in order, across resumes:
+`sinks.json` records what was delivered, and entries from a time when the sink was off are delivered when the run
+resumes. An entry that was being delivered when the sink failed or the process was killed is skipped; the ledger has it.
+The backends are in `keel/run/monitor/sink_backends.py`.
 """
 
 import importlib
@@ -25,38 +25,38 @@ from keel.run.folder import RunFolder
 from keel.run.ledger import Ledger
 from keel.run.monitor.callbacks import NullCallback
 
-FORMAT = 1
-"""Of sinks.json."""
+FORMAT = 2
+"""Format of sinks.json."""
 
 
 class Sink(Protocol):
-    """Called from the thread of the loop, which waits: a sink that sends over a network does so in a thread of its own.
+    """Called from the thread of the loop, which waits: a sink that uses a network must do so in its own thread.
 
-    Numbers are finite, and their names are those of the ledger.
+    Metrics are finite, and their names are those of the ledger.
     """
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is trained. Steps come in order, each once."""
+        """Receive the metrics of a step. Steps come in order, each once."""
 
     def evaluated(self, step: int, environment: str, metrics: Mapping[str, float]) -> None:
-        """An environment was evaluated after that step; 0: before the first. After the numbers of the step, if any."""
+        """Receive an evaluation after that step (0: before the first), after the metrics of the step."""
 
     def close(self) -> None:
-        """The last call: everything has to be where it belongs when it returns."""
+        """Flush everything. This is the last call."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a sink is told about the run that it is opened for."""
+    """The run a sink is opened for."""
 
     folder: Path
     run_id: str
-    """Of this run and no other, in all of its lives."""
+    """Unique id of the run, kept across resumes."""
     settings: RunSettings
 
     @property
     def unique_name(self) -> str:
-        """What people call the run; other runs of that name have another key."""
+        """Name of the run made unique by its id."""
         return f"{self.folder.name}-{self.run_id}"
 
 
@@ -64,23 +64,23 @@ SinkFactory = Callable[[RunInfo], Sink]
 
 
 def resolve_sinks(settings: MetricsSettings) -> dict[str, SinkFactory]:
-    """What opens each sink that the settings name; a package or module that is not there is refused here."""
-    # here, not above: who wants no sink pays for none
-    from keel.run.monitor import sink_backends as packages
+    """Return the factory of each sink in the settings; raise if a package or module is missing."""
+    # imported here so that a run without sinks does not pay for them
+    from keel.run.monitor import sink_backends
 
-    found: dict[str, SinkFactory] = {}
+    factories: dict[str, SinkFactory] = {}
     if settings.tensorboard:
         _check_package("tensorboard", "true", "tensorboardX")
-        found["tensorboard"] = packages.TensorBoard
+        factories["tensorboard"] = sink_backends.TensorBoard
     if settings.wandb != "off":
         _check_package("wandb", f'"{settings.wandb}"', "wandb")
-        found["wandb"] = packages.Wandb
+        factories["wandb"] = sink_backends.Wandb
     if settings.trackio:
         _check_package("trackio", "true", "trackio")
-        found["trackio"] = packages.Trackio
+        factories["trackio"] = sink_backends.Trackio
     if settings.custom_sink is not None:
-        found["custom_sink"] = _import_custom_sink(settings.custom_sink)
-    return found
+        factories["custom_sink"] = _import_custom_sink(settings.custom_sink)
+    return factories
 
 
 def _check_package(setting: str, value: str, package: str) -> None:
@@ -95,86 +95,88 @@ def _check_package(setting: str, value: str, package: str) -> None:
 def _import_custom_sink(path: str) -> SinkFactory:
     module_name, _, name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
+        factory: Any = importlib.import_module(module_name)
         for part in name.split("."):
-            found = getattr(found, part)
+            factory = getattr(factory, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f'metrics.custom_sink = "{path}" cannot be imported: {error}; it is module:attribute, and the module has to be'
+            f'metrics.custom_sink = "{path}" cannot be imported: {error}; write it as module:attribute, with the module'
             " next to the recipe, in the current folder or on PYTHONPATH"
         ) from error
-    if not callable(found):
+    if not callable(factory):
         raise ConfigError(
-            f'metrics.custom_sink = "{path}" is a {type(found).__name__}; it must make a sink when called'
+            f'metrics.custom_sink = "{path}" is a {type(factory).__name__}; it must be callable and return a sink'
         )
 
-    def opened(about: RunInfo) -> Sink:
-        sink: Sink = found(about.folder, about.settings)
+    def open_sink(run_info: RunInfo) -> Sink:
+        sink: Sink = factory(run_info.folder, run_info.settings)
         for method in ("step", "evaluated", "close"):
             if not callable(getattr(sink, method, None)):
-                raise ConfigError(f"what it made has no method {method}; see keel.run.monitor.sinks.Sink")
+                raise ConfigError(f"the sink it returned has no method {method}; see keel.run.monitor.sinks.Sink")
         return sink
 
-    return opened
+    return open_sink
 
 
 class PendingMetrics(NamedTuple):
-    """What a sink has not been told."""
+    """A step or an evaluation that a sink has not received."""
 
     step: int
     environment: str
-    """Of an evaluation; empty for a step, which therefore comes before its evaluations in the order of tuples."""
+    """Environment of an evaluation; empty for a step, so a step sorts before its evaluations."""
     metrics: Mapping[str, float]
 
 
 class DeliveryLog:
-    """`sinks.json`: the run's key, and for each sink what it was told."""
+    """`sinks.json`: the id of the run, and for each sink what was delivered."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        content: dict[str, Any] = {"format": FORMAT, "key": secrets.token_hex(4), "told": {}}
+        content: dict[str, Any] = {"format": FORMAT, "run_id": secrets.token_hex(4), "delivered": {}}
         if path.exists():
             content = read_json(path)
         try:
             if content["format"] != FORMAT:
                 raise KeelError(f"{path} has format {content['format']}, and this version of keel reads {FORMAT}")
-            self.run_id = str(content["key"])
-            self._steps = {name: int(told["step"]) for name, told in content["told"].items()}
+            self.run_id = str(content["run_id"])
+            self._steps = {name: int(entry["step"]) for name, entry in content["delivered"].items()}
             self._evaluations = {
-                name: {(int(step), str(environment)) for step, environment in told["evaluations"]}
-                for name, told in content["told"].items()
+                name: {(int(step), str(environment)) for step, environment in entry["evaluations"]}
+                for name, entry in content["delivered"].items()
             }
         except KeelError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise KeelError(f"{path} is damaged ({error!r}); without it every sink is told everything again") from None
+            raise KeelError(
+                f"{path} is damaged ({error!r}); if you delete it, every sink receives all metrics again"
+            ) from None
 
     def is_pending(self, name: str, entry: PendingMetrics) -> bool:
-        """Whether the sink has not been told."""
+        """Return whether the sink has not received the entry."""
         if entry.environment:
             return (entry.step, entry.environment) not in self._evaluations.get(name, ())
         return entry.step > self._steps.get(name, 0)
 
     def mark_delivered(self, name: str, entries: list[PendingMetrics]) -> None:
-        """Written before the sink is told: nothing is told twice, whenever the process ends."""
-        steps = [one.step for one in entries if not one.environment]
+        """Record the entries before they are delivered, so nothing is delivered twice whenever the process ends."""
+        steps = [entry.step for entry in entries if not entry.environment]
         self._steps[name] = max([self._steps.get(name, 0), *steps])
-        asked = self._evaluations.setdefault(name, set())
-        asked.update((one.step, one.environment) for one in entries if one.environment)
+        evaluations = self._evaluations.setdefault(name, set())
+        evaluations.update((entry.step, entry.environment) for entry in entries if entry.environment)
         self.write()
 
     def write(self) -> None:
-        told = {
+        delivered = {
             name: {"step": step, "evaluations": sorted(self._evaluations[name])} for name, step in self._steps.items()
         }
         with atomic_file(self._path) as temporary:
-            temporary.write_text(json.dumps({"format": FORMAT, "key": self.run_id, "told": told}) + "\n")
+            temporary.write_text(json.dumps({"format": FORMAT, "run_id": self.run_id, "delivered": delivered}) + "\n")
 
 
 class Sinks(NullCallback):
-    """All sinks of a run, as one observer that never fails.
+    """All sinks of a run, as one callback that never fails.
 
-    What sinks are told is what the ledger holds, which is written before observers are called.
+    Sinks receive what the ledger holds, which is written before callbacks run.
     """
 
     def __init__(
@@ -187,13 +189,13 @@ class Sinks(NullCallback):
         self._deliver_all([PendingMetrics(step, "", metrics)])
 
     def evaluated(self, step: int, evaluation: EvaluationResult) -> None:
-        # the ledger calls an environment by its table in the settings, an evaluation by its own name
+        # read from the ledger, which names an environment by its settings table, not by its own name
         del step, evaluation
         if self._sinks:
             self._deliver_all([PendingMetrics(*row) for row in self._ledger.evaluations()])
 
     def catch_up(self) -> None:
-        """Tell each sink all that the ledger has and the sink was not told."""
+        """Deliver to each sink everything in the ledger that it has not received."""
         if self._sinks:
             evaluations = [PendingMetrics(*row) for row in self._ledger.evaluations()]
             self._deliver_all(
@@ -208,47 +210,48 @@ class Sinks(NullCallback):
 
     def _deliver_all(self, entries: list[PendingMetrics]) -> None:
         for name, sink in list(self._sinks.items()):
-            late = sorted((one for one in entries if self._delivery_log.is_pending(name, one)), key=lambda one: one[:2])
-            if late:
-                self._call_or_disable(name, partial(self._deliver, name, sink, late))
+            pending = [entry for entry in entries if self._delivery_log.is_pending(name, entry)]
+            if pending:
+                pending.sort(key=lambda entry: entry[:2])
+                self._call_or_disable(name, partial(self._deliver, name, sink, pending))
 
     def _deliver(self, name: str, sink: Sink, entries: list[PendingMetrics]) -> None:
         self._delivery_log.mark_delivered(name, entries)
-        for one in entries:
-            if one.environment:
-                sink.evaluated(one.step, one.environment, finite_metrics(one.metrics))
+        for entry in entries:
+            if entry.environment:
+                sink.evaluated(entry.step, entry.environment, finite_metrics(entry.metrics))
             else:
-                sink.step(one.step, finite_metrics(one.metrics))
+                sink.step(entry.step, finite_metrics(entry.metrics))
 
     def _call_or_disable(self, name: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - whatever a sink does, the run goes on
+        except Exception as error:  # noqa: BLE001 - a failing sink must not end the run
             del self._sinks[name]
-            self._notice(f"metrics.{name} failed and is switched off: {type(error).__name__}: {error}")
+            self._notice(f"metrics.{name} failed and is disabled: {type(error).__name__}: {error}")
 
 
 def open_sinks(folder: RunFolder, notice: Callable[[str], None]) -> Sinks:
-    """The sinks of a run's settings, told what they have missed. Opening fails as a whole, and then nothing is open."""
+    """Open the sinks of a run and deliver what they missed. If one fails to open, close all and raise."""
     metrics = folder.settings.metrics
-    wanted = resolve_sinks(metrics)
-    marks = DeliveryLog(folder.path / "sinks.json")
-    if wanted:
-        marks.write()
-    about = RunInfo(folder.path, marks.run_id, folder.settings)
+    factories = resolve_sinks(metrics)
+    delivery_log = DeliveryLog(folder.path / "sinks.json")
+    if factories:
+        delivery_log.write()
+    run_info = RunInfo(folder.path, delivery_log.run_id, folder.settings)
     sinks: dict[str, Sink] = {}
-    for name, opened in wanted.items():
+    for name, open_sink in factories.items():
         try:
-            sinks[name] = opened(about)
+            sinks[name] = open_sink(run_info)
         except Exception as error:
-            Sinks(sinks, marks, folder.ledger, notice).ended("")
+            Sinks(sinks, delivery_log, folder.ledger, notice).ended("")
             value = json.dumps(getattr(metrics, name))
             raise ConfigError(f"metrics.{name} = {value} cannot be opened: {type(error).__name__}: {error}") from error
-    told = Sinks(sinks, marks, folder.ledger, notice)
-    told.catch_up()
-    return told
+    result = Sinks(sinks, delivery_log, folder.ledger, notice)
+    result.catch_up()
+    return result
 
 
 def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Without what is not finite: a step that trained nothing has no mean of anything."""
+    """Return the finite metrics; a step that trained nothing has NaN means."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from keel.common.sample import Sample
 from keel.objectives import Composition
 from keel.signal import Objective
-from keel.training.step.sample import Sample
 
 _ARRAY_FIELDS = ("token_ids", "trainable", "advantage", "sampler_logprobs", "version", "teacher_logprobs", "role")
-_SCALAR_FIELDS = ("group", "temperature", "name")
+_SCALAR_FIELDS = ("group", "temperature", "split_reason", "name")
 _HEADER_KEY = "header"
 
 

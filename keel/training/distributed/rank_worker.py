@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from keel.common.sample import Sample
 from keel.config import CheckpointSettings, ModelSettings, ReferenceSettings, TrainerSettings
 from keel.errors import KeelError, RankError
 from keel.signal import Objective
@@ -18,7 +19,6 @@ from keel.training.distributed.rank_processes import connect_store
 from keel.training.distributed.world import RankInfo, World
 from keel.training.model.checkpoint import Checkpoints, restore_checkpoint, write_rank_checkpoint
 from keel.training.model.weights_io import gather_weights
-from keel.training.step.sample import Sample
 from keel.training.step.trainer import Trainer
 
 COLLECTIVE_TIMEOUT = 3600.0

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from keel.common.packing_support import packing_obstacle
+from keel.common.sample import Sample
 from keel.errors import ConfigError, ModelError
 from keel.training.distributed.fsdp import GatheredHead, use_gathered_head
 from keel.training.distributed.world import World
 from keel.training.model.model import Model
 from keel.training.step.lm_head import LMHead, Scores, concat_scores
 from keel.training.step.prefix_tree import IntArray, assign_to_ranks, build_tree, plan_micro_batches
-from keel.training.step.sample import Sample, TrainableTokens
+from keel.training.step.trainable_tokens import TrainableTokens
 from keel.training.step.tree_attention import TREE_ATTENTION, TreeLayout
 
 log = logging.getLogger("keel")

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from keel.signal import Metric, Metrics
-from keel.training.step.sample import TrainableTokens
+from keel.training.step.trainable_tokens import TrainableTokens
 
 
 @dataclass(frozen=True, eq=False)

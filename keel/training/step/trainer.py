@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from keel.common.sample import Sample
 from keel.config import ModelSettings, ReferenceSettings, TrainerSettings
 from keel.errors import ConfigError, StepRefused
 from keel.signal import Metric, Metrics, Objective
@@ -30,8 +31,8 @@ from keel.training.step import optimizer as adamw
 from keel.training.step.forward import Forward
 from keel.training.step.malloc import retain_freed_memory
 from keel.training.step.optimizer_step import OptimizerStep, OptimizerStepResult
-from keel.training.step.sample import Sample, TrainableTokens
 from keel.training.step.step_report import StepColumns, StepReport
+from keel.training.step.trainable_tokens import TrainableTokens
 
 
 class Trainer:

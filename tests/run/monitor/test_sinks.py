@@ -1,4 +1,4 @@
-"""Claims of the sinks: what they are told, once and in order; what they write, read back; and that no run suffers."""
+"""Sinks receive every metric once and in order, write it where it can be read back, and never harm a run."""
 
 import json
 import os
@@ -21,14 +21,14 @@ from keel.run.monitor.sinks import Sinks, finite_metrics, open_sinks, resolve_si
 from tests.support.paths import ROOT
 from tests.support.tiny_runs import RECIPE
 
-NUMBERS = {"reward": 0.25, "loss/policy": -0.5, "empty": float("nan")}
+METRICS = {"reward": 0.25, "loss/policy": -0.5, "empty": float("nan")}
 EVALUATION = EvaluationResult("larger_number", 0.5, 0.25, 0.75, 4, 1, {1: 0.5}, 0, 1.0)
 
 
 class Recorder:
-    """A sink of one's own: what it was told, in all of its lives."""
+    """A custom sink that records what it received, across resumes."""
 
-    told: list[Any] = []
+    received: list[Any] = []
     fail_at: int | None = None
     fail_to_close = False
     closed = 0
@@ -37,18 +37,18 @@ class Recorder:
         assert (folder / "run.db").exists()
         assert isinstance(settings, RunSettings)
 
-    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
         if step == Recorder.fail_at:
             raise OSError("no space left")
-        Recorder.told.append((step, dict(numbers)))
+        Recorder.received.append((step, dict(metrics)))
 
-    def evaluated(self, step: int, environment: str, numbers: Mapping[str, float]) -> None:
-        Recorder.told.append((step, environment, numbers["reward"]))
+    def evaluated(self, step: int, environment: str, metrics: Mapping[str, float]) -> None:
+        Recorder.received.append((step, environment, metrics["reward"]))
 
     def close(self) -> None:
         Recorder.closed += 1
         if Recorder.fail_to_close:
-            raise RuntimeError("the line is dead")
+            raise RuntimeError("connection lost")
 
 
 NOT_CALLABLE = 3
@@ -60,15 +60,15 @@ def not_a_sink(folder: Path, settings: RunSettings) -> object:
 
 @pytest.fixture(autouse=True)
 def fresh_recorder() -> None:
-    Recorder.told, Recorder.fail_at, Recorder.fail_to_close, Recorder.closed = [], None, False, 0
+    Recorder.received, Recorder.fail_at, Recorder.fail_to_close, Recorder.closed = [], None, False, 0
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Any]:
-    """Opens the run of this test, with these metrics; each call is another life of it."""
+    """Return a function that opens the run with these metrics settings; each call after the first resumes it."""
     opened: list[RunFolder] = []
 
-    def life(metrics: str) -> RunFolder:
+    def open_run(metrics: str) -> RunFolder:
         while opened:
             opened.pop().close()
         recipe = tmp_path / "recipe.toml"
@@ -80,7 +80,7 @@ def folder(tmp_path: Path) -> Iterator[Any]:
             opened.append(RunFolder.create(path, load_settings(recipe)))
         return opened[-1]
 
-    yield life
+    yield open_run
     while opened:
         opened.pop().close()
 
@@ -89,13 +89,13 @@ CUSTOM = f'custom_sink = "{__name__}:Recorder"'
 
 
 def commit(folder: RunFolder, sinks: Sinks | None, *steps: int) -> None:
-    """Steps as the loop does them: the ledger first, then the observers."""
+    """Commit steps as the loop does: the ledger first, then the callbacks."""
     for step in steps:
         folder.ledger.write_step(
-            step, version=step, stepped=True, metrics=finite_metrics(NUMBERS), outcomes=[], state={}
+            step, version=step, stepped=True, metrics=finite_metrics(METRICS), outcomes=[], state={}
         )
         if sinks is not None:
-            sinks.step(step, NUMBERS)
+            sinks.step(step, METRICS)
 
 
 def evaluate(folder: RunFolder, sinks: Sinks, step: int, table: str = "larger_number") -> None:
@@ -107,22 +107,22 @@ def never(text: str) -> None:
     raise AssertionError(text)
 
 
-# --- what every sink may rely on ---
+# --- delivery ---
 
 
-def test_a_sink_is_told_steps_and_evaluations_in_order_without_what_is_not_finite(folder: Any) -> None:
+def test_a_sink_receives_finite_metrics_of_steps_and_evaluations_in_order(folder: Any) -> None:
     run = folder(CUSTOM)
     sinks = open_sinks(run, never)
     evaluate(run, sinks, 0)
     commit(run, sinks, 1, 2)
     evaluate(run, sinks, 2)
     sinks.ended("")
-    kept = {"reward": 0.25, "loss/policy": -0.5}
-    assert Recorder.told == [(0, "larger_number", 0.5), (1, kept), (2, kept), (2, "larger_number", 0.5)]
+    finite = {"reward": 0.25, "loss/policy": -0.5}
+    assert Recorder.received == [(0, "larger_number", 0.5), (1, finite), (2, finite), (2, "larger_number", 0.5)]
     assert Recorder.closed == 1
 
 
-def test_going_on_tells_nothing_twice_and_what_came_while_it_was_off(folder: Any) -> None:
+def test_a_resumed_run_delivers_nothing_twice_and_what_was_missed(folder: Any) -> None:
     run = folder(CUSTOM)
     sinks = open_sinks(run, never)
     evaluate(run, sinks, 0)
@@ -135,39 +135,39 @@ def test_going_on_tells_nothing_twice_and_what_came_while_it_was_off(folder: Any
     run = folder(CUSTOM)
     sinks = open_sinks(run, never)
     commit(run, sinks, 4)
-    sinks.step(4, NUMBERS)
-    order = [row[:2] if len(row) == 3 else row[0] for row in Recorder.told]
+    sinks.step(4, METRICS)
+    order = [row[:2] if len(row) == 3 else row[0] for row in Recorder.received]
     assert order == [(0, "larger_number"), 1, 2, 3, (3, "larger_number"), 4]
 
 
-def test_evaluations_go_by_the_tables_of_the_settings(folder: Any) -> None:
+def test_evaluations_are_named_by_their_settings_table(folder: Any) -> None:
     run = folder(CUSTOM)
     sinks = open_sinks(run, never)
     evaluate(run, sinks, 0, "easy")
-    evaluate(run, sinks, 0, "hard")  # both are larger_number by their own name
-    assert [row[1] for row in Recorder.told] == ["easy", "hard"]
+    evaluate(run, sinks, 0, "hard")  # both environments are larger_number
+    assert [row[1] for row in Recorder.received] == ["easy", "hard"]
 
 
-def test_a_sink_that_fails_is_a_notice_and_is_off_and_the_others_go_on(folder: Any) -> None:
+def test_a_failing_sink_is_disabled_with_a_notice_and_the_others_continue(folder: Any) -> None:
     run = folder(f"tensorboard = true\n{CUSTOM}")
     Recorder.fail_at = 2
     notices: list[str] = []
     sinks = open_sinks(run, notices.append)
     commit(run, sinks, 1, 2, 3)
     sinks.ended("")
-    assert notices == ["metrics.custom_sink failed and is switched off: OSError: no space left"]
-    assert [row[0] for row in Recorder.told] == [1]
+    assert notices == ["metrics.custom_sink failed and is disabled: OSError: no space left"]
+    assert [row[0] for row in Recorder.received] == [1]
     assert sorted({step for step, _, _ in scalars(run.path)}) == [1, 2, 3]
 
 
-def test_a_sink_that_cannot_close_is_a_notice(folder: Any) -> None:
+def test_a_sink_that_fails_to_close_gives_a_notice(folder: Any) -> None:
     Recorder.fail_to_close = True
     notices: list[str] = []
     open_sinks(folder(CUSTOM), notices.append).ended("")
-    assert notices == ["metrics.custom_sink failed and is switched off: RuntimeError: the line is dead"]
+    assert notices == ["metrics.custom_sink failed and is disabled: RuntimeError: connection lost"]
 
 
-def test_a_disk_that_takes_no_marks_is_a_notice(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delivery_log_that_cannot_be_written_gives_a_notice(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = folder(CUSTOM)
     notices: list[str] = []
     sinks = open_sinks(run, notices.append)
@@ -175,27 +175,27 @@ def test_a_disk_that_takes_no_marks_is_a_notice(folder: Any, monkeypatch: pytest
     (run.path / "sinks.json").mkdir()
     commit(run, sinks, 1)
     assert len(notices) == 1
-    assert Recorder.told == []
+    assert Recorder.received == []
 
 
-def test_marks_that_are_damaged_are_refused_by_name(folder: Any) -> None:
+def test_a_damaged_delivery_log_is_an_error_that_names_it(folder: Any) -> None:
     run = folder(CUSTOM)
-    (run.path / "sinks.json").write_text('{"format": 1}')
+    (run.path / "sinks.json").write_text('{"format": 2}')
     with pytest.raises(KeelError, match=r"sinks\.json is damaged"):
         open_sinks(run, never)
     (run.path / "sinks.json").write_text('{"format": 9}')
-    with pytest.raises(KeelError, match="has format 9, and this version of keel reads 1"):
+    with pytest.raises(KeelError, match="has format 9, and this version of keel reads 2"):
         open_sinks(run, never)
 
 
-# --- what is refused before a run ---
+# --- errors before a run ---
 
 
 @pytest.mark.parametrize(
     ("package", "setting"),
     [("tensorboardX", {"tensorboard": True}), ("wandb", {"wandb": "offline"}), ("trackio", {"trackio": True})],
 )
-def test_a_missing_package_is_refused_with_what_to_install(
+def test_a_missing_package_is_an_error_that_says_what_to_install(
     package: str, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -219,20 +219,20 @@ def test_a_run_that_lacks_a_package_leaves_no_folder(
     [
         ("no_such_module:Sink", "cannot be imported: No module named 'no_such_module'"),
         (f"{__name__}:Missing", "cannot be imported: module .* has no attribute 'Missing'"),
-        (f"{__name__}:NOT_CALLABLE", "is a int; it must make a sink when called"),
+        (f"{__name__}:NOT_CALLABLE", "is a int; it must be callable and return a sink"),
     ],
 )
-def test_a_sink_of_ones_own_that_is_not_there_is_refused(path: str, message: str) -> None:
+def test_a_custom_sink_that_cannot_be_imported_is_an_error(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_sinks(MetricsSettings(custom_sink=path))
 
 
-def test_what_is_no_sink_is_refused_when_it_is_opened_and_the_others_are_closed(folder: Any) -> None:
+def test_an_object_without_the_sink_methods_is_an_error_and_the_other_sinks_are_closed(folder: Any) -> None:
     with pytest.raises(ConfigError, match=r'metrics\.custom_sink = ".*" cannot be opened: .* has no method step'):
         open_sinks(folder(f'tensorboard = true\ncustom_sink = "{__name__}:not_a_sink"'), never)
 
 
-def test_settings_that_could_not_act_are_refused(tmp_path: Path) -> None:
+def test_metrics_settings_without_effect_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'metrics\.project = "x" has no effect: it is for wandb and trackio'):
         load_settings(None, ["--metrics.project=x", "--metrics.tensorboard=true"])
     with pytest.raises(ConfigError, match=r"metrics\.custom_sink"):
@@ -243,30 +243,30 @@ def test_settings_that_could_not_act_are_refused(tmp_path: Path) -> None:
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """The records of an event file: length, its checksum, data, its checksum."""
-    at = 0
-    while at < len(data):
-        (length,) = struct.unpack_from("<Q", data, at)
-        yield data[at + 12 : at + 12 + length]
-        at += 16 + length
+    """Yield the records of an event file: length, its checksum, data, its checksum."""
+    offset = 0
+    while offset < len(data):
+        (length,) = struct.unpack_from("<Q", data, offset)
+        yield data[offset + 12 : offset + 12 + length]
+        offset += 16 + length
 
 
 def scalars(run: Path) -> list[tuple[int, str, float]]:
     from tensorboardX.proto.event_pb2 import Event
 
-    found = []
+    rows = []
     for file in (run / "tensorboard").iterdir():
         for record in records(file.read_bytes()):
             event = Event.FromString(record)
-            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-    return sorted(found)
+            rows += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return sorted(rows)
 
 
-def test_tensorboard_files_hold_the_numbers_and_go_on_without_a_gap(folder: Any) -> None:
+def test_tensorboard_files_hold_the_metrics_of_both_starts_without_a_gap(folder: Any) -> None:
     run = folder("tensorboard = true")
     first = open_sinks(run, never)
     commit(run, first, 1)
-    assert (1, "reward", 0.25) in scalars(run.path)  # on the disk, before anything is closed
+    assert (1, "reward", 0.25) in scalars(run.path)  # on disk before anything is closed
     first.ended("")
     run = folder("tensorboard = true")
     second = open_sinks(run, never)
@@ -274,32 +274,32 @@ def test_tensorboard_files_hold_the_numbers_and_go_on_without_a_gap(folder: Any)
     evaluate(run, second, 2)
     second.ended("")
     assert len(list((run.path / "tensorboard").iterdir())) == 2
-    told = scalars(run.path)
-    assert [row for row in told if "/larger" not in row[1]] == [
+    written = scalars(run.path)
+    assert [row for row in written if "/larger" not in row[1]] == [
         (1, "loss/policy", -0.5),
         (1, "reward", 0.25),
         (2, "loss/policy", -0.5),
         (2, "reward", 0.25),
     ]
-    assert (2, "evaluation/larger_number/reward", 0.5) in told
-    assert (2, "evaluation/larger_number/pass_1", 0.5) in told
+    assert (2, "evaluation/larger_number/reward", 0.5) in written
+    assert (2, "evaluation/larger_number/pass_1", 0.5) in written
 
 
-# --- packages that start threads and processes: in one process of their own, which is left when they are done ---
+# --- wandb and trackio start threads and processes: run both in one separate process ---
 
-LIVES = """
+SCRIPT = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from tests.run.monitor import test_sinks as world
+from tests.run.monitor import test_sinks as helpers
 from keel.config import load_settings
 from keel.run.folder import RunFolder
 from keel.run.monitor.sinks import open_sinks
 for step in (1, 2):
     folder = RunFolder.create(Path("run"), load_settings("recipe.toml")) if step == 1 else RunFolder.open(Path("run"))
-    sinks = open_sinks(folder, world.never)
-    world.commit(folder, sinks, step)
-    world.evaluate(folder, sinks, step)
+    sinks = open_sinks(folder, helpers.never)
+    helpers.commit(folder, sinks, step)
+    helpers.evaluate(folder, sinks, step)
     sinks.ended("")
     folder.close()
     second = int(time.time())  # wandb's folders are named by it
@@ -309,24 +309,24 @@ for step in (1, 2):
 
 
 @pytest.fixture(scope="module")
-def lived(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two lives of a run, a step each, with both packages on; they say nothing on standard output."""
-    place = tmp_path_factory.mktemp("lived")
+def two_starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run started twice, one step each, with both packages enabled; they print nothing on standard output."""
+    root = tmp_path_factory.mktemp("two_starts")
     metrics = '[metrics]\nwandb = "offline"\ntrackio = true\nproject = "mine"\n'
-    (place / "recipe.toml").write_text(f"{RECIPE}\n{metrics}")
-    # a machine's own settings for these packages must not reach the test
+    (root / "recipe.toml").write_text(f"{RECIPE}\n{metrics}")
+    # settings of the machine for these packages must not affect the test
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "TRACKIO_"))}
     done = subprocess.run(
-        [sys.executable, "-c", LIVES, str(ROOT)],
-        env={**clean, "TRACKIO_DIR": str(place / "trackio"), "HOME": str(place)},
-        cwd=place,
+        [sys.executable, "-c", SCRIPT, str(ROOT)],
+        env={**clean, "TRACKIO_DIR": str(root / "trackio"), "HOME": str(root)},
+        cwd=root,
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    return place
+    return root
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
@@ -342,31 +342,33 @@ def wandb_records(file: Path) -> Iterator[Any]:
         store.close()
 
 
-def test_wandb_offline_files_hold_the_numbers_of_both_lives_of_one_run(lived: Path) -> None:
+@pytest.mark.process
+def test_wandb_offline_files_hold_the_metrics_of_both_starts_of_one_run(two_starts: Path) -> None:
     rows, runs = [], set()
-    for file in sorted((lived / "run" / "wandb").glob("offline-run-*/*.wandb")):
+    for file in sorted((two_starts / "run" / "wandb").glob("offline-run-*/*.wandb")):
         for record in wandb_records(file):
             if record.WhichOneof("record_type") == "run":
                 runs.add((record.run.run_id, record.run.project, record.run.display_name))
             if record.WhichOneof("record_type") == "history":
                 items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
                 rows.append({name: json.loads(value) for name, value in items.items() if not name.startswith("_")})
-    key = json.loads((lived / "run" / "sinks.json").read_text())["key"]
-    assert runs == {(key, "mine", "run")}
+    run_id = json.loads((two_starts / "run" / "sinks.json").read_text())["run_id"]
+    assert runs == {(run_id, "mine", "run")}
     assert [row["step"] for row in rows] == [1, 1, 2, 2]
     assert [row.get("reward") for row in rows] == [0.25, None, 0.25, None]
     assert [row.get("evaluation/larger_number/pass@1") for row in rows] == [None, 0.5, None, 0.5]
 
 
-def test_trackio_holds_the_numbers_of_both_lives_as_one_run(lived: Path) -> None:
-    key = json.loads((lived / "run" / "sinks.json").read_text())["key"]
-    store = sqlite3.connect(lived / "trackio" / "mine.db")
+@pytest.mark.process
+def test_trackio_holds_the_metrics_of_both_starts_as_one_run(two_starts: Path) -> None:
+    run_id = json.loads((two_starts / "run" / "sinks.json").read_text())["run_id"]
+    store = sqlite3.connect(two_starts / "trackio" / "mine.db")
     try:
         rows = store.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
     finally:
         store.close()
-    assert {name for name, _, _ in rows} == {f"run-{key}"}
+    assert {name for name, _, _ in rows} == {f"run-{run_id}"}
     assert [step for _, step, _ in rows] == [1, 1, 2, 2]
-    numbers = [json.loads(text) for _, _, text in rows]
-    assert numbers[0] == numbers[2] == {"reward": 0.25, "loss/policy": -0.5}
-    assert numbers[1]["evaluation/larger_number/pass@1"] == 0.5
+    metrics = [json.loads(text) for _, _, text in rows]
+    assert metrics[0] == metrics[2] == {"reward": 0.25, "loss/policy": -0.5}
+    assert metrics[1]["evaluation/larger_number/pass@1"] == 0.5

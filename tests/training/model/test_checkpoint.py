@@ -21,11 +21,11 @@ import torch
 import transformers
 
 from keel.common import atomic_files
+from keel.common.sample import Sample
 from keel.config.trainer import CheckpointSettings, LoraSettings, ModelSettings, OptimizerSettings, TrainerSettings
 from keel.errors import ModelError
 from keel.training.model.checkpoint import Checkpoints
 from keel.training.model.model import Model, load_model
-from keel.training.step.sample import Sample
 from keel.training.step.trainer import Trainer
 from tests.support.paths import ROOT
 
