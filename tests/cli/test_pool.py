@@ -225,7 +225,7 @@ def test_a_server_that_never_answers_is_given_up(run: Any) -> None:
         code, out, _ = run(url, "--timeout", "0.3")
         assert time.monotonic() - start < 5
     assert code == 1
-    assert "did not answer within" in out
+    assert "did not respond within" in out
 
 
 def test_watching_goes_on_until_interrupted_and_torch_is_not_loaded(server: str) -> None:

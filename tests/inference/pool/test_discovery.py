@@ -177,12 +177,12 @@ def test_a_file_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "there is no member in it"),
-        (b"# nobody\n", "there is no member in it"),
+        (b"", "the list has no members"),
+        (b"# nobody\n", "the list has no members"),
         (b"http://a\nhttp//b\n", '"http//b" is not a URL'),
-        (b"\xff\xfe\x00", "is not text"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
         (b"http://a\n" * MAX_BYTES, "has more than 1,000,000 bytes"),
-        (b"".join(b"http://a:1/%d\n" % i for i in range(5000)), "5000 members are more than 4096"),
+        (b"".join(b"http://a:1/%d\n" % i for i in range(5000)), "5000 members exceed the limit of 4096"),
     ],
 )
 def test_a_bad_file_is_refused_whole(tmp_path: Path, content: bytes, message: str) -> None:
@@ -215,13 +215,13 @@ def test_a_list_is_read_from_an_address() -> None:
 @pytest.mark.parametrize(
     ("response", "message"),
     [
-        (httpx.Response(500, text="oops"), "answered 500 instead of 200"),
-        (httpx.Response(302, headers={"location": "http://elsewhere"}), "answered 302 instead of 200"),
-        (httpx.Response(200, text="<html>\x1b[31m"), "did not answer with JSON: <html>"),
-        (httpx.Response(200, text="[" * 100_000), "did not answer with JSON"),
-        (httpx.Response(200, json={"urls": []}), "must answer with a list of URLs"),
-        (httpx.Response(200, json=["http://a", 3]), "must answer with a list of URLs"),
-        (httpx.Response(200, json=[]), "there is no member in it"),
+        (httpx.Response(500, text="oops"), "returned status 500 instead of 200"),
+        (httpx.Response(302, headers={"location": "http://elsewhere"}), "returned status 302 instead of 200"),
+        (httpx.Response(200, text="<html>\x1b[31m"), "did not return JSON: <html>"),
+        (httpx.Response(200, text="[" * 100_000), "did not return JSON"),
+        (httpx.Response(200, json={"urls": []}), "must return a list of URLs"),
+        (httpx.Response(200, json=["http://a", 3]), "must return a list of URLs"),
+        (httpx.Response(200, json=[]), "the list has no members"),
         (httpx.Response(200, json=["a"]), '"a" is not a URL'),
         (httpx.Response(200, content=b" " * (MAX_BYTES + 1)), "more than 1,000,000 bytes"),
     ],
@@ -237,13 +237,13 @@ def test_an_address_that_does_not_answer_is_an_error() -> None:
     def fail(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectTimeout("")
 
-    with pytest.raises(DiscoveryError, match="did not answer: ConnectTimeout"):
+    with pytest.raises(DiscoveryError, match="did not respond: ConnectTimeout"):
         find(http_list(fail))
 
 
 def test_a_token_in_the_address_is_not_shown() -> None:
     source = http_list(lambda _: httpx.Response(403), "http://registry/members?token=secret")
-    with pytest.raises(DiscoveryError, match=r"^http://registry/members answered 403") as refused:
+    with pytest.raises(DiscoveryError, match=r"^http://registry/members returned status 403") as refused:
         find(source)
     assert "secret" not in str(refused.value)
 

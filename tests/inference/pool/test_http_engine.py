@@ -131,7 +131,7 @@ def test_a_full_server_may_be_tried_again_and_a_wrong_key_not() -> None:
     with pytest.raises(EngineError, match=r"429.*limit of 0") as full:
         on_app(generate, FakeEngine(), limits=Limits(max_in_flight=0))
     assert full.value.retryable
-    with pytest.raises(EngineError, match=r"401.*key is wrong") as wrong:
+    with pytest.raises(EngineError, match=r"401.*invalid API key") as wrong:
         on_app(generate, FakeEngine(), api_key="right", key="no")
     assert not wrong.value.retryable
     assert on_app(generate, FakeEngine(), api_key="right", key="right").finish_reason == "stop"
@@ -140,7 +140,7 @@ def test_a_full_server_may_be_tried_again_and_a_wrong_key_not() -> None:
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 413, 422, 429, 500, 502, 503, 504])
 def test_statuses_say_whether_to_try_again(status: int) -> None:
     retryable = status in (408, 429) or status >= 500
-    with pytest.raises(EngineError, match=f"answered {status}: no luck") as error:
+    with pytest.raises(EngineError, match=f"returned status {status}: no luck") as error:
         on_other(generate, lambda _request: httpx.Response(status, json={"error": {"message": "no luck"}}))
     assert error.value.retryable is retryable
 
@@ -148,14 +148,14 @@ def test_statuses_say_whether_to_try_again(status: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "said", "retryable"),
     [
-        ({"token_ids": ...}, "gave no token_ids: it does not know return_token_ids", False),
-        ({"logprobs": None}, "gave no log-probs: it does not know the option logprobs", False),
+        ({"token_ids": ...}, "returned no token_ids: it does not support return_token_ids", False),
+        ({"logprobs": None}, "returned no log-probs: it does not support logprobs", False),
         ({"token_ids": [5]}, "1 token ids, 2 log-probs and 1 versions", True),
         ({"versions": [1]}, "2 token ids, 2 log-probs and 1 versions", True),
-        ({"token_ids": [5, "6"]}, "gave 6 as a token id", True),
-        ({"versions": [1, None]}, "gave None as a version", True),
-        ({"logprobs": {"token_logprobs": [-0.1, None]}}, "gave a log-prob of None", True),
-        ({"finish_reason": "content_filter"}, "ended an answer for content_filter", True),
+        ({"token_ids": [5, "6"]}, "returned 6 as token id", True),
+        ({"versions": [1, None]}, "returned None as version", True),
+        ({"logprobs": {"token_logprobs": [-0.1, None]}}, "returned a log-prob of None", True),
+        ({"finish_reason": "content_filter"}, "returned finish_reason content_filter", True),
     ],
 )
 def test_an_answer_that_cannot_be_trained_on_is_refused_with_its_reason(
@@ -169,7 +169,7 @@ def test_an_answer_that_cannot_be_trained_on_is_refused_with_its_reason(
 @pytest.mark.parametrize("number", ["NaN", "-Infinity"])
 def test_a_log_prob_that_is_not_finite_is_refused(number: str) -> None:
     text = json.dumps(choice()).replace("-0.2", number)
-    with pytest.raises(EngineError, match="gave a log-prob of"):
+    with pytest.raises(EngineError, match="returned a log-prob of"):
         on_other(generate, lambda _request: httpx.Response(200, text=text))
 
 
@@ -186,7 +186,7 @@ def test_an_answer_without_tokens_is_an_answer() -> None:
 def test_a_server_that_does_not_say_gets_the_version_that_is_known_and_takes_no_weights() -> None:
     async def work(engine: HttpEngine) -> Generation:
         engine._version = 5
-        with pytest.raises(EngineError, match="no keel server") as error:
+        with pytest.raises(EngineError, match="not a keel server") as error:
             await engine.load_weights("folder", 6)
         assert not error.value.retryable
         return await generate(engine)
@@ -265,7 +265,7 @@ def test_a_slow_server_times_out_and_loses_the_request() -> None:
 
     async def run(url: str) -> None:
         engine = HttpEngine(url, timeout=0.5)
-        with pytest.raises(EngineError, match=r"did not answer in 0\.5 s") as error:
+        with pytest.raises(EngineError, match=r"did not respond within 0\.5 s") as error:
             await generate(engine)
         assert error.value.retryable
         await engine.close()

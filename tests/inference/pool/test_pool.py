@@ -106,7 +106,7 @@ def test_a_member_at_a_version_that_nobody_can_give_it_is_not_used() -> None:
         world[0].version = 5
         await world.pool.wait_until_probed()
         assert world.states() == ["unhealthy", "ready"]
-        assert "holds version 5, the pool wants 0" in world.pool.status()[0].last_error
+        assert "holds version 5, but the pool is at version 0" in world.pool.status()[0].last_error
         await world.pool.load_weights("/w", 6)
         await asyncio.sleep(1)
         assert world.states() == ["ready", "ready"]
@@ -258,7 +258,7 @@ def test_attempts_are_limited_and_the_error_names_who_failed() -> None:
         assert len(world.hand_outs) == 2
         assert failed.value.retryable
         assert str(failed.value).splitlines() == [
-            "given up after 2 attempts (pool.max_attempts):",
+            "failed after 2 attempts (pool.max_attempts):",
             "http://s0:1: broken 0",
             "http://s1:1: broken 1",
         ]
@@ -495,7 +495,7 @@ def test_an_update_that_no_member_takes_is_an_error_and_changes_nothing() -> Non
         await world.pool.load_weights("/w", 1)
         for i in range(3):
             world[i].loads_fail = True
-        with pytest.raises(EngineError, match=r"no member loaded version 2 from /bad; the pool stays at 1") as refused:
+        with pytest.raises(EngineError, match=r"no member loaded version 2 from /bad; the pool stays at version 1") as refused:
             await world.pool.load_weights("/bad", 2)
         assert all(f"http://s{i}:1: unhealthy" in str(refused.value) for i in range(3))
         assert await world.pool.version() == 1

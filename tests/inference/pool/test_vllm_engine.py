@@ -426,7 +426,7 @@ def test_a_server_that_does_not_answer_in_time_is_ended_with_all_that_it_started
         f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
         "time.sleep(60)\n"
     )
-    with pytest.raises(EngineError, match=r"did not answer within 1\.5 s"):
+    with pytest.raises(EngineError, match=r"was not ready within 1\.5 s"):
         asyncio.run(start_vllm(fake_python(tmp_path, script), str(tmp_path), start_timeout=1.5))
     child = int((tmp_path / "child").read_text())
     deadline = time.monotonic() + 5
