@@ -23,7 +23,7 @@ from keel.cli import main
 from keel.cli.run.pool import format_age
 from keel.inference.protocol import EngineError
 from keel.inference.server.app import build_app
-from tests.inference.pool.test_vllm_engine import StandIn
+from tests.inference.pool.test_vllm_engine import FakeVllm
 from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
 
 NOWHERE = "http://127.0.0.1:9"
@@ -108,10 +108,10 @@ def test_weights_and_adapters_are_loaded_into_all_members(run: Any, tmp_path: Pa
 
 
 def test_a_vllm_member_takes_weights_too(run: Any, tmp_path: Path) -> None:
-    vllm = StandIn()
+    vllm = FakeVllm()
     with serving(vllm.app()) as url:
         refused = run(url, "--load", str(tmp_path), "--version", "5")
-        assert refused[0] == 2 and "is no keel server" in refused[2]
+        assert refused[0] == 2 and "is not a keel server" in refused[2]
         code, out, _ = run(url, "--backend", "vllm", "--load", str(tmp_path), "--version", "5")
     assert code == 0 and re.search(r" ready +5 ", out)
     assert vllm.weights == str(tmp_path.resolve())
@@ -174,9 +174,9 @@ def test_a_key_is_sent(run: Any, tmp_path: Path) -> None:
     [
         ([], "give the members as URLs, or with one of --dns, --file and --discovery-url"),
         ([NOWHERE, "--dns", "a:1"], "give the members as URLs, or with one of --dns, --file and --discovery-url"),
-        (["127.0.0.1:8000"], 'pool.urls: "127.0.0.1:8000" is not a URL; give one like "http://10.0.0.1:8000"'),
-        (["--dns", "engines"], 'pool.dns = "engines" is not a name and a port, such as "engines.internal:8000"'),
-        (["--discovery-url", "x"], 'pool.discovery_url: "x" is not a URL; give one like "http://10.0.0.1:8000"'),
+        (["127.0.0.1:8000"], 'pool.urls: "127.0.0.1:8000" is not a URL; use a URL such as "http://10.0.0.1:8000"'),
+        (["--dns", "engines"], 'pool.dns = "engines" is not host:port, such as "engines.internal:8000"'),
+        (["--discovery-url", "x"], 'pool.discovery_url: "x" is not a URL; use a URL such as "http://10.0.0.1:8000"'),
         ([NOWHERE, "--poll-interval", "0"], "pool.poll_interval = 0.0: input should be greater than 0"),
         ([NOWHERE, "--timeout", "nan"], None),
         ([NOWHERE, "--version", "3"], "--version cannot act without --load DIR"),
@@ -225,7 +225,7 @@ def test_a_server_that_never_answers_is_given_up(run: Any) -> None:
         code, out, _ = run(url, "--timeout", "0.3")
         assert time.monotonic() - start < 5
     assert code == 1
-    assert "did not answer within" in out
+    assert "did not respond within" in out
 
 
 def test_watching_goes_on_until_interrupted_and_torch_is_not_loaded(server: str) -> None:

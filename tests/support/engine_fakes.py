@@ -1,4 +1,4 @@
-"""Fakes for tests of servers and clients: scripted engines, and a real server in a thread."""
+"""Fakes for tests of servers and their clients: a controllable engine, and a server in a thread."""
 
 import asyncio
 import threading
@@ -19,11 +19,11 @@ from keel.training.model import tiny_models
 TOKENIZER = tiny_models.build_tokenizer()
 END = tiny_models.SPECIAL_TOKENS[tiny_models.IM_END]
 ANYWHERE = AllowedFolders([Path("/")])
-"""For tests that are not about the folders from which weights may be loaded."""
+"""For tests that are not about the allowed folders."""
 
 
 class FakeEngine:
-    """Completes each prompt with its reversed tokens and the end of turn; every log-prob is -0.5."""
+    """Completes each prompt with its tokens reversed and the end of turn; every log-prob is -0.5."""
 
     def __init__(self) -> None:
         self.live = 3
@@ -75,7 +75,7 @@ class FakeEngine:
 
 
 class FakeStreamingEngine(FakeEngine):
-    """Streams the completion of FakeEngine token by token; fails after `break_after` tokens."""
+    """A FakeEngine that streams token by token and fails after `break_after` tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,17 +86,19 @@ class FakeStreamingEngine(FakeEngine):
     async def stream(
         self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None
     ) -> AsyncIterator[TokenChunk]:
-        full = await self.generate(prompt, sampling, group=group)
-        count = len(full.token_ids)
+        generation = await self.generate(prompt, sampling, group=group)
+        count = len(generation.token_ids)
         try:
-            for at in range(count):
-                if at == self.break_after:
+            for index in range(count):
+                if index == self.break_after:
                     raise EngineError("the engine broke")
                 await asyncio.sleep(self.pause)
                 self.sent += 1
-                finish = full.finish_reason if at == count - 1 else None
-                part = slice(at, at + 1)
-                yield TokenChunk(full.token_ids[part], full.logprobs[part], full.versions[part], finish)
+                finish = generation.finish_reason if index == count - 1 else None
+                part = slice(index, index + 1)
+                yield TokenChunk(
+                    generation.token_ids[part], generation.logprobs[part], generation.versions[part], finish
+                )
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled += 1
             raise
@@ -104,7 +106,7 @@ class FakeStreamingEngine(FakeEngine):
 
 @contextmanager
 def serving(app: Any, **options: Any) -> Iterator[str]:
-    """Serve the application on a free port; yield its URL."""
+    """Serve an application on a free port and yield its URL."""
     defaults: dict[str, Any] = {"port": 0, "log_level": "critical", "lifespan": "on", "ws": "none", "loop": "asyncio"}
     config = uvicorn.Config(app, **(defaults | options))
     server = uvicorn.Server(config)
@@ -123,5 +125,5 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     """Wait for a condition that another thread makes true."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""A world of engine servers that fail, restart and hang, in virtual time: an hour of it takes milliseconds."""
+"""Fake engine servers that fail, restart and hang, in virtual time: an hour takes milliseconds."""
 
 import asyncio
 import selectors
@@ -6,8 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from keel.config.engine import PoolSettings
-from keel.config.rollout import Sampling
+from keel.config.rollout import PoolSettings, Sampling
 from keel.inference.pool.discovery import DiscoveryError
 from keel.inference.pool.pool import Pool
 from keel.inference.pool.target_weights import WeightLoad
@@ -17,7 +16,7 @@ T = TypeVar("T")
 
 
 class VirtualSelector(selectors.DefaultSelector):
-    """Never waits: the time that would have passed has passed."""
+    """A selector that never waits but advances the virtual clock by the timeout."""
 
     now = 0.0
 
@@ -25,7 +24,7 @@ class VirtualSelector(selectors.DefaultSelector):
         ready = super().select(0)
         if not ready:
             if timeout is None:
-                raise AssertionError("everybody waits for somebody, and nothing can happen any more")
+                raise AssertionError("deadlock: every task waits and no timer is set")
             self.now += max(0.0, timeout)
         return ready
 
@@ -39,19 +38,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.clock.now
 
 
-def virtually(scene: Coroutine[Any, Any, T]) -> T:
-    """Run a scene in virtual time. Fails if it leaves tasks behind."""
+def run_in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in virtual time. Fails if it leaves tasks behind."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
 
-        async def whole() -> T:
-            result = await scene
+        async def run() -> T:
+            result = await work
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             left = asyncio.all_tasks() - {asyncio.current_task()}
-            assert not left, f"left behind: {left}"
+            assert not left, f"tasks left behind: {left}"
             return result
 
-        return runner.run(whole())
+        return runner.run(run())
 
 
 def now() -> float:
@@ -60,27 +59,27 @@ def now() -> float:
 
 @dataclass(eq=False)
 class Server:
-    """A server as it really is, which the pool can only ask."""
+    """The true state of a server, which the pool sees only through requests."""
 
     url: str
     up: bool = True
-    black_hole: bool = False
-    """Takes connections and never answers."""
+    hangs: bool = False
+    """Accepts connections and never responds."""
     loads_fail: bool = False
     load_seconds: float = 0.5
-    answer_seconds: float = 1.0
+    sampling_seconds: float = 1.0
     error: EngineError | None = None
-    """What every request ends with."""
+    """Error of every request."""
     not_ready: str = ""
     health_seconds: float = 0.0
-    """How long what it says about itself is under way."""
+    """Delay of a health response."""
     version: int = 0
     loads: tuple[WeightLoad, ...] = ()
-    """What a fresh server was given since it started: all weights, then an adapter."""
-    life: int = 0
+    """Loads since the server started: full weights, then an adapter."""
+    incarnation: int = 0
     running: int = 0
     health_calls: list[float] = field(default_factory=list)
-    asked: list[tuple[str | None, float]] = field(default_factory=list)
+    requests: list[tuple[str | None, float]] = field(default_factory=list)
     cancelled: int = 0
     troubles: list[float] = field(default_factory=list)
     connections: int = 0
@@ -88,18 +87,18 @@ class Server:
 
     def stop(self) -> None:
         self.up = False
-        self.life += 1
+        self.incarnation += 1
         self.version, self.loads = 0, ()
 
     def restart(self) -> None:
-        """At once, so that nobody may notice: with the weights it began with."""
+        """Restart immediately, with the initial weights; the pool may not notice."""
         self.stop()
         self.up = True
-        self.black_hole = False
+        self.hangs = False
 
 
-class World:
-    """The servers, the list of members, and who was handed what."""
+class PoolHarness:
+    """A pool with fake servers, its member list, and a record of the requests."""
 
     def __init__(self, count: int = 3, **settings: Any) -> None:
         self.servers = {f"http://s{i}:1": Server(f"http://s{i}:1") for i in range(count)}
@@ -107,9 +106,9 @@ class World:
         self.list_error = ""
         self.dynamic = True
         self.live: set[tuple[WeightLoad, ...]] = {()}
-        """Everything that was ever live on a server."""
-        self.hand_outs: list[tuple[Server, str | None, float, bool]] = []
-        """Server, group, time, and whether the server held what the pool said or, already, what it desired."""
+        """All weights that were ever live on a server."""
+        self.sent_requests: list[tuple[Server, str | None, float, bool]] = []
+        """Server, group, time, and whether the server held the pool's live or target weights."""
         self.settings = PoolSettings.model_validate({"file": "unused", "poll_interval": 10.0, **settings})
         self.pool = Pool(self.settings, self.connect, source=self)
 
@@ -125,7 +124,7 @@ class World:
         self.servers[url].connections += 1
         return FakeEngine(self, self.servers[url])
 
-    async def ask(self, group: str | None = None, **sampling: Any) -> Generation:
+    async def generate(self, group: str | None = None, **sampling: Any) -> Generation:
         return await self.pool.generate([1, 2], Sampling(**sampling), group=group)
 
     def states(self) -> list[str]:
@@ -133,38 +132,38 @@ class World:
 
 
 class FakeEngine:
-    """The client side. Its request limit is 120 s."""
+    """The client of a fake server, with a request timeout of 120 s."""
 
-    def __init__(self, world: World, server: Server) -> None:
-        self.world, self.server = world, server
+    def __init__(self, harness: PoolHarness, server: Server) -> None:
+        self.harness, self.server = harness, server
 
     async def _reach(self) -> None:
         await asyncio.sleep(0.01)
         if not self.server.up:
             raise EngineError(f"{self.server.url} refused the connection")
-        if self.server.black_hole:
+        if self.server.hangs:
             await asyncio.sleep(120)
-            raise EngineError(f"{self.server.url} did not answer in 120 s")
+            raise EngineError(f"{self.server.url} did not respond within 120 s")
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None) -> Generation:
-        server, pool = self.server, self.world.pool
+        server, pool = self.server, self.harness.pool
         held = pool._target_weights.version is None or any(
             (server.version, server.loads) == (weights.version, weights.loads)
             for weights in (pool._live_weights, pool._target_weights)
         )
-        number = len(self.world.hand_outs)
-        self.world.hand_outs.append((server, group, now(), held))
-        server.asked.append((group, now()))
-        life, first = server.life, server.version
+        number = len(self.harness.sent_requests)
+        self.harness.sent_requests.append((server, group, now(), held))
+        server.requests.append((group, now()))
+        incarnation, first = server.incarnation, server.version
         server.running += 1
         try:
             await self._reach()
-            await asyncio.sleep(server.answer_seconds / 2)
+            await asyncio.sleep(server.sampling_seconds / 2)
             await self._reach()
             if server.error is not None:
                 raise server.error
-            await asyncio.sleep(server.answer_seconds / 2)
-            if server.life != life:
+            await asyncio.sleep(server.sampling_seconds / 2)
+            if server.incarnation != incarnation:
                 raise EngineError(f"{server.url} broke the connection")
         except asyncio.CancelledError:
             server.cancelled += 1
@@ -175,17 +174,17 @@ class FakeEngine:
 
     async def _load(self, load: WeightLoad) -> None:
         await self._reach()
-        life = self.server.life
+        incarnation = self.server.incarnation
         await asyncio.sleep(self.server.load_seconds)
         await self._reach()
-        if self.server.life != life:
+        if self.server.incarnation != incarnation:
             raise EngineError(f"{self.server.url} broke the connection")
         if self.server.loads_fail:
             raise EngineError(f"{self.server.url} has no folder {load.source.path}", retryable=False)
-        below = tuple(each for each in self.server.loads if not each.is_adapter)
-        self.server.loads = (*below, load) if load.is_adapter else (load,)
+        base = tuple(item for item in self.server.loads if not item.is_adapter)
+        self.server.loads = (*base, load) if load.is_adapter else (load,)
         self.server.version = load.version
-        self.world.live.add(self.server.loads)
+        self.harness.live.add(self.server.loads)
 
     async def load_weights(self, source: WeightSource, version: int, *, drain: bool = False) -> None:
         await self._load(WeightLoad(source, version))
@@ -198,26 +197,28 @@ class FakeEngine:
         self.server.health_calls.append(now())
         await self._reach()
         server = self.server
-        said = Health(not server.not_ready, server.version, server.running, 0, server.not_ready)
+        health = Health(not server.not_ready, server.version, server.running, 0, server.not_ready)
         await asyncio.sleep(server.health_seconds)
-        return said
+        return health
 
     async def close(self) -> None:
         self.server.closed += 1
 
 
-def play(scene: Callable[[World], Coroutine[Any, Any, None]], count: int = 3, **settings: Any) -> World:
-    """Run a scene in a world; the pool is closed afterwards and must have let go of everything."""
+def run_scenario(
+    scenario: Callable[[PoolHarness], Coroutine[Any, Any, None]], count: int = 3, **settings: Any
+) -> PoolHarness:
+    """Run a scenario, close the pool, and check that it released everything."""
 
-    async def whole() -> World:
-        world = World(count, **settings)
+    async def run() -> PoolHarness:
+        harness = PoolHarness(count, **settings)
         try:
-            await scene(world)
+            await scenario(harness)
         finally:
-            await world.pool.close()
-        for server in world.servers.values():
+            await harness.pool.close()
+        for server in harness.servers.values():
             assert server.running == 0
             assert server.connections == server.closed
-        return world
+        return harness
 
-    return virtually(whole())
+    return run_in_virtual_time(run())

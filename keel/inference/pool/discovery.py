@@ -1,9 +1,9 @@
-"""Where the members of a pool are: a list, a DNS name, a watched file, or a list served over HTTP.
+"""Discover the members of a pool: a fixed list, a DNS name, a watched file, or a list served over HTTP.
 
-A source answers with the URLs of all members, or raises `DiscoveryError` which says what is wrong; it never answers
-with half a list, and an empty one is an error: a file seen while it is rewritten, a service that restarts and a name
-that lost its addresses all look like that, and members that are really gone are found out by their health. It
-remembers nothing; who asks keeps the last good answer.
+A source returns the URLs of all members or raises `DiscoveryError` with the reason; it never returns a partial list. An
+empty list is an error as well: a file read while it is rewritten, a service that restarts and a name without addresses
+all look like that, and members that are really gone are found by their health checks. Sources keep no state; the pool
+keeps the last valid list.
 """
 
 import asyncio
@@ -21,28 +21,28 @@ from keel.config.engine import PoolSettings
 from keel.errors import ConfigError, KeelError
 
 MAX_BYTES = 1_000_000
-"""Of a file or an answer; a longer one is no list of members."""
+"""Maximum size of a file or response; anything longer is not a list of members."""
 MAX_MEMBERS = 4096
 HTTP_TIMEOUT = 30.0
-"""Seconds for an HTTP list."""
+"""Seconds for the request of an HTTP list."""
 
 
 class DiscoveryError(KeelError):
-    """Members that could not be found out."""
+    """The members could not be discovered."""
 
 
 class MemberSource(Protocol):
-    """What knows the members."""
+    """A source of the members' URLs."""
 
     dynamic: bool
-    """Whether it is worth asking again."""
+    """Whether the members may change, so that the source must be polled."""
 
     async def fetch_urls(self) -> list[str]:
-        """The URLs of all members, each once."""
+        """Return the URLs of all members without duplicates."""
 
 
 class StaticList:
-    """Members that were given."""
+    """A fixed list of members."""
 
     dynamic = False
 
@@ -57,9 +57,9 @@ class StaticList:
 
 
 class DnsName:
-    """Every address of `host:port` is a member.
+    """A DNS name `host:port`; each of its addresses is a member.
 
-    Where a name has addresses of both families only the IPv4 ones are taken: they are the same servers twice.
+    If the name has IPv4 and IPv6 addresses only the IPv4 ones are used: both lead to the same servers.
     """
 
     dynamic = True
@@ -68,9 +68,7 @@ class DnsName:
         host, colon, port = name.rpartition(":")
         self.host = host.removeprefix("[").removesuffix("]")
         if not (colon and self.host and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-            raise ConfigError(
-                f'pool.dns = "{one_line(name)}" is not a name and a port, such as "engines.internal:8000"'
-            )
+            raise ConfigError(f'pool.dns = "{one_line(name)}" is not host:port, such as "engines.internal:8000"')
         if "/" in host or (":" in host and not host.startswith("[")):
             raise ConfigError(f'pool.dns = "{one_line(name)}" must be host:port only, such as "engines.internal:8000"')
         self.port = int(port)
@@ -78,19 +76,21 @@ class DnsName:
     async def fetch_urls(self) -> list[str]:
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            results = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise DiscoveryError(f"{self.host} has no addresses: {one_line(error)}") from None
-        addresses = sorted({ipaddress.ip_address(str(item[4][0]).partition("%")[0]) for item in found}, key=_by_family)
+        addresses = sorted(
+            {ipaddress.ip_address(str(result[4][0]).partition("%")[0]) for result in results}, key=_by_family
+        )
         family = min((address.version for address in addresses), default=4)
-        hosts = [f"[{each}]" if each.version == 6 else str(each) for each in addresses if each.version == family]
+        hosts = [f"[{ip}]" if ip.version == 6 else str(ip) for ip in addresses if ip.version == family]
         return validate_urls(f"http://{host}:{self.port}" for host in hosts)
 
 
 class WatchedFile:
-    """One URL a line; empty lines and those that begin with # do not count.
+    """A file with one URL per line; empty lines and lines that start with # are skipped.
 
-    Replace it by renaming a finished file over it: a file that is written in place may be read half done.
+    Replace the file by renaming a complete one over it: a file written in place may be read half-written.
     """
 
     dynamic = True
@@ -108,11 +108,11 @@ class WatchedFile:
         except OSError as error:
             raise DiscoveryError(f"{one_line(self.path)} cannot be read: {one_line(error.strerror or error)}") from None
         if len(data) > MAX_BYTES:
-            raise DiscoveryError(f"{one_line(self.path)} has more than {MAX_BYTES:,} bytes; give one URL a line")
+            raise DiscoveryError(f"{one_line(self.path)} has more than {MAX_BYTES:,} bytes; write one URL per line")
         try:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError:
-            raise DiscoveryError(f"{one_line(self.path)} is not text; give one URL a line") from None
+            raise DiscoveryError(f"{one_line(self.path)} is not UTF-8 text; write one URL per line") from None
         lines = [line.strip() for line in text.splitlines()]
         try:
             return validate_urls(line for line in lines if line and not line.startswith("#"))
@@ -121,7 +121,7 @@ class WatchedFile:
 
 
 class HttpList:
-    """A JSON list of URLs at an address. The members' API key is not sent there: it is another server."""
+    """A JSON list of URLs served over HTTP. The members' API key is not sent: this is a different server."""
 
     dynamic = True
 
@@ -130,7 +130,7 @@ class HttpList:
             self.url = validate_url(url)
         except DiscoveryError as error:
             raise ConfigError(f"pool.discovery_url: {error}") from None
-        self._display_url = one_line(self.url.partition("?")[0], 120)  # what follows may be a token
+        self._display_url = one_line(self.url.partition("?")[0], 120)  # the query may hold a token
         self._transport = transport
 
     async def fetch_urls(self) -> list[str]:
@@ -143,24 +143,22 @@ class HttpList:
             ):
                 if response.status_code != 200:
                     raise DiscoveryError(
-                        f"{self._display_url} answered {response.status_code} instead of 200 and a list of URLs"
+                        f"{self._display_url} returned status {response.status_code} instead of 200 and a list of URLs"
                     )
-                async for piece in response.aiter_bytes():
-                    data += piece
+                async for chunk in response.aiter_bytes():
+                    data += chunk
                     if len(data) > MAX_BYTES:
-                        raise DiscoveryError(f"{self._display_url} answered with more than {MAX_BYTES:,} bytes")
+                        raise DiscoveryError(f"{self._display_url} returned more than {MAX_BYTES:,} bytes")
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             raise DiscoveryError(
-                f"{self._display_url} did not answer: {one_line(error) or type(error).__name__}"
+                f"{self._display_url} did not respond: {one_line(error) or type(error).__name__}"
             ) from None
         try:
             urls = json.loads(data)
         except (ValueError, RecursionError):
-            raise DiscoveryError(f"{self._display_url} did not answer with JSON: {one_line(data[:60])}") from None
+            raise DiscoveryError(f"{self._display_url} did not return JSON: {one_line(data[:60])}") from None
         if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
-            raise DiscoveryError(
-                f'{self._display_url} must answer with a list of URLs, such as ["http://10.0.0.1:8000"]'
-            )
+            raise DiscoveryError(f'{self._display_url} must return a list of URLs, such as ["http://10.0.0.1:8000"]')
         try:
             return validate_urls(urls)
         except DiscoveryError as error:
@@ -168,7 +166,7 @@ class HttpList:
 
 
 def make_source(settings: PoolSettings) -> MemberSource:
-    """The source that the settings name."""
+    """Return the source that the settings select."""
     if settings.dns:
         return DnsName(settings.dns)
     if settings.file:
@@ -179,24 +177,24 @@ def make_source(settings: PoolSettings) -> MemberSource:
 
 
 def validate_urls(urls: Iterable[str]) -> list[str]:
-    """A list of members as given, each once: all of them usable and at least one, or an error."""
-    found = list(dict.fromkeys(validate_url(url).rstrip("/") for url in urls))
-    for url in found:
+    """Return the URLs without duplicates, or raise if one is invalid or there is none."""
+    unique = list(dict.fromkeys(validate_url(url).rstrip("/") for url in urls))
+    for url in unique:
         if "?" in url or "#" in url:
             raise DiscoveryError(
-                f'"{one_line(url, 120)}" has a query; a member is only a place, like "http://10.0.0.1:8000"'
+                f'"{one_line(url, 120)}" has a query or fragment; a member is a base URL, such as "http://10.0.0.1:8000"'
             )
-    if not found:
-        raise DiscoveryError("there is no member in it")
-    if len(found) > MAX_MEMBERS:
-        raise DiscoveryError(f"{len(found)} members are more than {MAX_MEMBERS}")
-    return found
+    if not unique:
+        raise DiscoveryError("the list has no members")
+    if len(unique) > MAX_MEMBERS:
+        raise DiscoveryError(f"{len(unique)} members exceed the limit of {MAX_MEMBERS}")
+    return unique
 
 
 def validate_url(url: str) -> str:
-    """A URL of http or https, with a host and without user and password."""
+    """Return a URL, or raise if it is not http(s) with a host and without user and password."""
     shown = one_line(url, 120)
-    example = 'give one like "http://10.0.0.1:8000"'
+    example = 'use a URL such as "http://10.0.0.1:8000"'
     if one_line(url, 2000) != url or " " in url or "\\" in url:
         raise DiscoveryError(f'"{shown}" is not a URL; {example}')
     try:
@@ -207,17 +205,17 @@ def validate_url(url: str) -> str:
     if not usable:
         raise DiscoveryError(f'"{shown}" is not a URL; {example}')
     if "@" in parts.netloc:
-        # not shown: it holds a secret
+        # the URL holds a secret and is not shown
         raise DiscoveryError(
-            f"the URL of {parts.hostname} has a user or password in it; leave it out, and use pool.api_key_file"
+            f"the URL of {parts.hostname} has a user or password in it; remove it and set pool.api_key_file"
         )
     return url
 
 
 def one_line(text: object, limit: int = 200) -> str:
-    """Text of others on one line, without control characters and cut, so that it can be shown anywhere."""
-    words = text.decode("utf-8", "replace") if isinstance(text, bytes | bytearray) else str(text)
-    line = " ".join("".join(c if c.isprintable() else " " for c in words[: 4 * limit]).split())
+    """Return untrusted text on one line, truncated and without control characters, so that it is safe to display."""
+    decoded = text.decode("utf-8", "replace") if isinstance(text, bytes | bytearray) else str(text)
+    line = " ".join("".join(c if c.isprintable() else " " for c in decoded[: 4 * limit]).split())
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 

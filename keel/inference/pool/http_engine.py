@@ -1,9 +1,9 @@
-"""An engine on the other side of HTTP: any OpenAI-compatible server that returns log-probs and token ids.
+"""Client of an engine server: any OpenAI-compatible server that returns log-probs and token ids.
 
-Guarantees that a generation is whole or an `EngineError` that says whether trying again can help: as many log-probs as
-tokens, all of them finite and at the temperature that was asked for, the tokens as sampled and never from text.
-Versions are the server's own where it gives them per token; otherwise the one that was live when the request was sent.
-Weights can be loaded on Keel's own server; for vLLM see `keel.inference.pool.vllm_engine`.
+Guarantees that a generation is complete, or an `EngineError` says whether a retry can help: as many log-probs as
+tokens, all finite and at the requested temperature, and token ids as sampled, never re-tokenized text. Versions are the
+server's if it returns them per token, otherwise the version that was live when the request was sent. Weights can be
+loaded on Keel's own server; for vLLM see `keel.inference.pool.vllm_engine`.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from keel.errors import ConfigError
 from keel.inference.protocol import BroadcastSlot, EngineError, FinishReason, Generation, Health, WeightSource
 
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-"""Statuses after which the same request may succeed, here or elsewhere."""
+"""Statuses after which the same request may succeed, on this server or another."""
 
 FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 TEMPERATURE_TOLERANCE = 0.05
-"""By how much, relatively, the slopes of the temperature probe may be off: a server may compute in half precision."""
+"""Relative tolerance of the temperature probe; a server may compute in half precision."""
 
 ServerKind = Literal["keel", "other"]
 
 
 class HttpEngine:
-    """One server. Made without talking to it; the first call finds out what it is."""
+    """Client of one server. The constructor sends nothing; the first call detects what kind of server it is."""
 
     def __init__(
         self,
@@ -42,16 +42,16 @@ class HttpEngine:
         client: httpx.AsyncClient | None = None,
         version: int = 0,
     ) -> None:
-        """`version` is that of the weights which a server that does not say starts with."""
+        """Create a client; `version` is the initial version of a server that does not report one."""
         base = url.rstrip("/").removesuffix("/v1")
         if httpx.URL(base).scheme not in ("http", "https") or not httpx.URL(base).host:
-            raise ConfigError(f"engine url = {url} is not an address like http://127.0.0.1:8000")
+            raise ConfigError(f"engine url = {url} is not a URL such as http://127.0.0.1:8000")
         self.url = base
         self.model = model
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._timeout = httpx.Timeout(timeout, connect=min(timeout, 10.0))
         self._owns_client = client is None
-        # the number of requests at once is decided by whoever sends them
+        # the caller decides how many requests are in flight
         unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = httpx.AsyncClient(timeout=self._timeout, limits=unlimited) if client is None else client
         self._version = self._initial_version = version
@@ -64,12 +64,12 @@ class HttpEngine:
         self._init_backend()
 
     def _init_backend(self) -> None:
-        """What a particular kind of server needs beside this."""
+        """Initialize the state that a subclass adds."""
 
     # --- the engine ---
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None) -> Generation:
-        """An answer to these tokens; cancelling the call closes its connection, which frees what the server held."""
+        """Sample a completion; cancelling the call closes the connection, which cancels it on the server."""
         if self._closed:
             raise EngineError(f"engine {self.url} is closed")
         task = asyncio.ensure_future(self._generate(list(prompt), sampling, group))
@@ -79,7 +79,7 @@ class HttpEngine:
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if self._closed and caller is not None and not caller.cancelling():
-                raise EngineError(f"engine {self.url} was closed before it answered") from None
+                raise EngineError(f"engine {self.url} was closed before it responded") from None
             raise
         finally:
             self._in_flight.discard(task)
@@ -96,33 +96,33 @@ class HttpEngine:
             raise source.unsupported_by(f"the server at {self.url}")
 
     async def receive_weights(self, slot: BroadcastSlot, version: int, *, drain: bool = False) -> None:
-        """Take all weights from a broadcast that this machine sends meanwhile. Returns when they are live."""
+        """Let the server receive a broadcast that this machine sends meanwhile. Returns when the weights are live."""
         await self._post_load("/v1/receive_weights", asdict(slot), version, drain)
 
     async def version(self) -> int:
-        """Of the weights that are live: what the server says, or for one that does not say what was loaded last."""
+        """Return the version of the live weights: the server's, or if it reports none the version last loaded."""
         if await self._detect_server() == "keel":
             self._version = _check_integer("version", (await self._get_json("/version")).get("version"), self.url)
         return self._version
 
     async def health(self) -> Health:
-        """How the server is doing; one that cannot be reached is not ready, and never an exception."""
+        """Return the server's health; an unreachable server is not ready and raises no exception."""
         try:
             response = await self._send("GET", "/health", timeout=10.0)
-            said = _parse_json(response)
+            payload = _parse_json(response)
             if response.status_code not in (200, 503):
                 raise self._response_error(response)
-            if "ready" not in said:
+            if "ready" not in payload:
                 error = "" if response.status_code == 200 else _error_message(response)
                 return Health(not error, self._version, running=len(self._in_flight), error=error)
-            self._version = _check_integer("version", said.get("version"), self.url)
-            running, waiting = (_check_integer(name, said.get(name, 0), self.url) for name in ("running", "waiting"))
-            return Health(bool(said["ready"]), self._version, running, waiting, str(said.get("error", "")))
+            self._version = _check_integer("version", payload.get("version"), self.url)
+            running, waiting = (_check_integer(name, payload.get(name, 0), self.url) for name in ("running", "waiting"))
+            return Health(bool(payload["ready"]), self._version, running, waiting, str(payload.get("error", "")))
         except EngineError as error:
             return Health(False, self._version, running=len(self._in_flight), error=str(error))
 
     async def close(self) -> None:
-        """End requests in flight with an `EngineError` and close the connections. The server goes on."""
+        """End requests in flight with an `EngineError` and close the connections. The server keeps running."""
         self._closed = True
         for task in list(self._in_flight):
             task.cancel()
@@ -140,13 +140,13 @@ class HttpEngine:
         return self._parse_choice(choice, sampling, live)
 
     def _request_body(self, prompt: list[int], sampling: Sampling, group: str | None) -> dict[str, Any]:
-        """A request in which nothing that changes the distribution is left to the server's defaults."""
-        # vLLM refuses to be asked for more than the model has room for; an answer that meets its end there is "length"
-        room = sampling.max_tokens if self._max_model_len is None else max(self._max_model_len - len(prompt), 1)
+        """Return a request that leaves nothing that changes the distribution to the server's defaults."""
+        # vLLM rejects a max_tokens beyond the context length; a completion that ends there has finish reason "length"
+        available = sampling.max_tokens if self._max_model_len is None else max(self._max_model_len - len(prompt), 1)
         body: dict[str, Any] = {
             "model": self._model_name(),
             "prompt": prompt,
-            "max_tokens": min(sampling.max_tokens, room),
+            "max_tokens": min(sampling.max_tokens, available),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "n": 1,
@@ -156,7 +156,7 @@ class HttpEngine:
             "presence_penalty": 0,
         }
         optional = {"top_k": sampling.top_k, "min_p": sampling.min_p}
-        # sent only when they act: servers of plain OpenAI know neither
+        # sent only if set: plain OpenAI servers know neither
         body |= {name: value for name, value in optional.items() if value}
         if sampling.stop:
             body["stop"] = list(sampling.stop)
@@ -174,38 +174,40 @@ class HttpEngine:
             raise self._response_error(response)
         choices = _parse_json(response).get("choices")
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-            raise EngineError(f"engine {self.url} was asked for one answer and gave {str(choices)[:200]}")
+            raise EngineError(f"engine {self.url} returned {str(choices)[:200]} instead of one choice")
         return choices[0]
 
     def _parse_choice(self, choice: Mapping[str, Any], sampling: Sampling, live_version: int) -> Generation:
-        """A choice as a generation, after checking that it can be trained on."""
+        """Return a choice as a generation, after checking that it can be trained on."""
         token_ids = choice.get("token_ids")
         if not isinstance(token_ids, list):
             raise EngineError(
-                f"engine {self.url} gave no token_ids: it does not know return_token_ids (vLLM from 0.10.2 and"
-                " keel serve do), and tokens cannot be had from text",
+                f"engine {self.url} returned no token_ids: it does not support return_token_ids (vLLM from 0.10.2 and"
+                " keel serve do), and token ids cannot be recovered from text",
                 retryable=False,
             )
-        # an answer that was ended before its first token has no table of log-probs either
+        # a completion aborted before its first token has no log-probs
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs") if token_ids else []
         if not isinstance(logprobs, list):
             raise EngineError(
-                f"engine {self.url} gave no log-probs: it does not know the option logprobs of /v1/completions",
+                f"engine {self.url} returned no log-probs: it does not support logprobs of /v1/completions",
                 retryable=False,
             )
         versions = choice.get("versions")
         versions = [live_version] * len(token_ids) if versions is None else versions
         if not len(token_ids) == len(logprobs) == len(versions):
             raise EngineError(
-                f"engine {self.url} gave {len(token_ids)} token ids, {len(logprobs)} log-probs and {len(versions)}"
-                " versions for one answer"
+                f"engine {self.url} returned {len(token_ids)} token ids, {len(logprobs)} log-probs and {len(versions)}"
+                " versions for one completion"
             )
         for value in logprobs:
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise EngineError(f"engine {self.url} gave a log-prob of {value}")
+                raise EngineError(f"engine {self.url} returned a log-prob of {value}")
         reason = str(choice.get("finish_reason"))
         if reason not in FINISH_REASONS:
-            raise EngineError(f"engine {self.url} ended an answer for {reason}; known: {', '.join(FINISH_REASONS)}")
+            raise EngineError(
+                f"engine {self.url} returned finish_reason {reason}; expected one of {', '.join(FINISH_REASONS)}"
+            )
         return Generation(
             token_ids=tuple(_check_integer("token id", token, self.url) for token in token_ids),
             logprobs=tuple(float(value) for value in logprobs),
@@ -214,10 +216,10 @@ class HttpEngine:
             temperature=sampling.temperature,
         )
 
-    # --- what the server is ---
+    # --- server detection ---
 
     async def _detect_server(self) -> ServerKind:
-        """What kind of server it is, and the model's name on it; asked once."""
+        """Return the kind of server, and find the model's name; cached after the first call."""
         async with self._detect_lock:
             if self._kind is None:
                 response = await self._send("GET", "/version", timeout=10.0)
@@ -229,45 +231,45 @@ class HttpEngine:
             return self._kind
 
     async def _find_model(self) -> None:
-        """The model's name, unless it was given, and how many tokens it takes, if the server says so as vLLM does."""
+        """Find the model's name, unless given, and its context length, if the server reports it as vLLM does."""
         response = await self._send("GET", "/v1/models", timeout=10.0)
         if response.status_code != 200 and self.model is None:
             raise self._response_error(response)
         models = _parse_json(response).get("data") if response.status_code == 200 else None
-        named = {model["id"]: model for model in models or () if isinstance(model, dict) and "id" in model}
+        by_name = {model["id"]: model for model in models or () if isinstance(model, dict) and "id" in model}
         if self.model is None:
-            if not named:
+            if not by_name:
                 raise EngineError(f"engine {self.url} serves no model")
-            self.model = str(next(iter(named)))
-        limit = named.get(self.model, {}).get("max_model_len")
+            self.model = str(next(iter(by_name)))
+        limit = by_name.get(self.model, {}).get("max_model_len")
         self._max_model_len = limit if isinstance(limit, int) else None
 
     def _model_name(self) -> str:
-        """What requests ask for."""
+        """Return the model name of requests."""
         return str(self.model)
 
     async def _check_temperature(self, kind: ServerKind, temperature: float, prompt: list[int]) -> None:
-        """Refuse a server whose log-probs are not at the temperature of its sampling, as vLLM's are by default.
+        """Raise if the server's log-probs are not at the sampling temperature; by default vLLM's are not.
 
-        Halving the temperature doubles the difference of two log-probs; a server where it stays the same reports
-        those of temperature 1, with which the trainer would compare another distribution.
+        Halving the temperature doubles the difference of two log-probs. If it does not change, the server reports
+        log-probs at temperature 1, and the trainer would compare them with a different distribution.
         """
         if kind == "keel" or temperature in (0.0, 1.0):
             return
         async with self._detect_lock:
             if self._logprobs_scaled is None:
-                first, second = [await self._top_logprob_gap(prompt, at) for at in (1.0, 0.5)]
+                first, second = [await self._top_logprob_gap(prompt, temperature) for temperature in (1.0, 0.5)]
                 if first is not None and second is not None and abs(first) > 1e-3:
                     self._logprobs_scaled = abs(second / first - 2) < 2 * TEMPERATURE_TOLERANCE
         if not self._logprobs_scaled:
             raise EngineError(
-                f"engine {self.url} reports log-probs of temperature 1 while sampling at {temperature}, or does not let"
-                " it be seen; start vLLM with --logprobs-mode processed_logprobs",
+                f"engine {self.url} reports log-probs at temperature 1 while sampling at {temperature}, or it cannot be"
+                " determined; start vLLM with --logprobs-mode processed_logprobs",
                 retryable=self._logprobs_scaled is None,
             )
 
     async def _top_logprob_gap(self, prompt: list[int], temperature: float) -> float | None:
-        """By how much the likeliest first token is ahead of the second."""
+        """Return the log-prob difference of the two most likely first tokens."""
         body = self._request_body(prompt, Sampling(temperature=temperature, max_tokens=1), None) | {"logprobs": 2}
         tops = ((await self._request_completion(body)).get("logprobs") or {}).get("top_logprobs")
         if not isinstance(tops, list) or not tops or not isinstance(tops[0], dict) or len(tops[0]) < 2:
@@ -275,16 +277,16 @@ class HttpEngine:
         best, second, *_ = sorted(tops[0].values(), reverse=True)
         return float(best - second)
 
-    # --- the wire ---
+    # --- HTTP ---
 
     async def _post_load(self, path: str, body: dict[str, Any], version: int, drain: bool) -> None:
         if await self._detect_server() != "keel":
             raise EngineError(
-                f"engine {self.url} is no keel server, so it takes no weights from here; use kind vllm for vLLM",
+                f'engine {self.url} is not a keel server and cannot load weights; set pool.backend = "vllm" for vLLM',
                 retryable=False,
             )
-        how = {"drain": True} if drain else {}
-        response = await self._send("POST", path, json=body | {"version": version} | how)
+        options = {"drain": True} if drain else {}
+        response = await self._send("POST", path, json=body | {"version": version} | options)
         if response.status_code != 200:
             raise self._response_error(response)
         self._version = version
@@ -305,50 +307,52 @@ class HttpEngine:
                 **body,
             )
         except httpx.TimeoutException as error:
-            waited = self._timeout.read if timeout is None else timeout
+            limit = self._timeout.read if timeout is None else timeout
             raise EngineError(
-                f"engine {self.url}{path} did not answer in {waited} s ({_describe_error(error)})"
+                f"engine {self.url}{path} did not respond within {limit} s ({_describe_error(error)})"
             ) from error
         except (httpx.HTTPError, RuntimeError) as error:
-            # RuntimeError: the client was closed under a request
+            # RuntimeError: the client was closed during a request
             self._on_connection_lost()
             raise EngineError(f"engine {self.url} cannot be reached: {_describe_error(error)}") from error
 
     def _on_connection_lost(self) -> None:
-        """The connection broke: whoever answers next may be another server, with other weights."""
+        """Forget what is known of the server: after a lost connection another one may respond, with other weights."""
         self._kind = None
         self._logprobs_scaled = None
         self._version = self._initial_version
 
     def _response_error(self, response: httpx.Response) -> EngineError:
-        where = f"engine {self.url}{response.request.url.path}"
+        endpoint = f"engine {self.url}{response.request.url.path}"
         retryable = response.status_code in RETRYABLE_STATUSES
-        return EngineError(f"{where} answered {response.status_code}: {_error_message(response)}", retryable=retryable)
+        return EngineError(
+            f"{endpoint} returned status {response.status_code}: {_error_message(response)}", retryable=retryable
+        )
 
 
 def _parse_json(response: httpx.Response) -> dict[str, Any]:
     try:
-        said = response.json() if response.content else {}
+        payload = response.json() if response.content else {}
     except ValueError:
-        said = None
-    if not isinstance(said, dict):
-        raise EngineError(f"engine {response.request.url} did not answer with a JSON object: {response.text[:200]}")
-    return said
+        payload = None
+    if not isinstance(payload, dict):
+        raise EngineError(f"engine {response.request.url} did not return a JSON object: {response.text[:200]}")
+    return payload
 
 
 def _error_message(response: httpx.Response) -> str:
-    """What an error response says, in any of the usual shapes."""
+    """Return the message of an error response in any of the common formats."""
     try:
-        said = response.json()
+        payload = response.json()
     except ValueError:
         return response.text[:500]
-    error = said.get("error", said.get("detail", said)) if isinstance(said, dict) else said
+    error = payload.get("error", payload.get("detail", payload)) if isinstance(payload, dict) else payload
     return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
 
 
 def _check_integer(name: str, value: Any, url: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise EngineError(f"engine {url} gave {value} as a {name}")
+        raise EngineError(f"engine {url} returned {value} as {name}")
     return value
 
 

@@ -1,9 +1,9 @@
-"""A server of the run's own as a process that is started again when it ends, for a pool of one.
+"""A server process that a run starts itself and restarts when it exits, as the single member of a pool.
 
-Guarantees that it listens before the block begins, that one that was killed is replaced, and that none is left when the
-block ends. What a new one holds is the pool's business: it is another member, under another address, and gets the
-weights before it gets a request. A server that ends by itself before it listens ends the run; one that is killed then
-has a few tries, and one that dies later is started again for as long as the run's own watchdog waits.
+Guarantees that the server listens before the block begins, that a killed server is replaced, and that no process is
+left when the block ends. A replacement has a new address, so to the pool it is a new member that gets the weights
+before any request. A server that exits before it listens ends the run; if it was killed, starting is retried a few
+times. A server that dies later is restarted until the run's watchdog gives up.
 """
 
 import asyncio
@@ -22,20 +22,20 @@ from keel.inference.protocol import EngineError
 logger = logging.getLogger("keel")
 
 START_TIMEOUT = 300.0
-"""Seconds that a server may take to load its model."""
+"""Seconds for a server to load its model."""
 MAX_START_ATTEMPTS = 3
-"""How often one that is killed while it starts is started at the beginning of a run."""
+"""Starts tried at the beginning of a run if the server is killed while it starts."""
 RESTART_BACKOFF, MAX_RESTART_BACKOFF = 0.5, 30.0
-"""Seconds before it is started again, doubled each time it ended before it had answered for as long."""
+"""Seconds before a restart; doubled each time, and reset once the server ran longer than the maximum."""
 
 POOL_SETTINGS = PoolSettings(
     urls=["http://127.0.0.1:1"], poll_interval=1.0, health_timeout=60.0, ready_timeout=START_TIMEOUT
 )
-"""Of the pool; its one URL is never asked, because members are found by `Served`."""
+"""Settings of the pool; the URL is a placeholder, since `ManagedServer` is the member source."""
 
 
 class ManagedServer:
-    """Where the server is at present; a source of the members of a pool."""
+    """The server process and its current URL; the member source of a pool."""
 
     dynamic = True
 
@@ -43,7 +43,7 @@ class ManagedServer:
         self._argv = argv
         self._process: asyncio.subprocess.Process | None = None
         self._url: str | None = None
-        self._unavailable_reason = "the engine's server has not started yet"
+        self._unavailable_reason = "the engine server has not started yet"
         self.restarts = 0
 
     async def fetch_urls(self) -> list[str]:
@@ -52,7 +52,7 @@ class ManagedServer:
         return [self._url]
 
     async def start(self) -> None:
-        """Start it and wait until it listens."""
+        """Start the process and wait until it listens."""
         self._process = process = await asyncio.create_subprocess_exec(
             *self._argv, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
         )
@@ -62,49 +62,49 @@ class ManagedServer:
         except TimeoutError:
             _signal_process_group(process, signal.SIGKILL)
             raise EngineError(
-                f"the engine's server did not start within {START_TIMEOUT:.0f} s", retryable=False
+                f"the engine server did not start within {START_TIMEOUT:.0f} s", retryable=False
             ) from None
         if "http://" not in line:
             code = await process.wait()
-            raise KeelError(f"the engine's server did not start (exit code {code}); see its message above")
+            raise KeelError(f"the engine server did not start (exit code {code}); see its message above")
         self._url = line.split()[-1]
 
     async def start_with_retries(self) -> None:
-        """Start it for the first time: what is wrong with its settings would be wrong again, a kill need not be."""
-        for left in reversed(range(MAX_START_ATTEMPTS)):
+        """Start for the first time; retry only if the process was killed, since invalid settings would fail again."""
+        for attempts_left in reversed(range(MAX_START_ATTEMPTS)):
             try:
                 await self.start()
                 return
             except KeelError as error:
                 killed = self._process is not None and (self._process.returncode or 0) < 0
-                if not (killed and left):
+                if not (killed and attempts_left):
                     raise
-                logger.warning("%s; it was killed, and is started again", error)
+                logger.warning("%s; it was killed, retrying", error)
 
     async def restart_on_exit(self) -> None:
-        """Start it again whenever it has ended."""
+        """Restart the server whenever it exits."""
         loop = asyncio.get_running_loop()
-        pause, began = RESTART_BACKOFF, loop.time()
+        pause, started_at = RESTART_BACKOFF, loop.time()
         while True:
             assert self._process is not None
             code = await self._process.wait()
-            lived = loop.time() - began
-            pause = RESTART_BACKOFF if lived > MAX_RESTART_BACKOFF else min(pause * 2, MAX_RESTART_BACKOFF)
+            uptime = loop.time() - started_at
+            pause = RESTART_BACKOFF if uptime > MAX_RESTART_BACKOFF else min(pause * 2, MAX_RESTART_BACKOFF)
             self._url, self._unavailable_reason = (
                 None,
-                f"the engine's server ended with exit code {code} and is being started again",
+                f"the engine server exited with code {code} and is being restarted",
             )
             self.restarts += 1
             logger.warning("%s (restart %d)", self._unavailable_reason, self.restarts)
             await asyncio.sleep(pause)
             try:
-                began = loop.time()
+                started_at = loop.time()
                 await self.start()
             except (KeelError, OSError) as error:
                 self._unavailable_reason = str(error)
 
     async def stop(self) -> None:
-        """Ask the server to end, and see that it does."""
+        """Stop the server: SIGTERM first, SIGKILL after 10 s."""
         process = self._process
         if process is None:
             return
@@ -118,18 +118,18 @@ class ManagedServer:
 
 @asynccontextmanager
 async def run_managed_server(argv: Sequence[str]) -> AsyncIterator[ManagedServer]:
-    """The server of this command, for as long as the block lasts."""
+    """Run a server with this command for the duration of the block."""
     server = ManagedServer(argv)
-    keeper: asyncio.Task[None] | None = None
+    restarter: asyncio.Task[None] | None = None
     try:
         await server.start_with_retries()
-        keeper = asyncio.create_task(server.restart_on_exit(), name="engine server")
+        restarter = asyncio.create_task(server.restart_on_exit(), name="engine server")
         yield server
     finally:
-        if keeper is not None:
-            keeper.cancel()
+        if restarter is not None:
+            restarter.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await keeper
+                await restarter
         await server.stop()
 
 

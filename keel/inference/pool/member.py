@@ -1,13 +1,13 @@
-"""One server of a pool: what it holds, how it is doing, and the way from found to ready.
+"""One server of a pool: its state, its health checks, and its weight loads.
 
-A member is discovering (found, or in doubt, and not looked at since), syncing, ready or unhealthy.
+A member is discovering (found or suspect, not probed since), syncing, ready or unhealthy.
 
-Invariant: a member is ready only while it is known to hold the desired weights: it has named their version since it was
-last in doubt, and weights that the pool was given were loaded into it since it last failed. It is updating from the
-moment others are desired until it has taken them or was in doubt. A member that was out of reach may have been started
-again, so what it held counts as lost and is loaded again, even where its version looks right.
+Invariant: a member is ready only while it is known to hold the target weights: it reported their version since it was
+last suspect, and weights given to the pool were loaded into it since it last failed. It is updating from the moment the
+target changes until it has loaded the new weights or became suspect. A member that was unreachable may have restarted,
+so its weights are assumed lost and are loaded again even if its version looks right.
 
-It asks and loads; which member gets a request is the pool's to decide.
+A member probes and loads; the pool decides which member gets a request.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ logger = logging.getLogger("keel")
 MemberState = Literal["discovering", "syncing", "ready", "unhealthy"]
 
 DEAD_AFTER_PROBES = 3
-"""Looks in a row that find nobody ready after which requests in flight are given up: once may be a busy server."""
+"""Consecutive failed probes after which requests in flight are abandoned; one may be a busy server."""
 MAX_BACKOFF_INTERVALS = 6.0
-"""Intervals between two looks at a member that has been unhealthy for long."""
+"""Maximum backoff between probes of an unhealthy member, in poll intervals."""
 CLOSE_TIMEOUT = 5.0
 
 
@@ -37,12 +37,13 @@ class MemberRequest:
     """A request in flight at a member."""
 
     versions: set[int | None]
-    """Those that its tokens may have: the desired one at hand-out, and all desired since."""
+    """Versions that its tokens may have: the target when it was sent, and every target since."""
     deadline: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
-    """Rescheduled to now to give the request up."""
+    """Rescheduled to now to abandon the request."""
     abandoned: bool = False
 
     def abandon(self) -> None:
+        """End the request with a timeout."""
         if self.abandoned:
             return
         self.abandoned = True
@@ -51,29 +52,29 @@ class MemberRequest:
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """What can be seen of a member."""
+    """Snapshot of a member."""
 
     url: str
     state: MemberState
     version: int | None
-    """As it last said."""
+    """As last reported."""
     running: int
-    """As it last said, whoever asked."""
+    """Requests of all clients, as last reported."""
     waiting: int
     in_flight: int
     """Requests of this pool."""
     requests: int
-    """Handed out to it so far."""
+    """Requests sent to it so far."""
     errors: int
     last_error: str
     age: float
-    """Seconds in this state."""
+    """Seconds in the current state."""
     retiring: bool
-    """No longer a member, and finishing what it was given."""
+    """Removed from the pool and finishing its requests."""
 
 
 class PoolMember:
-    """One server. `keep` looks after it for as long as it lives; everything else returns at once."""
+    """One server. `run` probes it until it is retired; all other methods return immediately."""
 
     def __init__(
         self,
@@ -86,21 +87,21 @@ class PoolMember:
         self.url = url
         self.state: MemberState = "discovering"
         self.loaded_weights: TargetWeights | None = None
-        """What was loaded here; None: nothing is known."""
+        """The weights it is known to hold; None: unknown."""
         self.updating = False
-        """Whether it is syncing only because new weights came: it was ready just before, and until they are live it
-        holds what it held."""
+        """Whether it is syncing only because the target changed: it was ready before, and holds the previous weights
+        until the new ones are live."""
         self.retiring = False
         self.in_flight: set[MemberRequest] = set()
         self.waiting_requests = 0
-        """Requests that wait for it."""
+        """Requests waiting for this member."""
         self.external_requests = 0
-        """Requests of others, as it last said."""
+        """Requests of other clients, as last reported."""
         self.failed_requests = 0
-        """Since its last answer."""
+        """Failed requests since the last completion."""
         self.probes = 0
         self.failures = 0
-        """Looks that ended with it unhealthy."""
+        """Probes that found it unhealthy."""
         self.version: int | None = None
         self.running = self.waiting = self.requests = self.errors = 0
         self.last_error = ""
@@ -110,30 +111,29 @@ class PoolMember:
         self._wake = asyncio.Event()
         self._suspect_count = 0
         self._last_full_version: int | None = None
-        """The version of all weights that were sent last, with no adapter since: they may have arrived even if that
-        failed."""
+        """Version of the full weights sent last, without an adapter since; they may be live even if the load failed."""
         self._consecutive_failures = 0
         self._missed_probes = 0
         self._load_interrupted = False
-        """Whether its last load ended in a way that may pass, as a broken connection does."""
+        """Whether its last load failed with a retryable error, such as a lost connection."""
 
     @property
     def load(self) -> int:
-        """Requests that a new one would share it with.
+        """Number of requests that a new one would compete with.
 
-        One that fails at once is never busy, and would draw all requests to itself: each failure in a row counts as
-        more of them.
+        A member that fails immediately is never busy and would attract all requests, so each consecutive failure adds
+        a growing penalty.
         """
         penalty = (1 << 2 * min(self.failed_requests, 8)) - 1
         return len(self.in_flight) + self.waiting_requests + self.external_requests + penalty
 
     @property
     def unreachable(self) -> bool:
-        """Whether nobody was there at the last look, or went away while it was given weights."""
+        """Whether the last probe got no response, or the connection was lost during a load."""
         return self.state == "unhealthy" and (self._missed_probes > 0 or self._load_interrupted)
 
     def get_engine(self) -> Engine:
-        """The server, to talk to."""
+        """Return the client of the server."""
         if self._engine is None:
             self._engine = self._connect(self.url)
         return self._engine
@@ -154,36 +154,36 @@ class PoolMember:
         )
 
     def wake(self) -> None:
-        """Look at it now."""
+        """Probe now."""
         self._wake.set()
 
     def on_target_changed(self) -> None:
-        """The desired weights have changed."""
-        # what it was being given may be live by now, so only of a member that was ready it is known what it holds
+        """Start loading: the target weights changed."""
+        # a load in progress may be live by now, so only for a ready member is it known what it holds
         self.updating = self.state == "ready"
         if self.updating:
             self._set_state("syncing")
         self.wake()
 
     def mark_suspect(self, error: object) -> None:
-        """Something went wrong with a request: it is ready again when it has said that it is."""
+        """Note a failed request: the member is not ready again before it passes a probe."""
         self._record_error(error)
         self._suspect_count += 1
         self.failed_requests += 1
         self.updating = False
-        # in every other state a look is under way, which will see the doubt, or has its time
+        # in every other state a probe is in progress and will see the count, or is scheduled
         if self.state == "ready":
             self._set_state("discovering")
             self.wake()
 
     def retire(self) -> None:
-        """Stop being a member; requests in flight go on."""
+        """Leave the pool; requests in flight continue."""
         self.retiring = True
         self.updating = False
         self.wake()
 
     async def run(self) -> None:
-        """Look at it again and again, until it has left and has nothing in flight."""
+        """Probe repeatedly until the member is retired and has no requests in flight."""
         try:
             while not (self.retiring and not self.in_flight):
                 self._wake.clear()
@@ -197,16 +197,16 @@ class PoolMember:
             await self._close()
 
     async def _probe(self) -> None:
-        """One look: is it there, and does it hold the desired weights? If not, load them."""
+        """Check the health once, and load the target weights if the member does not hold them."""
         try:
             while True:
-                doubts = self._suspect_count
+                suspect_count = self._suspect_count
                 await self._check_health()
                 if self.retiring:
                     break
                 await self._sync()
-                # no await from here to ready: what was true is still true
-                if doubts == self._suspect_count:
+                # no await between this check and ready, so it still holds
+                if suspect_count == self._suspect_count:
                     self._set_state("ready")
                     break
             self._consecutive_failures = 0
@@ -214,51 +214,51 @@ class PoolMember:
             self._mark_unhealthy(
                 f"took longer than pool.load_timeout = {self._settings.load_timeout:g} s to load weights"
             )
-        except Exception as error:  # noqa: BLE001 - whatever a member's failure is, it is that member's
+        except Exception as error:  # noqa: BLE001 - a failure of any kind makes this member unhealthy
             self._mark_unhealthy(error)
         finally:
             self.probes += 1
             self._on_change(self)
 
     async def _check_health(self) -> None:
-        """How it is doing and what it says it holds."""
+        """Query health and version, or raise if the member is not ready."""
         self._missed_probes += 1
         try:
             async with asyncio.timeout(self._settings.health_timeout):
                 health = await self.get_engine().health()
         except TimeoutError:
             limit = self._settings.health_timeout
-            raise EngineError(f"did not answer within pool.health_timeout = {limit:g} s") from None
+            raise EngineError(f"did not respond within pool.health_timeout = {limit:g} s") from None
         if not health.ready:
-            raise EngineError(health.error or "says that it is not ready")
+            raise EngineError(health.error or "reports that it is not ready")
         self._missed_probes = 0
         self.updating = self.updating and health.version == self.version
         self.version, self.running, self.waiting = health.version, health.running, health.waiting
         self.external_requests = max(0, health.running + health.waiting - len(self.in_flight))
 
     async def _sync(self) -> None:
-        """Load until it holds what is desired; that may change meanwhile."""
+        """Load until the member holds the target, which may change meanwhile."""
         if self.loaded_weights is not None and self.version != self.loaded_weights.version:
             self.loaded_weights = None
-        while not self._holds_target(wanted := self._get_target()):
-            loads = wanted.loads_needed(self.loaded_weights)
+        while not self._holds_target(target := self._get_target()):
+            loads = target.loads_needed(self.loaded_weights)
             if not loads:
                 raise EngineError(
-                    f"holds version {self.version}, the pool wants {wanted.version} and was not yet given any weights;"
-                    " start the server again, or load weights"
+                    f"holds version {self.version}, but the pool is at version {target.version} and has no weights to"
+                    " load; restart the server, or load weights"
                 )
-            if not wanted.base and self.version == self._last_full_version:
+            if not target.base and self.version == self._last_full_version:
                 raise EngineError(
-                    f"holds all weights of version {self._last_full_version}, on which the adapter of version {wanted.version} does"
-                    " not belong; start the server again"
+                    f"holds full weights of version {self._last_full_version}, but the adapter of version"
+                    f" {target.version} belongs on the initial weights; restart the server"
                 )
             self._set_state("syncing")
             for load in loads:
                 await self._load(load)
-            self.loaded_weights = wanted
+            self.loaded_weights = target
 
     async def _load(self, load: WeightLoad) -> None:
-        self.loaded_weights = None  # until it is live, nobody knows what a failure leaves behind
+        self.loaded_weights = None  # unknown until the load is live: it may fail half-way
         self._last_full_version = None if load.is_adapter else load.version
         self._load_interrupted = False
         try:
@@ -292,7 +292,7 @@ class PoolMember:
         self.last_error = text
 
     def _probe_delay(self) -> float:
-        """Seconds to the next look: soon after the first failure, then half as often each time."""
+        """Return the seconds until the next probe: short after the first failure, then doubled each time."""
         interval = self._settings.poll_interval
         if not self._consecutive_failures:
             return interval
@@ -316,5 +316,5 @@ class PoolMember:
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT):
                 await engine.close()
-        except Exception as error:  # noqa: BLE001 - it is gone either way
+        except Exception as error:  # noqa: BLE001 - the member is removed either way
             self._record_error(error)

@@ -1,14 +1,14 @@
-"""Several engine servers as one engine: who is a member, who is ready, and which of them gets a request.
+"""Several engine servers as one engine: discover members, keep their weights current, and route requests.
 
 Guarantees, whatever fails in whatever order:
-- there is one version at a time: a request is handed out only to a member that holds the weights of the pool's
-  version, and an answer with tokens of any but those and what was desired since is refused and asked for again;
-- new weights do not stop the sampling: while nobody holds them yet, members with those before them are handed out; the
-  version advances when they are live on a member, and from then on no member is handed out that has not caught up;
-- every request ends with an answer or an `EngineError`, in bounded time when the members' own requests are bounded;
-- the requests of a group go to one member while it lives, so that they share its prefix cache.
+- There is one version at a time: a request is sent only to a member that holds the weights of the pool's version, and a
+  completion with tokens of any version but that one and later targets is discarded and sampled again.
+- Weight updates do not stop sampling: until the new weights are live on a member, members with the previous weights get
+  requests. Then the version advances, and only members that have caught up get requests.
+- Every request ends with a completion or an `EngineError`, in bounded time if the members' requests are bounded.
+- The requests of a group go to one member while it lives, so that they share its prefix cache.
 
-It starts no servers, and it decides nothing about requests that all fail: that is the scheduler's.
+The pool starts no servers. What happens to requests that fail on all members is up to the caller.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from keel.inference.protocol import Engine, EngineError, Generation, Health, Wei
 logger = logging.getLogger("keel")
 
 MAX_TRACKED_GROUPS = 16_384
-"""Groups whose member is remembered; the one used longest ago is forgotten first."""
+"""Groups whose member is remembered; the least recently used is forgotten first."""
 
 
 class Pool:
-    """An engine made of engines. All methods belong to one event loop; the first that is awaited starts it."""
+    """An engine that consists of engines. Use it from one event loop; the first awaited method starts it."""
 
     def __init__(
         self,
@@ -40,10 +40,13 @@ class Pool:
         version: int | None = 0,
         source: MemberSource | None = None,
     ) -> None:
-        """`version` is what members hold before anything was loaded through the pool; None: whatever they hold."""
+        """Create a pool.
+
+        `version` is the version of the members' initial weights; None accepts whatever they hold.
+        """
         self.settings = settings
         self.discovery_error = ""
-        """Why the members could not be found out when last tried; empty: they could."""
+        """Error of the last discovery; empty if it succeeded."""
         self._source = make_source(settings) if source is None else source
         self._connect = connect
         self._target_weights = self._live_weights = TargetWeights(version)
@@ -57,10 +60,10 @@ class Pool:
         self._load_lock = asyncio.Lock()
         self._change_event = asyncio.Event()
 
-    # what an engine does
+    # engine methods
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None) -> Generation:
-        """An answer by a member that is ready; when that fails, by another, `attempts` times in all."""
+        """Sample a completion on a ready member, and retry on others up to `max_attempts` attempts in total."""
         self._ensure_started()
         failed: dict[str, str] = {}
         for _ in range(self.settings.max_attempts):
@@ -72,7 +75,7 @@ class Pool:
                     raise
                 failed[member.url] = one_line(error)
         raise EngineError(
-            f"given up after {self.settings.max_attempts} attempts (pool.max_attempts):"
+            f"failed after {self.settings.max_attempts} attempts (pool.max_attempts):"
             + "".join(f"\n{url}: {error}" for url, error in failed.items())
         )
 
@@ -80,7 +83,7 @@ class Pool:
         await self._apply_load(WeightLoad(source, version, drain))
 
     async def version(self) -> int:
-        """Of the weights that every member handed out holds."""
+        """Return the version of the weights that every member in use holds."""
         self._ensure_started()
         if self._live_weights.version is not None:
             return self._live_weights.version
@@ -100,7 +103,7 @@ class Pool:
         )
 
     async def close(self) -> None:
-        """Let go of the members; the servers go on running."""
+        """Disconnect from the members; the servers keep running."""
         self._closed = True
         self._notify_waiters()
         tasks = [*self._member_tasks.values(), *([self._discovery_task] if self._discovery_task else [])]
@@ -109,15 +112,15 @@ class Pool:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._members.clear()
 
-    # what can be seen
+    # status
 
     def status(self) -> list[MemberStatus]:
-        """Every member, and those that have left and are not yet done."""
+        """Return the status of every member, including retired ones that still finish requests."""
         rows = [member.status() for member in self._members.values()]
         return rows + [member.status() for member in self._member_tasks if self._members.get(member.url) is not member]
 
     async def wait_until_probed(self) -> None:
-        """Wait until the members were found, or that failed, and each of them was looked at once."""
+        """Wait until discovery has succeeded or failed once and each member was probed once."""
         self._ensure_started()
         while not (self._discovered and all(member.probes for member in self._members.values())):
             await self._change_event.wait()
@@ -128,19 +131,19 @@ class Pool:
     async def _send_request(
         self, member: PoolMember, prompt: Sequence[int], sampling: Sampling, group: str | None
     ) -> Generation:
-        """Hand out; there is no await between the choice of the member and its call."""
+        """Send a request to a member; there is no await between the choice of the member and the call."""
         request = MemberRequest({self._live_weights.version, self._target_weights.version})
         member.in_flight.add(request)
         member.requests += 1
         try:
             async with request.deadline:
-                answer = await member.get_engine().generate(prompt, sampling, group=group)
+                generation = await member.get_engine().generate(prompt, sampling, group=group)
         except TimeoutError:
             if self._closed:
                 raise self._closed_error() from None
             if not request.abandoned:
                 raise
-            raise EngineError(f"stopped answering: {member.last_error}") from None
+            raise EngineError(f"stopped responding: {member.last_error}") from None
         except EngineError as error:
             if error.retryable:
                 member.mark_suspect(error)
@@ -149,26 +152,28 @@ class Pool:
             member.in_flight.discard(request)
             if member.retiring:
                 member.wake()
-        strange = set(answer.versions) - request.versions
-        if strange and None not in request.versions:
-            wanted, got = sorted(v for v in request.versions if v is not None), sorted(strange)
-            lost = EngineError(f"answered with version {got[0]} instead of {wanted[0]}: it lost its weights")
+        unexpected = set(generation.versions) - request.versions
+        if unexpected and None not in request.versions:
+            expected = min(version for version in request.versions if version is not None)
+            lost = EngineError(
+                f"sampled with version {min(unexpected)} instead of {expected}: the server lost its weights"
+            )
             member.mark_suspect(lost)
             raise lost
         member.failed_requests = 0
-        return answer
+        return generation
 
     async def _wait_for_member(self, group: str | None, failed_urls: Collection[str]) -> PoolMember:
-        """The member for a request; waits for one, but not for ever."""
+        """Return a member for a request, waiting for one up to `ready_timeout` seconds."""
         loop = asyncio.get_running_loop()
         start = loop.time()
-        patient = start + min(self.settings.poll_interval, self.settings.ready_timeout)
+        patient_until = start + min(self.settings.poll_interval, self.settings.ready_timeout)
         member: PoolMember | None = None
         while True:
             if self._closed:
                 raise self._closed_error()
             now = loop.time()
-            member = self._choose_member(group, failed_urls, member, allow_updating=now < patient)
+            member = self._choose_member(group, failed_urls, member, allow_updating=now < patient_until)
             if member is not None and self._is_usable(member):
                 return member
             if now >= start + self.settings.ready_timeout:
@@ -179,7 +184,9 @@ class Pool:
             if member is not None:
                 member.waiting_requests += 1
             try:
-                async with asyncio.timeout_at(patient if now < patient else start + self.settings.ready_timeout):
+                async with asyncio.timeout_at(
+                    patient_until if now < patient_until else start + self.settings.ready_timeout
+                ):
                     await self._change_event.wait()
             except TimeoutError:
                 pass
@@ -189,23 +196,23 @@ class Pool:
                     member.waiting_requests -= 1
 
     def _is_usable(self, member: PoolMember) -> bool:
-        """Whether it holds the weights of the pool's version: the desired ones, or those before until they are live."""
+        """Return whether a member holds the pool's version: the target, or the previous weights until that is live."""
         return member.state == "ready" or (member.updating and self._live_weights != self._target_weights)
 
     def _choose_member(
         self, group: str | None, failed_urls: Collection[str], previous: PoolMember | None, *, allow_updating: bool
     ) -> PoolMember | None:
-        """The member of the group, or else the least loaded one, and one that has not failed the request if there is.
+        """Return the group's member, or else the least loaded one, preferring members that did not fail this request.
 
-        A patient request also takes a member which is being updated and waits for it: otherwise all that wait during an
-        update would go to the first member that has done with it.
+        With `allow_updating` a member that is being updated can be chosen and waited for: otherwise all requests that
+        wait during an update would go to the first member that completes it.
         """
-        able = [m for m in self._members.values() if self._is_usable(m) or (allow_updating and m.updating)]
-        able = [m for m in able if m.url not in failed_urls] or able
-        if not able:
+        candidates = [m for m in self._members.values() if self._is_usable(m) or (allow_updating and m.updating)]
+        candidates = [m for m in candidates if m.url not in failed_urls] or candidates
+        if not candidates:
             return None
-        known = self._members.get(self._group_urls.get(group, "")) if group is not None else previous
-        chosen = known if known in able else min(able, key=lambda m: (m.load, m.requests))
+        sticky = self._members.get(self._group_urls.get(group, "")) if group is not None else previous
+        chosen = sticky if sticky in candidates else min(candidates, key=lambda m: (m.load, m.requests))
         if group is not None:
             self._group_urls[group] = chosen.url
             self._group_urls.move_to_end(group)
@@ -216,34 +223,35 @@ class Pool:
     # weights
 
     async def _apply_load(self, load: WeightLoad) -> None:
-        """Update all members at once. Those that fail are left out; if none succeeds, all is as before."""
+        """Update all members concurrently. Members that fail get no requests; if none succeeds, nothing changes."""
         if load.version < 0:
             raise EngineError(f"version = {load.version} must not be negative", retryable=False)
         self._ensure_started()
         async with self._load_lock:
             if self._closed:
                 raise self._closed_error()
-            before = self._target_weights
-            wanted = before.plus(load)
-            if wanted == self._live_weights:
+            previous = self._target_weights
+            target = previous.plus(load)
+            if target == self._live_weights:
                 return
             try:
-                failures = await self._sync_members(wanted)
+                failures = await self._sync_members(target)
             finally:
-                if self._live_weights != wanted:
-                    self._set_target(before)
-        if self._live_weights != wanted:
+                if self._live_weights != target:
+                    self._set_target(previous)
+        if self._live_weights != target:
             raise EngineError(
-                f"no member loaded version {load.version} from {load.source}; the pool stays at {before.version}:"
-                f"{failures}"
+                f"no member loaded version {load.version} from {load.source}; the pool stays at version"
+                f" {previous.version}:{failures}"
             )
 
     async def _sync_members(self, target: TargetWeights) -> str:
-        """Wait until each member that can has the weights or has failed; what the members say then.
+        """Wait until each healthy member has loaded the weights or failed; return a description of the members.
 
-        A straggler is waited for as long again as the first took, and at least an interval: it is not handed out
-        meanwhile, and the others work. Where all members are unhealthy, or were lost on the way, one that returns
-        within `wait` is enough: a server may be being started again. One that answers and refuses is not waited for.
+        Stragglers get as long again as the first member took, and at least one poll interval; they get no requests
+        meanwhile, and the others work. If all members are unhealthy or were lost during the update, one that returns
+        within `ready_timeout` is enough, since a server may be restarting. A member that responds with an error is not
+        waited for.
         """
         loop = asyncio.get_running_loop()
         start = loop.time()
@@ -252,12 +260,12 @@ class Pool:
         self._set_target(target)
         while not self._closed:
             now, live = loop.time(), self._live_weights == target
-            under_way = any(
-                m.state != "ready" and m.failures == setbacks and not m.retiring for m, setbacks in involved.items()
+            loading = any(
+                m.state != "ready" and m.failures == failures and not m.retiring for m, failures in involved.items()
             )
             if live and deadline is None:
                 deadline = now + max(now - start, self.settings.poll_interval)
-            if (live or involved) and not under_way:
+            if (live or involved) and not loading:
                 if live or not any(member.unreachable for member in self._members.values()):
                     break
                 deadline = start + self.settings.ready_timeout
@@ -286,20 +294,20 @@ class Pool:
             self._discovery_task = asyncio.create_task(self._discover(), name="pool discovery")
 
     async def _discover(self) -> None:
-        """Find the members again and again. What goes wrong is reported, and the last good members stay."""
+        """Discover the members repeatedly. Errors are reported, and the last known members stay."""
         while True:
-            # not cancelled when it takes long: a thread that asks the resolver would stay behind each time
-            finding = asyncio.ensure_future(self._source.fetch_urls())
+            # a slow source is not cancelled: each time a resolver thread would be left behind
+            discovery = asyncio.ensure_future(self._source.fetch_urls())
             try:
-                while not (await asyncio.wait({finding}, timeout=max(30.0, self.settings.poll_interval)))[0]:
-                    self._on_discovery(None, "is still waiting for an answer")
+                while not (await asyncio.wait({discovery}, timeout=max(30.0, self.settings.poll_interval)))[0]:
+                    self._on_discovery(None, "still waiting for a response")
             finally:
-                finding.cancel()
+                discovery.cancel()
             try:
-                self._on_discovery(finding.result(), "")
+                self._on_discovery(discovery.result(), "")
             except DiscoveryError as error:
                 self._on_discovery(None, str(error))
-            except Exception as error:  # noqa: BLE001 - a source is anybody's code, and the members go on without it
+            except Exception as error:  # noqa: BLE001 - sources may be user code; the pool continues without it
                 self._on_discovery(None, f"{type(error).__name__}: {error}")
             if not (self._source.dynamic or self.discovery_error):
                 return
@@ -323,9 +331,9 @@ class Pool:
     def _add_member(self, url: str) -> None:
         member = PoolMember(url, self._connect, self.settings, lambda: self._target_weights, self._on_member_change)
         self._members[url] = member
-        keeper = asyncio.create_task(member.run(), name=f"pool member {url}")
-        self._member_tasks[member] = keeper
-        keeper.add_done_callback(lambda _: self._member_tasks.pop(member, None))
+        task = asyncio.create_task(member.run(), name=f"pool member {url}")
+        self._member_tasks[member] = task
+        task.add_done_callback(lambda _: self._member_tasks.pop(member, None))
 
     def _on_member_change(self, member: PoolMember) -> None:
         if member.state == "ready" and not member.retiring:
@@ -333,7 +341,7 @@ class Pool:
         self._notify_waiters()
 
     def _notify_waiters(self) -> None:
-        """Wake whoever waits for any change; they look for themselves."""
+        """Wake all waiters; each checks its own condition."""
         self._change_event.set()
         self._change_event = asyncio.Event()
 
@@ -341,14 +349,14 @@ class Pool:
         return [member for member in self._members.values() if self._is_usable(member)]
 
     def _describe(self) -> str:
-        """Every member with its state and last error, a line each."""
+        """Return one line per member with its state and last error."""
         lines = [
             f"\n{m.url}: {m.state}" + (f", {m.last_error}" if m.last_error and m.state != "ready" else "")
             for m in self._members.values()
         ]
         if self.discovery_error:
             lines.append(f"\nmembers: {self.discovery_error}")
-        return "".join(lines) or " it has no members yet"
+        return "".join(lines) or " the pool has no members yet"
 
     def _closed_error(self) -> EngineError:
         return EngineError("the pool is closed", retryable=False)

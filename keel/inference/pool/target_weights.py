@@ -1,7 +1,7 @@
-"""The weights that the members of a pool should hold, and the way to them.
+"""The weights that the members of a pool should hold, and the loads that lead to them.
 
-Two members that took the same loads hold the same weights; a version alone does not say that, because an adapter on
-one base and all weights of another may carry the same number.
+Two members hold the same weights if and only if they applied the same loads. The version alone does not identify them:
+an adapter on one base and full weights may carry the same number.
 """
 
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from keel.inference.protocol import Engine, EngineError, WeightSource
 
 @dataclass(frozen=True, slots=True)
 class WeightLoad:
-    """Something that an engine is told to load."""
+    """One weight update of an engine."""
 
     source: WeightSource
     version: int
     drain: bool = field(default=False, compare=False)
-    """Whether requests in flight end first: how it is loaded, not what."""
+    """Whether requests in flight finish first; does not identify the weights."""
 
     @property
     def is_adapter(self) -> bool:
@@ -24,34 +24,33 @@ class WeightLoad:
         return self.source.kind == "adapter"
 
     async def apply_to(self, engine: Engine) -> None:
-        """Returns when it is live: the engine has said so and names this version."""
+        """Load into an engine. Returns when the engine reports this version as live."""
         await engine.load_weights(self.source, self.version, drain=self.drain)
         version = await engine.version()
         if version != self.version:
-            raise EngineError(f"was given version {self.version} and afterwards holds {version}")
+            raise EngineError(f"reports version {version} after loading version {self.version}")
 
 
 @dataclass(frozen=True, slots=True)
 class TargetWeights:
-    """What every member has to hold."""
+    """The weights that every member must hold."""
 
     version: int | None
-    """None: whatever it holds."""
+    """None: whatever the member holds."""
     loads: tuple[WeightLoad, ...] = ()
-    """The way there from a fresh server: all weights, an adapter, or an adapter on top of all weights; nothing: as it
-    was started."""
+    """Loads from a fresh server: full weights, an adapter, or full weights and then an adapter; empty: as started."""
 
     @property
     def base(self) -> tuple[WeightLoad, ...]:
-        """The load of all weights, without an adapter on top."""
+        """The load of full weights, without the adapter on top."""
         return tuple(load for load in self.loads if not load.is_adapter)
 
     def plus(self, load: WeightLoad) -> "TargetWeights":
-        """These after one more load. All weights replace everything; an adapter replaces only an adapter."""
+        """Return the weights after one more load. Full weights replace everything, an adapter only an adapter."""
         return TargetWeights(load.version, (*self.base, load) if load.is_adapter else (load,))
 
     def loads_needed(self, current: "TargetWeights | None") -> tuple[WeightLoad, ...]:
-        """What has to be loaded by a member that holds `held` (None: nobody knows)."""
+        """Return the loads for a member that holds `current` (None: unknown)."""
         if current == self:
             return ()
         adapter_only = current is not None and self.loads[-1:] != self.base and current.base == self.base

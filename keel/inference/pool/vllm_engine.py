@@ -1,11 +1,12 @@
-"""vLLM as the engine: attach to a server, or start one in its own environment and stop it again.
+"""vLLM as the engine: the client of a server, and `start_vllm`, which starts a server and connects to it.
 
-Guarantees that a version is stamped only after its weights are live, that every weight change resets the prefix cache,
-and that each token carries the version that sampled it: requests under way when all weights change are ended by vLLM
-where they are and go on from their own tokens with the new weights, or with `drain` end before the change; requests on
-an adapter stay on it until they end. A stop text that begins before such a change and ends after it is not seen.
-Weights must be in a folder that the server can read; where it can be seen from here too, its manifest is checked first,
-because vLLM knows none.
+Guarantees that a version is assigned only after its weights are live, that every weight change resets the prefix cache,
+and that each token carries the version that sampled it. Requests in flight during a change of full weights are aborted
+by vLLM and resumed from their own tokens with the new weights, or with `drain` finish before the change; requests on an
+adapter finish on it. A stop string that spans such a change is not detected.
+
+Weights must be in a folder that the server can read. If the folder is visible from here its manifest is verified first,
+because vLLM does not check it. The process itself is managed by `keel.inference.pool.vllm_process`.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from keel.inference.protocol import EngineError, Generation, Health, WeightSourc
 
 
 class VllmEngine(HttpEngine):
-    """A vLLM server, with the endpoints that `VLLM_SERVER_DEV_MODE=1` and runtime adapters give it."""
+    """Client of a vLLM server that runs with `VLLM_SERVER_DEV_MODE=1` and, for adapters, runtime LoRA updates."""
 
     def _init_backend(self) -> None:
         self._process: VllmProcess | None = None
@@ -44,7 +45,7 @@ class VllmEngine(HttpEngine):
         self._restart_suspected = False
 
     def attach_process(self, process: VllmProcess) -> None:
-        """The server was started here, and ends with the engine."""
+        """Set the process of a server that was started here; `close` stops it."""
         self._process = process
 
     # --- generating ---
@@ -62,7 +63,7 @@ class VllmEngine(HttpEngine):
                 return _join_parts(parts)
 
     async def _generate_part(self, prompt: list[int], sampling: Sampling, group: str | None) -> tuple[Generation, bool]:
-        """An answer up to its end, or up to where a change of weights interrupted it."""
+        """Sample up to the end or up to a weight change; return the part and whether a change interrupted it."""
         await self._accepting.wait()
         if self._load_failure:
             raise EngineError(f"engine {self.url} is not usable: {self._load_failure}")
@@ -82,9 +83,9 @@ class VllmEngine(HttpEngine):
         return part, part.finish_reason == "abort" and changes != self._weight_changes
 
     def _request_body(self, prompt: list[int], sampling: Sampling, group: str | None) -> dict[str, Any]:
-        # what is not said vLLM takes from the model's generation_config.json
-        neutral = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
-        return super()._request_body(prompt, sampling, group) | neutral
+        # vLLM takes fields that are not sent from the model's generation_config.json
+        no_op_values = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
+        return super()._request_body(prompt, sampling, group) | no_op_values
 
     def _model_name(self) -> str:
         return self._adapter or str(self.model)
@@ -115,14 +116,14 @@ class VllmEngine(HttpEngine):
             await self._unload_retired()
 
     async def _load_adapter(self, folder: str, version: int) -> None:
-        """Take a PEFT adapter, under a name of its own. Requests in flight end on the one that they began with."""
+        """Load a PEFT adapter under a new name. Requests in flight finish on the adapter they started with."""
         async with self._load_lock:
             await self._detect_server()
             await asyncio.to_thread(_check_folder, folder)
-            # never the name of an earlier adapter: vLLM would answer from that one's cached prefixes
+            # never reuse a name: vLLM would reuse the prefix cache of the earlier adapter
             name = f"keel-{version}-{uuid.uuid4().hex[:8]}"
-            missing = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
-            await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, missing)
+            hint = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+            await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, hint)
             await self._reset_prefix_cache()
             self._server_start_time = await self._read_start_time()
             self._switch_adapter(name)
@@ -131,14 +132,14 @@ class VllmEngine(HttpEngine):
 
     @asynccontextmanager
     async def _paused(self, action: str, drain: bool) -> AsyncIterator[None]:
-        """Nothing is sampled meanwhile. When it fails the weights are in doubt, and so is everything sampled later."""
+        """Pause sampling during a change. If it fails the weights are unknown and the engine becomes unusable."""
         self._accepting.clear()
         try:
             if drain:
                 await self._idle.wait()
             self._weight_changes += 1
-            # a server without /pause samples on; its requests then count as of the older version to their end.
-            # "wait": requests of others are drained too
+            # a server without /pause keeps sampling; its requests then count as the older version until they end.
+            # "wait" drains the requests of other clients too
             mode = {"mode": "wait" if drain else "abort"}
             paused = (await self._send("POST", "/pause", params=mode)).status_code == 200
             try:
@@ -154,7 +155,7 @@ class VllmEngine(HttpEngine):
             self._accepting.set()
 
     async def _reset_prefix_cache(self) -> None:
-        # what is under way is computed again; without it a cache in use is not reset
+        # recompute running requests; otherwise a cache in use is not reset
         response = await self._send("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         if response.status_code != 200:
             raise self._response_error(response)
@@ -172,19 +173,19 @@ class VllmEngine(HttpEngine):
         self._adapter = successor
 
     async def _unload_retired(self) -> None:
-        """Unload adapters that nobody is on any more."""
+        """Unload retired adapters that no request uses any more."""
         for name in [name for name in self._retired_adapters if not self._active_requests[name]]:
             self._retired_adapters.discard(name)
             try:
                 await self._send("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, timeout=10.0)
             except EngineError:
-                # the server is gone, and the adapter with it
+                # the server is gone, and so is the adapter
                 return
 
-    # --- what is live ---
+    # --- version and health ---
 
     async def version(self) -> int:
-        """Of the weights that are live, as far as this engine loaded them and the server was not restarted since."""
+        """Return the version this engine loaded last, or the initial one if the server restarted since."""
         await self._detect_server()
         if self._adapter is not None:
             models = (await self._get_json("/v1/models")).get("data") or []
@@ -193,7 +194,7 @@ class VllmEngine(HttpEngine):
         return self._version
 
     async def health(self) -> Health:
-        """How the server is doing; after a failed load it is not ready until weights are loaded."""
+        """Return the server's health; after a failed load it is not ready until a load succeeds."""
         health = await super().health()
         if health.ready and self._restart_suspected:
             try:
@@ -224,7 +225,7 @@ class VllmEngine(HttpEngine):
         return kind
 
     def _reset_after_restart(self) -> None:
-        """The server was restarted: it has the weights that it was started with."""
+        """Reset the state to that of a fresh server, which holds its initial weights."""
         self._adapter = None
         self._retired_adapters.clear()
         self._logprobs_scaled = None
@@ -232,8 +233,8 @@ class VllmEngine(HttpEngine):
         self._version = self._initial_version
 
     async def _read_start_time(self) -> str | None:
-        found = re.search(r"^process_start_time_seconds (\S+)", await self._fetch_metrics(), re.MULTILINE)
-        return found.group(1) if found else None
+        match = re.search(r"^process_start_time_seconds (\S+)", await self._fetch_metrics(), re.MULTILINE)
+        return match.group(1) if match else None
 
     async def _queue_lengths(self) -> dict[str, int]:
         rows = re.findall(
@@ -252,7 +253,7 @@ class VllmEngine(HttpEngine):
         return response.text if response.status_code == 200 else ""
 
     async def close(self) -> None:
-        """End requests in flight with an `EngineError`, and the server if it was started here."""
+        """End requests in flight with an `EngineError`, and stop the server if it was started here."""
         await super().close()
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
@@ -262,11 +263,11 @@ def _check_folder(folder: str) -> None:
     try:
         check_weights(Path(folder))
     except ModelError as error:
-        raise EngineError(f"weights in {folder} are refused: {error}", retryable=False) from error
+        raise EngineError(f"invalid weights in {folder}: {error}", retryable=False) from error
 
 
 def _remaining_sampling(sampling: Sampling, sampled: int) -> Sampling:
-    """What is left to sample. The seed moves on, so that the same noise is not drawn twice."""
+    """Return the settings for the remaining tokens; the seed advances so that no noise is drawn twice."""
     if not sampled:
         return sampling
     seed = None if sampling.seed is None else sampling.seed + sampled
@@ -298,10 +299,11 @@ async def start_vllm(
     start_timeout: float = 600.0,
     extra_args: Sequence[str] = (),
 ) -> VllmEngine:
-    """Start a server with the interpreter of an environment that has vLLM (scripts/install_vllm.sh), on loopback.
+    """Start a server on loopback and return its client when it is ready.
 
-    Returns when it answers; a server that does not, or not in time, is ended, and the end of its log is in the error.
-    `options` are added to its command line.
+    `python` is the interpreter of an environment with vLLM (scripts/install_vllm.sh); `extra_args` are appended to the
+    command line. A server that does not start within `start_timeout` seconds is stopped, and the error shows the end of
+    its log.
     """
     process = VllmProcess.start(python, model_folder, port, dtype, max_lora_rank, max_model_len, extra_args)
     engine = VllmEngine(
@@ -317,7 +319,7 @@ async def start_vllm(
                 )
             if asyncio.get_running_loop().time() > deadline:
                 raise EngineError(
-                    f"vLLM did not answer within {start_timeout} s:\n{process.log_tail()}", retryable=False
+                    f"vLLM was not ready within {start_timeout} s:\n{process.log_tail()}", retryable=False
                 )
             await asyncio.sleep(0.5)
     except BaseException:

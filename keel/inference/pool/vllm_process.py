@@ -1,7 +1,7 @@
-"""A vLLM server as a process of its own: its command, its environment, its log, its end.
+"""Start and stop a vLLM server process: its command line, environment and log.
 
-Guarantees that the whole process group is gone after `stop`, also when Python exits without it, and that the server
-listens on loopback only, behind a key that is in no command line. It waits for nothing and sends no request.
+Guarantees that the whole process group is gone after `stop`, also if Python exits without calling it, and that the
+server listens on loopback only, behind a key that appears in no command line. Sends no requests to the server.
 """
 
 import atexit
@@ -27,15 +27,15 @@ SERVER_ENV = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
     "VLLM_SERVER_DEV_MODE": "1",
 }
-"""Nothing is fetched or reported; adapters and weights can be changed while it runs."""
+"""Nothing is downloaded or reported, and adapters and weights can be changed at run time."""
 
 
 @dataclass
 class VllmProcess:
-    """A server that was started here."""
+    """A vLLM server started by this process."""
 
     MODEL_NAME: ClassVar[str] = "policy"
-    """The name under which it serves its model."""
+    """Name of the served model."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -53,9 +53,12 @@ class VllmProcess:
         max_model_len: int | None,
         extra_args: Sequence[str],
     ) -> "VllmProcess":
-        """Start it; port 0: a free one."""
+        """Start a server; port 0 selects a free port."""
         if not Path(python).is_file():
-            raise ConfigError(f"{python} is no interpreter; scripts/install_vllm.sh makes an environment with vLLM")
+            raise ConfigError(
+                f"engine.vllm_python = {python} is not a Python interpreter; scripts/install_vllm.sh creates an"
+                " environment with vLLM"
+            )
         if not Path(model_folder).is_dir():
             raise ConfigError(f"model folder {model_folder} does not exist")
         port = port or free_port()
@@ -76,21 +79,21 @@ class VllmProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it is running."""
+        """Whether the process is running."""
         return self.process.poll() is None
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, if it ended."""
+        """Exit code of the process, or None while it runs."""
         return self.process.poll()
 
     def log_tail(self, lines: int = 40) -> str:
-        """The end of its log."""
+        """Return the last lines of the log."""
         with open(self.log.name, errors="replace") as log:
-            return "".join(log.readlines()[-lines:]).strip() or "(its log is empty)"
+            return "".join(log.readlines()[-lines:]).strip() or "(the log is empty)"
 
     def stop(self, timeout: float = 15.0) -> None:
-        """End the server and all that it started: asked first, killed after `patience` seconds."""
+        """Stop the whole process group: SIGTERM first, SIGKILL after `timeout` seconds."""
         atexit.unregister(self.stop)
         self._signal_group(signal.SIGTERM)
         deadline = time.monotonic() + timeout
@@ -102,7 +105,7 @@ class VllmProcess:
             self.log.close()
 
     def _signal_group(self, signum: int) -> None:
-        # the group's id is the first process's, and stays taken as long as any of the group lives
+        # the group id is the first process's id and is not reused while any process of the group lives
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signum)
 
@@ -117,27 +120,27 @@ class VllmProcess:
 def vllm_argv(
     model_folder: str, host: str, port: int, dtype: str, max_lora_rank: int | None, max_model_len: int | None = None
 ) -> list[str]:
-    """What follows the interpreter on the command line of a server."""
-    # not `vllm serve`: it looks for a distribution of that name, and the CPU build has another
-    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", model_folder]
-    words += ["--served-model-name", VllmProcess.MODEL_NAME, "--dtype", dtype, "--host", host, "--port", str(port)]
-    # log-probs as sampled, and nothing of the distribution from the model's own generation_config.json
-    words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    """Return the arguments that follow the interpreter on a server's command line."""
+    # not `vllm serve`: it looks up a distribution named vllm, and the CPU build has another name
+    argv = ["-m", "vllm.entrypoints.openai.api_server", "--model", model_folder]
+    argv += ["--served-model-name", VllmProcess.MODEL_NAME, "--dtype", dtype, "--host", host, "--port", str(port)]
+    # log-probs as sampled, and no sampling defaults from the model's generation_config.json
+    argv += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     if max_lora_rank is not None:
-        # two: while a new adapter is taken into use, requests are still on the one before it
-        words += ["--enable-lora", "--max-lora-rank", str(max_lora_rank), "--max-loras", "2"]
+        # two: while a new adapter comes into use, requests in flight still use the previous one
+        argv += ["--enable-lora", "--max-lora-rank", str(max_lora_rank), "--max-loras", "2"]
     if max_model_len is not None:
-        words += ["--max-model-len", str(max_model_len)]
-    return words
+        argv += ["--max-model-len", str(max_model_len)]
+    return argv
 
 
 def server_env() -> dict[str, str]:
-    """The environment of a server; what the user has set goes before what is set here."""
+    """Return the environment of a server; the user's variables take precedence over ours."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     ours = dict(SERVER_ENV)
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        # without these it binds a single core and takes half of the memory for its cache
+        # without these vLLM binds a single core and uses half of the memory for its cache
         ours |= {
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
@@ -148,8 +151,8 @@ def server_env() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that nothing listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    """Return a port that is currently free."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
         return port

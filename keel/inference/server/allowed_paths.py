@@ -1,8 +1,8 @@
-"""The folders that a server may load weights from: whatever path a request names must lie below one of them.
+"""Folders from which a server may load weights: every path in a request must lie inside one of them.
 
-Guarantees that a path is followed to where it really is before it is compared, links included, that no file inside
-leads out again, and that outside of them the answer is the same whether anything is there or not. Who may write below
-a root is trusted not to change links while they are read; it reads no weights.
+Guarantees that a path is resolved, symlinks included, before it is compared, that no file inside the folder links out
+of the allowed folders, and that the response for a path outside does not reveal whether it exists. Users who can write
+to an allowed folder are trusted not to change links while they are read. Weights are not read here.
 """
 
 from collections.abc import Sequence
@@ -12,31 +12,32 @@ from keel.inference.server.openai_requests import RequestError
 
 
 class AllowedFolders:
-    """Where weights may come from; none: from nowhere."""
+    """Folders that weights may be loaded from; without any, nothing may be loaded."""
 
     def __init__(self, folders: Sequence[Path] = ()) -> None:
         self.folders = tuple(folders)
 
     def resolve(self, field: str, requested: str) -> Path:
-        """The folder that field `name` of a request gives, as it really is, or a refusal."""
-        found = _resolve_path(requested)
+        """Return the resolved folder in a request's field, or raise `RequestError`."""
+        path = _resolve_path(requested)
         roots = [root for root in (_resolve_path(str(folder)) for folder in self.folders) if root is not None]
-        if found is None or not _is_inside(found, roots):
-            allowed = ", ".join(map(str, self.folders)) or "nowhere"
+        shown = f"{field} = {requested[:200]}"
+        if path is None or not _is_inside(path, roots):
+            allowed = ", ".join(map(str, self.folders)) or "none"
             raise RequestError(
                 403,
-                f"{field} = {requested[:200]} is not in a folder that this server loads from ({allowed}); start it with"
+                f"{shown} is not inside a folder that this server may load from ({allowed}); start the server with"
                 " --weights-from DIR",
                 param=field,
             )
-        if not found.is_dir():
-            raise RequestError(400, f"{field} = {requested[:200]} is not a folder on the server's machine", param=field)
-        for path in found.rglob("*"):
-            if path.is_symlink() and not _is_inside(_resolve_path(str(path)), roots):
+        if not path.is_dir():
+            raise RequestError(400, f"{shown} is not a folder on the server's machine", param=field)
+        for entry in path.rglob("*"):
+            if entry.is_symlink() and not _is_inside(_resolve_path(str(entry)), roots):
                 raise RequestError(
-                    403, f"{field} = {requested[:200]}: {path.name} is a link that leads out of it", param=field
+                    403, f"{shown}: {entry.name} is a symlink that leads out of the allowed folders", param=field
                 )
-        return found
+        return path
 
 
 def _is_inside(path: Path | None, roots: Sequence[Path]) -> bool:
@@ -44,7 +45,7 @@ def _is_inside(path: Path | None, roots: Sequence[Path]) -> bool:
 
 
 def _resolve_path(path: str) -> Path | None:
-    """Where a path leads; none when no file can have such a name."""
+    """Return the resolved path, or None if no file can have this name."""
     try:
         return Path(path).resolve()
     except (OSError, ValueError, RuntimeError):

@@ -1,7 +1,7 @@
-"""One request's answers, whole or as a stream of events.
+"""Run the completions of one request, complete or as a stream of server-sent events.
 
-Guarantees that whatever ends a request (its answers, a failure of one of them, a client that left) frees all of its
-answers and the room they took, and that a stream which broke off says so and does not end like a whole one.
+Guarantees that however a request ends (done, failed, client disconnected) all its completions and their capacity are
+released, and that a stream that failed reports the error and does not end like a complete one.
 """
 
 import asyncio
@@ -37,26 +37,26 @@ Item = TypeVar("Item")
 
 
 class StreamingEngine(Engine, Protocol):
-    """An engine that also hands out tokens while it samples; others stream each answer as one piece."""
+    """An engine that also returns tokens while it samples; other engines stream each completion as one chunk."""
 
     def stream(
         self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None
     ) -> AsyncIterator[TokenChunk]:
-        """As `generate`, token by token; closing the iterator frees what it holds."""
+        """Generate token by token; closing the iterator cancels the completion."""
 
 
 @runtime_checkable
 class BroadcastReceiver(Protocol):
-    """An engine that also takes weights from a broadcast."""
+    """An engine that can receive weights from a broadcast."""
 
     async def receive_weights(
         self, slot: BroadcastSlot, sender_address: str, own_address: str, version: int, *, drain: bool
     ) -> None:
-        """Take all weights that the machine at address `sender` broadcasts; `own` is this machine's address."""
+        """Receive all weights that the machine at `sender_address` broadcasts to this machine's `own_address`."""
 
 
 class Capacity:
-    """How many answers may be under way at once, running and waiting."""
+    """Limit on the completions in flight, running and waiting."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -64,12 +64,12 @@ class Capacity:
 
     @contextmanager
     def reserve(self, count: int) -> Iterator[None]:
-        """Room for so many answers, or 429."""
+        """Reserve capacity for `count` completions, or raise a 429 error."""
         if self.in_flight + count > self.limit:
             raise RequestError(
                 429,
-                f"{self.in_flight} answers are under way and {count} more would be above this server's limit of"
-                f" {self.limit}; try again later",
+                f"{self.in_flight} completions are in flight and {count} more would exceed this server's limit of"
+                f" {self.limit}; retry later",
             )
         self.in_flight += count
         try:
@@ -79,7 +79,7 @@ class Capacity:
 
 
 class CompletionJob:
-    """One request for answers: every prompt `n` times."""
+    """The completions of one request: `n` for every prompt."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class CompletionJob:
         self.response = response
         self.session = session
         self.include_usage = params.stream_options.include_usage
-        # one request's answers to one prompt are a group, also when the client did not name it
+        # the completions of one prompt form a group even if the client named none
         group = params.group or response.id
         self.calls = [
             (prompt, params.to_sampling(max_tokens, index), group if len(prompts) == 1 else f"{group}/{number}")
@@ -108,49 +108,52 @@ class CompletionJob:
         ]
 
     async def run(self) -> dict[str, Any]:
-        """All answers in one response."""
+        """Return all completions in one response."""
         with self.capacity.reserve(len(self.calls)):
-            answers = await _gather_or_cancel(
+            generations = await _gather_or_cancel(
                 [self.engine.generate(prompt, sampling, group=group) for prompt, sampling, group in self.calls]
             )
         choices = []
-        for index, ((prompt, sampling, _), answer) in enumerate(zip(self.calls, answers, strict=True)):
-            text = self._make_detokenizer(sampling).push(answer.token_ids, is_last=True)
-            message = None if self.session is None else self.session.record_completion(answer.token_ids, sampling.stop)
-            choice = self.response.choice(index, _to_chunk(answer), text, self.tokenizer, message=message)
+        for index, ((prompt, sampling, _), generation) in enumerate(zip(self.calls, generations, strict=True)):
+            text = self._make_detokenizer(sampling).push(generation.token_ids, is_last=True)
+            message = None
+            if self.session is not None:
+                message = self.session.record_completion(generation.token_ids, sampling.stop)
+            choice = self.response.choice(index, _to_chunk(generation), text, self.tokenizer, message=message)
             choices.append(choice | self._sampling_record(prompt, sampling))
-        sampled = sum(len(answer.token_ids) for answer in answers)
+        sampled = sum(len(generation.token_ids) for generation in generations)
         return self.response.envelope(choices, **self._prompt_ids(), usage=count_usage(self.prompts, sampled))
 
     async def stream_chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """All answers as they grow, their pieces interleaved."""
-        shape, sampled = self.response, 0
-        texts = [self._make_detokenizer(sampling) for _, sampling, _ in self.calls]
+        """Yield the chunks of all completions, interleaved."""
+        builder, sampled = self.response, 0
+        detokenizers = [self._make_detokenizer(sampling) for _, sampling, _ in self.calls]
         offsets = [0] * len(self.calls)
-        begun: set[int] = set()
-        said: list[tuple[list[int], list[str]]] = [([], []) for _ in self.calls]
+        started: set[int] = set()
+        streamed: list[tuple[list[int], list[str]]] = [([], []) for _ in self.calls]
         with self.capacity.reserve(len(self.calls)):
             async with aclosing(_merge_streams([self._stream_tokens(*call) for call in self.calls])) as merged:
-                async for index, piece in merged:
-                    sampled += len(piece.token_ids)
-                    first = index not in begun
-                    if first and shape.chat:
+                async for index, chunk in merged:
+                    sampled += len(chunk.token_ids)
+                    first = index not in started
+                    if first and builder.chat:
                         head = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-                        yield shape.envelope([head], **({} if begun else self._prompt_ids()))
-                    begun.add(index)
-                    text = texts[index].push(piece.token_ids, is_last=piece.finish_reason is not None)
-                    choice = shape.choice(index, piece, text, self.tokenizer, offsets[index])
+                        yield builder.envelope([head], **({} if started else self._prompt_ids()))
+                    started.add(index)
+                    text = detokenizers[index].push(chunk.token_ids, is_last=chunk.finish_reason is not None)
+                    choice = builder.choice(index, chunk, text, self.tokenizer, offsets[index])
                     offsets[index] += len(text)
-                    said[index][0].extend(piece.token_ids)
-                    said[index][1].append(text)
-                    if self.session is not None and piece.finish_reason is not None:
-                        self.session.record_streamed(said[index][0], "".join(said[index][1]))
-                    yield shape.envelope([choice | (self._sampling_record(*self.calls[index][:2]) if first else {})])
+                    token_ids, texts = streamed[index]
+                    token_ids.extend(chunk.token_ids)
+                    texts.append(text)
+                    if self.session is not None and chunk.finish_reason is not None:
+                        self.session.record_streamed(token_ids, "".join(texts))
+                    yield builder.envelope([choice | (self._sampling_record(*self.calls[index][:2]) if first else {})])
         if self.include_usage:
-            yield shape.envelope([], usage=count_usage(self.prompts, sampled))
+            yield builder.envelope([], usage=count_usage(self.prompts, sampled))
 
     def _sampling_record(self, prompt: list[int], sampling: Sampling) -> dict[str, Any]:
-        """What a choice says about how it was sampled: its prompt, and in exact servers all that training needs."""
+        """Return a choice's prompt and, with `training_fields`, how it was sampled."""
         if not self.response.training_fields:
             return {"prompt_token_ids": prompt} if self.response.token_ids and not self.response.chat else {}
         return {
@@ -161,7 +164,7 @@ class CompletionJob:
         }
 
     def _prompt_ids(self) -> dict[str, Any]:
-        # as vLLM: of a chat beside the choices, of completions in each choice
+        # as vLLM: for chat next to the choices, for completions in each choice
         return {"prompt_token_ids": self.prompts[0]} if self.response.token_ids and self.response.chat else {}
 
     def _make_detokenizer(self, sampling: Sampling) -> IncrementalDetokenizer:
@@ -170,21 +173,21 @@ class CompletionJob:
     async def _stream_tokens(self, prompt: list[int], sampling: Sampling, group: str) -> AsyncIterator[TokenChunk]:
         if hasattr(self.engine, "stream"):
             stream = cast(StreamingEngine, self.engine).stream(prompt, sampling, group=group)
-            async for piece in stream:
-                yield piece
+            async for chunk in stream:
+                yield chunk
         else:
             yield _to_chunk(await self.engine.generate(prompt, sampling, group=group))
 
 
 class EventStream(Response):
-    """Chunks as server-sent events. What fails before the first one is an ordinary error response."""
+    """Send chunks as server-sent events. A failure before the first chunk becomes an ordinary error response."""
 
     def __init__(self, chunks: AsyncIterator[dict[str, Any]]) -> None:
         super().__init__(status_code=200)
         self.chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the end, the first failure, or the client's leaving."""
+        """Send until the end, the first failure, or a disconnect."""
         with contextlib.suppress(ClientGone):
             await cancel_on_disconnect(receive, self._send(scope, receive, send))
 
@@ -193,20 +196,20 @@ class EventStream(Response):
             body = f"data: {data}\n\n".encode()
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
-        begun = False
+        started = False
         async with aclosing(cast(Any, self.chunks)) as chunks:
             try:
                 async for chunk in chunks:
-                    if not begun:
+                    if not started:
                         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
                         await send({"type": "http.response.start", "status": 200, "headers": headers})
-                        begun = True
+                        started = True
                     await event(json.dumps(chunk, ensure_ascii=False, allow_nan=False))
-            except Exception as error:  # noqa: BLE001 - whatever failed, the client is told in the stream
-                if not begun:
+            except Exception as error:  # noqa: BLE001 - any failure is reported in the stream
+                if not started:
                     await error_response(error)(scope, receive, send)
                 else:
-                    # no [DONE]: what came before is not a whole answer
+                    # no [DONE]: the completion is not complete
                     await event(json.dumps(error_body(to_request_error(error))), more=False)
                 return
         await event("[DONE]", more=False)
@@ -217,7 +220,7 @@ def _to_chunk(generation: Generation) -> TokenChunk:
 
 
 async def _gather_or_cancel(calls: list[Coroutine[Any, Any, Generation]]) -> list[Generation]:
-    """Every answer, or the first failure with the rest cancelled."""
+    """Return all generations, or cancel the rest and raise the first failure."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -228,28 +231,28 @@ async def _gather_or_cancel(calls: list[Coroutine[Any, Any, Generation]]) -> lis
 
 
 async def _merge_streams(streams: list[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item], None]:
-    """What several streams give, as it comes; the first failure ends all of them."""
-    # bounded, so that a client that reads slowly slows the pieces down instead of piling them up
+    """Yield the items of several streams as they arrive; the first failure ends all of them."""
+    # bounded: a slow reader slows sampling down instead of filling memory
     queue: asyncio.Queue[tuple[int, Item | None, Exception | None]] = asyncio.Queue(maxsize=64)
 
     async def pump(index: int, stream: AsyncIterator[Item]) -> None:
         try:
-            async with aclosing(cast(Any, stream)) as pieces:
-                async for item in pieces:
+            async with aclosing(cast(Any, stream)) as items:
+                async for item in items:
                     await queue.put((index, item, None))
             await queue.put((index, None, None))
-        except Exception as error:  # noqa: BLE001 - raised again where the pieces are read
+        except Exception as error:  # noqa: BLE001 - raised again by the consumer below
             await queue.put((index, None, error))
 
     tasks = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
     try:
-        left = len(tasks)
-        while left:
+        running = len(tasks)
+        while running:
             index, item, error = await queue.get()
             if error is not None:
                 raise error
             if item is None:
-                left -= 1
+                running -= 1
             else:
                 yield index, item
     finally:

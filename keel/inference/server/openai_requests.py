@@ -1,7 +1,7 @@
-"""What a client may ask the server for: the OpenAI fields that can act here, read strictly.
+"""Request models of the OpenAI-compatible server, validated strictly.
 
-Guarantees that a request that is taken is answered as it was asked: a field that this server does not know, cannot do,
-or that is beyond its limits is an error that names field and value, never ignored. It samples nothing.
+Guarantees that an accepted request is served exactly as written: a field that is unknown, not supported here, or beyond
+the server's limits is an error that names field and value, and never ignored. Nothing is sampled here.
 """
 
 import json
@@ -25,10 +25,10 @@ MESSAGE_SCHEMA = {
     "required": ["role"],
 }
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE_SCHEMA)]
-"""What else a message may hold is its template's to say."""
+"""A chat message; the chat template decides which other fields it may have."""
 
 IGNORED_FIELDS = frozenset({"user", "metadata", "store", "service_tier", "priority", "cache_salt", "safety_identifier"})
-"""Fields about the client, not about the answer."""
+"""Fields about the client that do not change the completion; accepted and ignored."""
 
 NO_OP_VALUES: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -54,11 +54,11 @@ NO_OP_VALUES: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-"""Fields that cannot act here, with the values at which they need not."""
+"""Fields without an effect here, with the values at which OpenAI's have none either; other values are errors."""
 
 
 class RequestError(Exception):
-    """A request that is answered by an error, in the OpenAI shape."""
+    """An error response to a request."""
 
     def __init__(
         self,
@@ -77,33 +77,33 @@ class RequestError(Exception):
 
 
 MIN_TEMPERATURE = 1e-4
-"""Divided by less, logits are no longer finite; 0 stands for the likeliest token."""
+"""Logits divided by less overflow; temperature 0 selects the most likely token."""
 DEFAULT_RATE_LIMIT = RateLimit(per_second=1000, burst=2000)
-"""More than one process answers here: it keeps a client in an endless loop from holding everybody else up."""
+"""More than one process can serve; it keeps a client in a request loop from blocking all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one server answers at most."""
+    """Limits of one server."""
 
     body_bytes: int = 8 * 2**20
-    """Of one request's body."""
+    """Size of a request body."""
     prompts_per_request: int = 64
-    """Prompts of one request."""
+    """Prompts per request."""
     n: int = 128
-    """Answers to one prompt."""
+    """Completions per prompt."""
     max_tokens: int = 32768
-    """Tokens of one answer."""
+    """Tokens per completion."""
     max_in_flight: int = 1024
-    """Answers under way at once, running and waiting; beyond it clients are told to come back (429)."""
+    """Completions in flight, running and waiting; above it requests get status 429."""
     rate_limit: RateLimit | None = DEFAULT_RATE_LIMIT
-    """Requests of one client, whatever they ask for; beyond it 429. None: no limit."""
+    """Requests per client, whatever the path; above it requests get status 429. None for no limit."""
     body_timeout: float = 60.0
-    """In which a body must have arrived."""
+    """Seconds in which a body must arrive."""
 
 
 class StreamOptions(Settings):
-    """What a stream holds beside its answers."""
+    """What a stream contains in addition to completions."""
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
@@ -111,7 +111,7 @@ class StreamOptions(Settings):
 
 
 class CommonRequest(Settings):
-    """What completions and chat completions have in common."""
+    """Fields shared by completions and chat completions."""
 
     model: str | None = None
     n: Count = 1
@@ -125,9 +125,9 @@ class CommonRequest(Settings):
     stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] = []
     stop_token_ids: list[TokenId] = []
     return_token_ids: bool = False
-    """Token ids of prompt and answer in the response."""
+    """Return the token ids of prompt and completion."""
     group: str | None = None
-    """Keel's own: requests of one group have the same prompt, which is then computed once."""
+    """Keel extension: requests of one group share a prompt, which is computed once."""
 
     @model_validator(mode="after")
     def _check_temperature(self) -> Self:
@@ -138,7 +138,7 @@ class CommonRequest(Settings):
         return self
 
     def to_sampling(self, max_tokens: int, index: int) -> Sampling:
-        """For answer `index` of a prompt; with a seed every answer has one of its own."""
+        """Return the sampling settings of completion `index` of a prompt; each completion gets its own seed."""
         return Sampling(
             temperature=self.temperature,
             max_tokens=max_tokens,
@@ -152,59 +152,59 @@ class CommonRequest(Settings):
 
 
 class CompletionRequest(CommonRequest):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     max_tokens: Count = 16
     """OpenAI's default."""
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
-    """0 or 1: the log-prob of each sampled token; those of other tokens are not computed."""
+    """0 or 1: return the log-prob of each sampled token; alternatives are not computed."""
 
 
 class ChatRequest(CommonRequest):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     chat_template_kwargs: dict[str, Any] = {}
-    """Given to the chat template, for example enable_thinking."""
+    """Variables for the chat template, for example enable_thinking."""
 
     @property
     def length_limit(self) -> tuple[str, int]:
-        """The field that says how long an answer may be, and its value."""
+        """The field that limits the completion's length, and its value."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", Sampling().max_tokens if self.max_tokens is None else self.max_tokens
 
 
 class ToolChatRequest(ChatRequest):
-    """POST /v1/chat/completions of a server that reads tool calls."""
+    """Body of POST /v1/chat/completions on a server that parses tool calls."""
 
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["auto", "none"] = "auto"
-    """none: the tools are not shown."""
+    """none: the model does not see the tools."""
     parallel_tool_calls: Literal[True] = True
-    """An answer may hold several calls; nothing keeps it from that."""
+    """A completion may hold several calls; the server cannot prevent it."""
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of."""
+        """The tools that the model sees."""
         return self.tools if self.tool_choice == "auto" else []
 
 
 class WeightsRequest(Settings):
-    """POST /v1/load_weights: all weights, from a Hugging Face folder on the server's machine."""
+    """Body of POST /v1/load_weights."""
 
     folder: Annotated[str, Field(min_length=1)]
     version: Version
     drain: bool = False
-    """Answers under way end first, and later ones wait; else they go on with the new weights."""
+    """Finish completions in flight first and queue later ones; otherwise they continue with the new weights."""
 
 
 class BroadcastRequest(Settings):
-    """POST /v1/receive_weights: all weights, from a broadcast that whoever asks sends meanwhile."""
+    """Body of POST /v1/receive_weights; the client sends the broadcast while the request is open."""
 
     port: Annotated[int, Field(ge=1, le=65535)]
     rank: Annotated[int, Field(ge=1, le=100_000)]
@@ -213,13 +213,13 @@ class BroadcastRequest(Settings):
 
 
 class AdapterRequest(Settings):
-    """POST /v1/load_lora_adapter: a PEFT adapter from a folder on the server's machine, fields as in vLLM."""
+    """Body of POST /v1/load_lora_adapter, with vLLM's field names."""
 
     lora_path: Annotated[str, Field(min_length=1)]
     lora_name: str | None = None
-    """Another name under which requests may ask for the policy from now on."""
+    """Additional model name for requests from now on."""
     version: Version | None = None
-    """Not given: one more than the live one."""
+    """Default: the live version plus one."""
     drain: bool = False
     load_inplace: bool = True
 
@@ -228,30 +228,30 @@ RequestT = TypeVar("RequestT", bound=Settings)
 
 
 def parse_request(schema: type[RequestT], body: bytes) -> RequestT:
-    """A request from its JSON, or an error that names what is wrong with it."""
+    """Parse a JSON body, or raise `RequestError` naming field and value."""
     try:
         data = json.loads(body, parse_float=_parse_number)
         if b"\\ud" in body.lower():
-            # half of a pair of surrogates is no text: no tokenizer takes it, and no answer could show it
+            # a lone surrogate is not text: tokenizers fail on it, and no response could contain it
             json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not JSON in UTF-8: {type(error).__name__}: {str(error)[:200]}") from None
     if not isinstance(data, dict):
         raise RequestError(400, f"the body must be a JSON object, not {type(data).__name__}")
     known = schema.model_fields
-    given = {}
+    fields = {}
     for name, value in data.items():
         if value is None or (name in IGNORED_FIELDS and name not in known):
             continue
         if name in NO_OP_VALUES and name not in known:
             if value not in NO_OP_VALUES[name]:
-                able = " or ".join(json.dumps(neutral) for neutral in NO_OP_VALUES[name])
-                raise RequestError(400, f"{name} = {json.dumps(value)} is not supported; only {able} is", param=name)
+                allowed = " or ".join(json.dumps(no_op) for no_op in NO_OP_VALUES[name])
+                raise RequestError(400, f"{name} = {json.dumps(value)} is not supported; only {allowed} is", param=name)
             continue
-        given[name] = value
+        fields[name] = value
     try:
-        # strict: "1" is no number and 1 is no truth, as the description of the server says
-        return schema.model_validate(given, strict=True)
+        # strict: "1" is not a number and 1 is not a boolean, as /openapi.json says
+        return schema.model_validate(fields, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         param = str(first["loc"][0]) if first["loc"] else first.get("ctx", {}).get("key")
@@ -259,41 +259,41 @@ def parse_request(schema: type[RequestT], body: bytes) -> RequestT:
 
 
 def _parse_number(text: str) -> int | float:
-    """A number of JSON, which has one kind of them: 3.0 is as whole as 3."""
+    """Parse a JSON number; JSON has one number type, so 3.0 is an integer like 3."""
     value = float(text)
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
 def json_schema(schema: type[Settings], limits: Limits) -> dict[str, Any]:
-    """What `read` takes for this schema within the limits, as JSON schema: from the same fields and tables."""
-    told = schema.model_json_schema(ref_template="#/$defs/{model}")
-    needed = told.get("required", [])
-    most = {"n": limits.n, "max_tokens": limits.max_tokens, "max_completion_tokens": limits.max_tokens}
-    for name in most.keys() & told["properties"].keys():
-        told["properties"][name] = {"type": "integer", "minimum": 1, "maximum": most[name]}
+    """Return the JSON schema of what `parse_request` accepts, from the same fields and tables."""
+    document = schema.model_json_schema(ref_template="#/$defs/{model}")
+    required = document.get("required", [])
+    maxima = {"n": limits.n, "max_tokens": limits.max_tokens, "max_completion_tokens": limits.max_tokens}
+    for name in maxima.keys() & document["properties"].keys():
+        document["properties"][name] = {"type": "integer", "minimum": 1, "maximum": maxima[name]}
     properties = {
-        name: inner if name in needed else {"anyOf": [inner, {"type": "null"}]}
-        for name, inner in _inline_refs(told["properties"], told.get("$defs", {})).items()
+        name: field if name in required else {"anyOf": [field, {"type": "null"}]}
+        for name, field in _inline_refs(document["properties"], document.get("$defs", {})).items()
     }
-    for name, neutral in NO_OP_VALUES.items():
-        properties.setdefault(name, {"enum": [*neutral, None]})
+    for name, no_op_values in NO_OP_VALUES.items():
+        properties.setdefault(name, {"enum": [*no_op_values, None]})
     for name in IGNORED_FIELDS:
         properties.setdefault(name, {})
-    return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def _inline_refs(tree: Any, definitions: Mapping[str, Any]) -> Any:
-    """The schema without references: it is put into another document, where they would lead elsewhere."""
+    """Replace references by their definitions: in the OpenAPI document they would not resolve."""
     if isinstance(tree, list):
-        return [_inline_refs(inner, definitions) for inner in tree]
+        return [_inline_refs(item, definitions) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if "$ref" in tree:
         return _inline_refs(definitions[tree["$ref"].removeprefix("#/$defs/")], definitions)
-    return {name: _inline_refs(inner, definitions) for name, inner in tree.items() if name != "default"}
+    return {name: _inline_refs(value, definitions) for name, value in tree.items() if name != "default"}
 
 
-def check_limit(name: str, value: int, limit: int) -> None:
-    """Refuse more than this server answers."""
+def check_limit(field: str, value: int, limit: int) -> None:
+    """Raise `RequestError` if a value is above the server's limit."""
     if value > limit:
-        raise RequestError(400, f"{name} = {value} is above this server's limit of {limit}", param=name)
+        raise RequestError(400, f"{field} = {value} is above this server's limit of {limit}", param=field)

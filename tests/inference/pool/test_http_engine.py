@@ -1,4 +1,4 @@
-"""Claims of the engine over HTTP: it gives what the server sampled or an error that says whether to try again."""
+"""HttpEngine: it returns what the server sampled, or an error that says whether to retry."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ PROMPT = [97, 98]
 
 
 def on_app(work: Callable[[HttpEngine], Any], engine: FakeEngine, *, key: str | None = None, **options: Any) -> Any:
-    """What `work` gives on an engine that talks to Keel's server, without a network."""
+    """Return the result of `work` on a client of Keel's server, without a network."""
 
     async def run() -> Any:
         app = build_app(engine, TOKENIZER, model="tiny", allowed_folders=ANYWHERE, **options)
@@ -36,15 +36,15 @@ def on_app(work: Callable[[HttpEngine], Any], engine: FakeEngine, *, key: str | 
 
 
 def on_other(work: Callable[[HttpEngine], Any], handler: Callable[[httpx.Request], Any], **options: Any) -> Any:
-    """What `work` gives on an engine that talks to some other server."""
+    """Return the result of `work` on a client of another server, implemented by `handler`."""
 
     async def handle(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "policy"}]})
         if request.url.path in ("/version", "/health") and not options.get("everything"):
             return httpx.Response(404)
-        answer = handler(request)
-        return await answer if asyncio.iscoroutine(answer) else answer
+        response = handler(request)
+        return await response if asyncio.iscoroutine(response) else response
 
     async def run() -> Any:
         async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as client:
@@ -54,17 +54,17 @@ def on_other(work: Callable[[HttpEngine], Any], handler: Callable[[httpx.Request
 
 
 def choice(**changes: Any) -> dict[str, Any]:
-    whole = {
+    fields = {
         "index": 0,
         "text": "x",
         "finish_reason": "stop",
         "token_ids": [5, 6],
         "logprobs": {"token_logprobs": [-0.1, -0.2], "top_logprobs": [{"a": -0.1, "b": -2.1}] * 2},
     } | changes
-    return {"choices": [{name: value for name, value in whole.items() if value is not ...}]}
+    return {"choices": [{name: value for name, value in fields.items() if value is not ...}]}
 
 
-def answers(**changes: Any) -> Callable[[httpx.Request], httpx.Response]:
+def respond_with(**changes: Any) -> Callable[[httpx.Request], httpx.Response]:
     return lambda _request: httpx.Response(200, json=choice(**changes))
 
 
@@ -72,20 +72,20 @@ def generate(engine: HttpEngine, **sampling: Any) -> Any:
     return engine.generate(PROMPT, Sampling(**sampling), group="g")
 
 
-def test_it_is_an_engine() -> None:
+def test_http_engine_implements_the_engine_protocol() -> None:
     engine: Engine = HttpEngine("http://127.0.0.1:1")
     asyncio.run(engine.close())
 
 
-def test_over_http_comes_what_the_engine_behind_it_gave() -> None:
+def test_a_generation_over_http_equals_the_engines() -> None:
     fake = FakeEngine()
     sampling = Sampling(temperature=0.7, max_tokens=9, stop=("x",), stop_token_ids=(5,), seed=4, top_p=0.9, top_k=3)
-    answer = on_app(lambda engine: engine.generate(PROMPT, sampling, group="g"), fake)
-    assert answer == Generation((98, 97, END), (-0.5,) * 3, (3,) * 3, "stop", 0.7)
+    generation = on_app(lambda engine: engine.generate(PROMPT, sampling, group="g"), fake)
+    assert generation == Generation((98, 97, END), (-0.5,) * 3, (3,) * 3, "stop", 0.7)
     assert fake.calls == [((97, 98), sampling, "g")]
 
 
-def test_versions_per_token_are_passed_on() -> None:
+def test_versions_per_token_are_returned() -> None:
     fake = FakeEngine()
     fake.answer = lambda _prompt, _sampling: Generation((1, 2, 3), (-1.0,) * 3, (4, 4, 5), "length", 1.0)
     assert on_app(generate, fake).versions == (4, 4, 5)
@@ -106,7 +106,7 @@ def test_weights_adapters_version_and_health(tmp_path: Path) -> None:
             await engine.load_weights(WeightSource.folder(folder + "/none"), 8)
         assert not error.value.retryable
         assert await engine.version() == 7
-        # somebody else loads: the server is asked, not remembered
+        # another client loads weights: the version comes from the server, not from memory
         fake.live = 9
         assert await engine.version() == 9
         fake.closed = True
@@ -119,7 +119,7 @@ def test_weights_adapters_version_and_health(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "retryable"), [(EngineError("busy"), True), (EngineError("too long", retryable=False), False)]
 )
-def test_whether_to_try_again_survives_the_way_over_http(error: EngineError, retryable: bool) -> None:
+def test_retryability_of_errors_is_preserved_over_http(error: EngineError, retryable: bool) -> None:
     fake = FakeEngine()
     fake.fail = lambda: error
     with pytest.raises(EngineError, match=str(error)) as raised:
@@ -127,74 +127,74 @@ def test_whether_to_try_again_survives_the_way_over_http(error: EngineError, ret
     assert raised.value.retryable is retryable
 
 
-def test_a_full_server_may_be_tried_again_and_a_wrong_key_not() -> None:
+def test_a_full_server_is_retryable_and_an_invalid_key_is_not() -> None:
     with pytest.raises(EngineError, match=r"429.*limit of 0") as full:
         on_app(generate, FakeEngine(), limits=Limits(max_in_flight=0))
     assert full.value.retryable
-    with pytest.raises(EngineError, match=r"401.*key is wrong") as wrong:
+    with pytest.raises(EngineError, match=r"401.*invalid API key") as wrong:
         on_app(generate, FakeEngine(), api_key="right", key="no")
     assert not wrong.value.retryable
     assert on_app(generate, FakeEngine(), api_key="right", key="right").finish_reason == "stop"
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 413, 422, 429, 500, 502, 503, 504])
-def test_statuses_say_whether_to_try_again(status: int) -> None:
+def test_the_status_determines_whether_an_error_is_retryable(status: int) -> None:
     retryable = status in (408, 429) or status >= 500
-    with pytest.raises(EngineError, match=f"answered {status}: no luck") as error:
+    with pytest.raises(EngineError, match=f"returned status {status}: no luck") as error:
         on_other(generate, lambda _request: httpx.Response(status, json={"error": {"message": "no luck"}}))
     assert error.value.retryable is retryable
 
 
 @pytest.mark.parametrize(
-    ("changes", "said", "retryable"),
+    ("changes", "message", "retryable"),
     [
-        ({"token_ids": ...}, "gave no token_ids: it does not know return_token_ids", False),
-        ({"logprobs": None}, "gave no log-probs: it does not know the option logprobs", False),
+        ({"token_ids": ...}, "returned no token_ids: it does not support return_token_ids", False),
+        ({"logprobs": None}, "returned no log-probs: it does not support logprobs", False),
         ({"token_ids": [5]}, "1 token ids, 2 log-probs and 1 versions", True),
         ({"versions": [1]}, "2 token ids, 2 log-probs and 1 versions", True),
-        ({"token_ids": [5, "6"]}, "gave 6 as a token id", True),
-        ({"versions": [1, None]}, "gave None as a version", True),
-        ({"logprobs": {"token_logprobs": [-0.1, None]}}, "gave a log-prob of None", True),
-        ({"finish_reason": "content_filter"}, "ended an answer for content_filter", True),
+        ({"token_ids": [5, "6"]}, "returned 6 as token id", True),
+        ({"versions": [1, None]}, "returned None as version", True),
+        ({"logprobs": {"token_logprobs": [-0.1, None]}}, "returned a log-prob of None", True),
+        ({"finish_reason": "content_filter"}, "returned finish_reason content_filter", True),
     ],
 )
-def test_an_answer_that_cannot_be_trained_on_is_refused_with_its_reason(
-    changes: dict[str, Any], said: str, retryable: bool
+def test_a_completion_that_cannot_be_trained_on_is_an_error(
+    changes: dict[str, Any], message: str, retryable: bool
 ) -> None:
-    with pytest.raises(EngineError, match=said) as error:
-        on_other(generate, answers(**changes))
+    with pytest.raises(EngineError, match=message) as error:
+        on_other(generate, respond_with(**changes))
     assert error.value.retryable is retryable
 
 
-@pytest.mark.parametrize("number", ["NaN", "-Infinity"])
-def test_a_log_prob_that_is_not_finite_is_refused(number: str) -> None:
-    text = json.dumps(choice()).replace("-0.2", number)
-    with pytest.raises(EngineError, match="gave a log-prob of"):
+@pytest.mark.parametrize("value", ["NaN", "-Infinity"])
+def test_a_log_prob_that_is_not_finite_is_an_error(value: str) -> None:
+    text = json.dumps(choice()).replace("-0.2", value)
+    with pytest.raises(EngineError, match="returned a log-prob of"):
         on_other(generate, lambda _request: httpx.Response(200, text=text))
 
 
 @pytest.mark.parametrize("body", ["", "<html>", "[]", '{"choices": []}', '{"choices": [1, 2]}'])
-def test_a_body_that_is_no_answer_is_refused(body: str) -> None:
+def test_a_body_that_is_not_a_completion_is_an_error(body: str) -> None:
     with pytest.raises(EngineError, match="engine http://other:1"):
         on_other(generate, lambda _request: httpx.Response(200, text=body))
 
 
-def test_an_answer_without_tokens_is_an_answer() -> None:
-    assert on_other(generate, answers(token_ids=[], logprobs=None)).token_ids == ()
+def test_a_completion_without_tokens_is_valid() -> None:
+    assert on_other(generate, respond_with(token_ids=[], logprobs=None)).token_ids == ()
 
 
-def test_a_server_that_does_not_say_gets_the_version_that_is_known_and_takes_no_weights() -> None:
+def test_a_server_without_versions_gets_the_known_version_and_loads_no_weights() -> None:
     async def work(engine: HttpEngine) -> Generation:
         engine._version = 5
-        with pytest.raises(EngineError, match="no keel server") as error:
+        with pytest.raises(EngineError, match="not a keel server") as error:
             await engine.load_weights(WeightSource.folder("folder"), 6)
         assert not error.value.retryable
         return await generate(engine)
 
-    assert on_other(work, answers()).versions == (5, 5)
+    assert on_other(work, respond_with()).versions == (5, 5)
 
 
-def test_nothing_is_asked_that_plain_openai_does_not_know_unless_it_acts() -> None:
+def test_fields_unknown_to_plain_openai_servers_are_sent_only_if_set() -> None:
     bodies = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -209,8 +209,8 @@ def test_nothing_is_asked_that_plain_openai_does_not_know_unless_it_acts() -> No
     assert (bodies[1]["top_k"], bodies[1]["seed"]) == (4, 1)
 
 
-@pytest.mark.parametrize(("scaled", "refused"), [(True, False), (False, True)])
-def test_log_probs_of_another_temperature_are_found_out(scaled: bool, refused: bool) -> None:
+@pytest.mark.parametrize("scaled", [True, False])
+def test_log_probs_at_another_temperature_are_detected(scaled: bool) -> None:
     probes = 0
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -227,7 +227,7 @@ def test_log_probs_of_another_temperature_are_found_out(scaled: bool, refused: b
         assert (await generate(engine, temperature=0.0)).temperature == 0.0
         assert probes == 0
         for _ in range(2):
-            if refused:
+            if not scaled:
                 with pytest.raises(EngineError, match="processed_logprobs") as error:
                     await generate(engine, temperature=0.7)
                 assert not error.value.retryable
@@ -235,11 +235,11 @@ def test_log_probs_of_another_temperature_are_found_out(scaled: bool, refused: b
                 assert (await generate(engine, temperature=0.7)).temperature == 0.7
 
     on_other(work, handler)
-    # asked once, not before every request
+    # probed once, not before every request
     assert probes == 2
 
 
-def test_a_server_that_is_not_there_is_an_error_to_try_again_and_not_ready() -> None:
+def test_an_unreachable_server_is_a_retryable_error_and_not_ready() -> None:
     async def run() -> None:
         engine = HttpEngine("http://127.0.0.1:9", timeout=2.0)
         with pytest.raises(EngineError, match="cannot be reached") as error:
@@ -254,18 +254,18 @@ def test_a_server_that_is_not_there_is_an_error_to_try_again_and_not_ready() -> 
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "nonsense"])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_url_is_an_error(url: str) -> None:
     with pytest.raises(ConfigError, match="engine url"):
         HttpEngine(url)
 
 
-def test_a_slow_server_times_out_and_loses_the_request() -> None:
+def test_a_timeout_cancels_the_request_on_the_server() -> None:
     fake = FakeEngine()
     fake.delay = 30
 
     async def run(url: str) -> None:
         engine = HttpEngine(url, timeout=0.5)
-        with pytest.raises(EngineError, match=r"did not answer in 0\.5 s") as error:
+        with pytest.raises(EngineError, match=r"did not respond within 0\.5 s") as error:
             await generate(engine)
         assert error.value.retryable
         await engine.close()
@@ -275,7 +275,7 @@ def test_a_slow_server_times_out_and_loses_the_request() -> None:
         until(lambda: fake.cancelled == 1)
 
 
-def test_cancelling_a_request_frees_it_on_the_server_and_closing_fails_the_rest() -> None:
+def test_cancelling_a_request_cancels_it_on_the_server_and_closing_fails_the_rest() -> None:
     fake = FakeEngine()
     fake.delay = 30
 
@@ -299,7 +299,7 @@ def test_cancelling_a_request_frees_it_on_the_server_and_closing_fails_the_rest(
         until(lambda: fake.cancelled == 2)
 
 
-def test_a_server_that_comes_back_with_other_weights_is_asked_again() -> None:
+def test_a_restarted_server_is_detected_again() -> None:
     async def run() -> None:
         engine = HttpEngine(f"http://127.0.0.1:{port}")
         versions = []
@@ -324,19 +324,19 @@ def serving_at(fake: FakeEngine, port: int) -> Any:
     return serving(build_app(fake, TOKENIZER, model="tiny"), port=port, timeout_graceful_shutdown=1)
 
 
-def test_a_hundred_requests_at_once_each_get_their_own_answer() -> None:
+def test_a_hundred_concurrent_requests_each_get_their_own_completion() -> None:
     async def run(url: str) -> None:
         engine = HttpEngine(url)
         prompts = [[number % 250, number // 250 + 1] for number in range(100)]
-        got = await asyncio.gather(*(engine.generate(prompt, Sampling()) for prompt in prompts))
-        assert [answer.token_ids for answer in got] == [(*reversed(prompt), END) for prompt in prompts]
+        generations = await asyncio.gather(*(engine.generate(prompt, Sampling()) for prompt in prompts))
+        assert [generation.token_ids for generation in generations] == [(*reversed(prompt), END) for prompt in prompts]
         await engine.close()
 
     with serving(build_app(FakeEngine(), TOKENIZER, model="tiny")) as url:
         asyncio.run(run(url))
 
 
-def test_the_local_engine_over_http_takes_weights_and_adapters_while_it_answers(tmp_path: Path) -> None:
+def test_the_local_engine_over_http_loads_weights_and_adapters_while_it_samples(tmp_path: Path) -> None:
     model = load_model(ModelSettings(name="tiny"))
     other = resolve_model("tiny", seed=1).folder
     adapted = load_model(ModelSettings(name="tiny", lora=LoraSettings(rank=4)))
@@ -350,24 +350,24 @@ def test_the_local_engine_over_http_takes_weights_and_adapters_while_it_answers(
 
     async def run(url: str) -> None:
         engine = HttpEngine(url)
-        under_way = asyncio.ensure_future(engine.generate(PROMPT, sampling))
+        in_flight = asyncio.ensure_future(engine.generate(PROMPT, sampling))
         while (await engine.health()).running == 0:
             await asyncio.sleep(0.01)
         await engine.load_weights(WeightSource.folder(str(other)), 1)
         assert await engine.version() == 1
-        answer = await under_way
-        assert answer.temperature == 0.8
-        assert list(answer.versions) == sorted(answer.versions)
-        assert set(answer.versions) <= {0, 1}
+        generation = await in_flight
+        assert generation.temperature == 0.8
+        assert list(generation.versions) == sorted(generation.versions)
+        assert set(generation.versions) <= {0, 1}
         fresh = await engine.generate(PROMPT, sampling)
         assert set(fresh.versions) == {1}
         expected = load_model(ModelSettings(name=str(other)))
-        assert difference(expected.network, fresh) < 1e-4
+        assert max_logprob_error(expected.network, fresh) < 1e-4
         await engine.load_weights(WeightSource.folder(str(model.source.folder)), 2)
         await engine.load_weights(WeightSource.adapter(str(tmp_path / "adapter")), 3)
         fresh = await engine.generate(PROMPT, sampling)
         assert set(fresh.versions) == {3}
-        assert difference(adapted.network, fresh) < 1e-4
+        assert max_logprob_error(adapted.network, fresh) < 1e-4
         with pytest.raises(EngineError) as error:
             await engine.load_weights(WeightSource.folder(str(tmp_path)), 4)
         assert not error.value.retryable
@@ -381,10 +381,10 @@ def test_the_local_engine_over_http_takes_weights_and_adapters_while_it_answers(
         asyncio.run(run(url))
 
 
-def difference(network: Any, answer: Generation) -> float:
-    """By how much the log-probs of an answer differ from the network's, at most."""
-    ids = torch.tensor([[*PROMPT, *answer.token_ids]])
+def max_logprob_error(network: Any, generation: Generation) -> float:
+    """Return the largest difference between a generation's log-probs and the network's."""
+    ids = torch.tensor([[*PROMPT, *generation.token_ids]])
     with torch.no_grad():
-        logits = network(ids).logits[0, len(PROMPT) - 1 : -1] / answer.temperature
-    own = logits.log_softmax(-1).gather(1, ids[0, len(PROMPT) :, None])[:, 0]
-    return float((own - torch.tensor(answer.logprobs)).abs().max())
+        logits = network(ids).logits[0, len(PROMPT) - 1 : -1] / generation.temperature
+    expected = logits.log_softmax(-1).gather(1, ids[0, len(PROMPT) :, None])[:, 0]
+    return float((expected - torch.tensor(generation.logprobs)).abs().max())

@@ -1,4 +1,4 @@
-"""Pools over real servers on real sockets, which are killed and come back with the weights they began with."""
+"""Pools of real servers on sockets, which are killed and restart with their initial weights."""
 
 import asyncio
 import socket
@@ -20,7 +20,7 @@ QUICK = {"poll_interval": 0.2, "health_timeout": 2.0, "ready_timeout": 20.0, "lo
 
 
 class Box:
-    """A machine with a port on which a server can be started and killed; each start is a fresh process's state."""
+    """A port on which a server can be started and killed; each start has the state of a fresh process."""
 
     def __init__(self) -> None:
         with socket.socket() as free:
@@ -45,28 +45,28 @@ class Box:
 
 @contextmanager
 def boxes(count: int) -> Iterator[list[Box]]:
-    """Some machines, all of them running."""
-    made = [Box() for _ in range(count)]
+    """Run some servers."""
+    machines = [Box() for _ in range(count)]
     try:
-        for box in made:
+        for box in machines:
             box.start()
-        yield made
+        yield machines
     finally:
-        for box in made:
+        for box in machines:
             box.kill()
 
 
 @asynccontextmanager
 async def pool_of(**settings: object) -> AsyncIterator[Pool]:
-    chosen = PoolSettings.model_validate({**QUICK, **settings})
-    pool = Pool(chosen, lambda url: HttpEngine(url, api_key="key"))
+    pool_settings = PoolSettings.model_validate({**QUICK, **settings})
+    pool = Pool(pool_settings, lambda url: HttpEngine(url, api_key="key"))
     try:
         yield pool
     finally:
         await pool.close()
 
 
-def ask(pool: Pool, group: str | None = None) -> "asyncio.Task[Generation]":
+def generate(pool: Pool, group: str | None = None) -> "asyncio.Task[Generation]":
     return asyncio.create_task(pool.generate([5, 6, 7], Sampling(max_tokens=8), group=group))
 
 
@@ -76,7 +76,7 @@ async def until_all_are(pool: Pool, state: str) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_killed_servers_that_come_back_with_version_0_are_synced_before_they_answer(tmp_path: Path) -> None:
+def test_killed_servers_that_restart_at_version_0_are_synced_before_use(tmp_path: Path) -> None:
     async def scene(machines: list[Box]) -> None:
         async with pool_of(urls=[box.url for box in machines]) as pool:
             await pool.load_weights(WeightSource.folder(str(tmp_path)), 5)
@@ -84,11 +84,11 @@ def test_killed_servers_that_come_back_with_version_0_are_synced_before_they_ans
             assert [box.engine.live for box in machines] == [5, 5, 5]
             for box in machines:
                 await asyncio.to_thread(box.kill)
-                answers = await asyncio.gather(*(ask(pool, f"g{i}") for i in range(12)))
-                assert {answer.versions for answer in answers} == {(5, 5, 5, 5)}
+                generations = await asyncio.gather(*(generate(pool, f"g{i}") for i in range(12)))
+                assert {generation.versions for generation in generations} == {(5, 5, 5, 5)}
                 box.start()
-                answers = await asyncio.gather(*(ask(pool, f"g{i}") for i in range(12)))
-                assert {answer.versions for answer in answers} == {(5, 5, 5, 5)}
+                generations = await asyncio.gather(*(generate(pool, f"g{i}") for i in range(12)))
+                assert {generation.versions for generation in generations} == {(5, 5, 5, 5)}
                 await until_all_are(pool, "ready")
                 assert box.engine.loaded == [("weights", str(tmp_path), 5)]
             assert await pool.version() == 5
@@ -97,17 +97,17 @@ def test_killed_servers_that_come_back_with_version_0_are_synced_before_they_ans
         asyncio.run(scene(machines))
 
 
-def test_a_quick_restart_is_found_out_by_the_versions_of_the_answer(tmp_path: Path) -> None:
+def test_a_quick_restart_is_detected_by_the_versions_of_the_tokens(tmp_path: Path) -> None:
     async def scene(machines: list[Box]) -> None:
-        # no look between the kill and the request
+        # no probe between the kill and the request
         async with pool_of(urls=[box.url for box in machines], poll_interval=60.0) as pool:
             await pool.load_weights(WeightSource.adapter(str(tmp_path)), 5)
-            await ask(pool, "g")
+            await generate(pool, "g")
             box = next(box for box in machines if box.engine.calls)
             await asyncio.to_thread(box.kill)
             box.start()
-            answer = await ask(pool, "g")
-            assert set(answer.versions) == {5}
+            generation = await generate(pool, "g")
+            assert set(generation.versions) == {5}
             await until_all_are(pool, "ready")
             assert box.engine.live == 5
 
@@ -115,18 +115,18 @@ def test_a_quick_restart_is_found_out_by_the_versions_of_the_answer(tmp_path: Pa
         asyncio.run(scene(machines))
 
 
-def test_requests_in_flight_at_a_killed_server_are_answered_by_another() -> None:
+def test_requests_in_flight_on_a_killed_server_are_retried_on_another() -> None:
     async def scene(machines: list[Box]) -> None:
         async with pool_of(urls=[box.url for box in machines]) as pool:
             await pool.wait_until_probed()
             for box in machines:
                 box.engine.delay = 1.0
-            asking = [ask(pool) for _ in range(8)]
+            requests = [generate(pool) for _ in range(8)]
             await asyncio.sleep(0.4)
             assert [len(box.engine.calls) for box in machines] == [4, 4]
             await asyncio.to_thread(machines[0].kill)
-            answers = await asyncio.gather(*asking)
-            assert len(answers) == 8
+            generations = await asyncio.gather(*requests)
+            assert len(generations) == 8
             assert len(machines[1].engine.calls) == 8
 
     with boxes(2) as machines:
@@ -138,13 +138,13 @@ def test_a_cancelled_request_is_cancelled_on_the_server() -> None:
         async with pool_of(urls=[machines[0].url]) as pool:
             await pool.wait_until_probed()
             machines[0].engine.delay = 30.0
-            asking = ask(pool)
+            request = generate(pool)
             async with asyncio.timeout(10):
                 while not machines[0].engine.running:
                     await asyncio.sleep(0.01)
-                asking.cancel()
+                request.cancel()
                 with pytest.raises(asyncio.CancelledError):
-                    await asking
+                    await request
                 while not machines[0].engine.cancelled:
                     await asyncio.sleep(0.01)
 
@@ -164,14 +164,14 @@ def test_a_watched_file_adds_and_removes_servers(tmp_path: Path) -> None:
         async with pool_of(file=str(file)) as pool:
             await pool.load_weights(WeightSource.folder(str(tmp_path)), 2)
             first.engine.delay = 1.0
-            slow = ask(pool)
+            slow = generate(pool)
             await asyncio.sleep(0.1)
             write(second)
             async with asyncio.timeout(10):
                 while second.url not in [row.url for row in pool.status() if row.state == "ready"]:
                     await asyncio.sleep(0.02)
             assert second.engine.live == 2
-            assert (await ask(pool)).versions == (2, 2, 2, 2)
+            assert (await generate(pool)).versions == (2, 2, 2, 2)
             assert len(second.engine.calls) == 1
             file.write_text("not a url\n")
             await slow
@@ -179,24 +179,24 @@ def test_a_watched_file_adds_and_removes_servers(tmp_path: Path) -> None:
                 while not pool.discovery_error:
                     await asyncio.sleep(0.02)
             assert '"not a url" is not a URL' in pool.discovery_error
-            assert (await ask(pool)).versions == (2, 2, 2, 2)
+            assert (await generate(pool)).versions == (2, 2, 2, 2)
             assert len(first.engine.calls) == 1
 
     with boxes(2) as (first, second):
         asyncio.run(scene(first, second))
 
 
-def test_errors_of_servers_are_listed_when_nobody_is_ready(tmp_path: Path) -> None:
+def test_errors_of_servers_are_listed_if_none_is_ready(tmp_path: Path) -> None:
     async def scene(machines: list[Box]) -> None:
         await asyncio.to_thread(machines[0].kill)
         machines[1].engine.closed = True
         async with pool_of(urls=[box.url for box in machines], ready_timeout=1.0) as pool:
-            with pytest.raises(EngineError) as nobody:
-                await ask(pool)
-            assert [line.split(",")[0] for line in str(nobody.value).splitlines()[1:]] == [
+            with pytest.raises(EngineError) as error:
+                await generate(pool)
+            assert [line.split(",")[0] for line in str(error.value).splitlines()[1:]] == [
                 f"{box.url}: unhealthy" for box in machines
             ]
-            assert "cannot be reached" in str(nobody.value)
+            assert "cannot be reached" in str(error.value)
             with pytest.raises(EngineError, match="no member loaded version 1"):
                 await pool.load_weights(WeightSource.folder(str(tmp_path)), 1)
             assert await pool.version() == 0
@@ -205,14 +205,14 @@ def test_errors_of_servers_are_listed_when_nobody_is_ready(tmp_path: Path) -> No
         asyncio.run(scene(machines))
 
 
-def test_a_folder_that_the_servers_do_not_have_changes_nothing(tmp_path: Path) -> None:
+def test_loading_a_missing_folder_changes_nothing(tmp_path: Path) -> None:
     async def scene(machines: list[Box]) -> None:
         async with pool_of(urls=[box.url for box in machines]) as pool:
             await pool.load_weights(WeightSource.folder(str(tmp_path)), 1)
             with pytest.raises(EngineError, match=r"(?s)no member loaded version 2 .* is not a folder"):
                 await pool.load_weights(WeightSource.folder(str(tmp_path / "missing")), 2)
             assert await pool.version() == 1
-            assert set((await ask(pool)).versions) == {1}
+            assert set((await generate(pool)).versions) == {1}
 
     with boxes(2) as machines:
         asyncio.run(scene(machines))

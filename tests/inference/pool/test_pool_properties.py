@@ -1,7 +1,7 @@
-"""Pools through generated histories: members fail, return with old weights, come and go, while requests are running.
+"""Property tests of pools: members fail, return with old weights, come and go while requests are in flight.
 
-Each history is a list of events in virtual time. What is checked is what the pool promises, against what the servers
-really held, which the pool itself can only ask.
+Each history is a list of events in virtual time. The pool's guarantees are checked against the true state of the
+servers, which the pool itself sees only through requests.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.inference.protocol import EngineError, Generation, WeightSource
-from tests.support.pool_fakes import Server, World, now, play
+from tests.support.pool_fakes import PoolHarness, Server, now, run_scenario
 
 SERVERS = 4
-FORGIVEN = 400.0
-"""Seconds after its last trouble in which a member may still be away: back-off, looks, a load."""
+RECOVERY_SECONDS = 400.0
+"""Seconds after its last trouble in which a member may still be unavailable: back-off, probes, a load."""
 
 servers = st.integers(0, SERVERS - 1)
 events = st.one_of(
@@ -44,50 +44,52 @@ histories = st.lists(st.tuples(pauses, events), min_size=8, max_size=30)
 
 @dataclass
 class History:
-    """One history being played."""
+    """Applies the events of one history."""
 
-    world: World
-    asked: list["asyncio.Task[Generation]"] = field(default_factory=list)
+    harness: PoolHarness
+    requests: list["asyncio.Task[Generation]"] = field(default_factory=list)
     updates: list["asyncio.Task[None]"] = field(default_factory=list)
     versions: int = 0
-    refused: set[int] = field(default_factory=set)
+    failed_versions: set[int] = field(default_factory=set)
     """Versions of updates that failed."""
 
-    def trouble(self, server: Server) -> Server:
+    def note_trouble(self, server: Server) -> Server:
         server.troubles.append(now())
         return server
 
-    def happen(self, kind: str, what: Any) -> None:
-        world = self.world
+    def apply(self, kind: str, value: Any) -> None:
+        harness = self.harness
         if kind == "ask":
-            self.asked.append(asyncio.create_task(world.ask(what)))
+            self.requests.append(asyncio.create_task(harness.generate(value)))
         elif kind == "many":
-            self.asked.extend(asyncio.create_task(world.ask(f"many{i % 2}" if i < 4 else None)) for i in range(what))
+            self.requests.extend(
+                asyncio.create_task(harness.generate(f"many{i % 2}" if i < 4 else None)) for i in range(value)
+            )
         elif kind == "load":
             self.versions += 1
-            self.updates.append(asyncio.create_task(self.update(what, self.versions)))
+            self.updates.append(asyncio.create_task(self.update(value, self.versions)))
         elif kind == "members":
             for index in range(SERVERS):
-                if (world[index].url in world.listed) != (index in what):
-                    self.trouble(world[index])
-            world.listed = [world[index].url for index in sorted(what)]
+                if (harness[index].url in harness.listed) != (index in value):
+                    self.note_trouble(harness[index])
+            harness.listed = [harness[index].url for index in sorted(value)]
         elif kind == "all_loads_fail":
             for index in range(SERVERS):
-                self.trouble(world[index]).loads_fail = what
+                self.note_trouble(harness[index]).loads_fail = value
         elif kind == "no_list":
-            world.list_error = "no list" if what else ""
-        elif kind == "cancel" and self.asked:
-            self.asked[-1 - what % len(self.asked)].cancel()
+            harness.list_error = "no list" if value else ""
+        elif kind == "cancel" and self.requests:
+            self.requests[-1 - value % len(self.requests)].cancel()
         elif kind != "cancel":
-            self.befall(self.trouble(world[what]), kind)
+            self.apply_to_server(self.note_trouble(harness[value]), kind)
 
-    def befall(self, server: Server, kind: str) -> None:
+    def apply_to_server(self, server: Server, kind: str) -> None:
         if kind == "stop":
             server.stop()
         elif kind == "restart":
             server.restart()
         elif kind == "hang":
-            server.black_hole = True
+            server.hangs = True
         elif kind == "loads_fail":
             server.loads_fail = True
         elif kind == "slow":
@@ -97,98 +99,98 @@ class History:
         elif kind == "bad_requests":
             server.error = EngineError("the prompt is too long", retryable=False)
         else:
-            server.up, server.black_hole, server.loads_fail = True, False, False
+            server.up, server.hangs, server.loads_fail = True, False, False
             server.load_seconds, server.error = 0.5, None
 
     async def update(self, kind: str, version: int) -> None:
-        pool = self.world.pool
+        pool = self.harness.pool
         try:
             source = WeightSource.folder if kind == "weights" else WeightSource.adapter
             await pool.load_weights(source(f"/{version}"), version)
         except EngineError:
-            self.refused.add(version)
+            self.failed_versions.add(version)
         else:
-            assert any(version == loads[-1].version for loads in self.world.live if loads)
+            assert any(version == loads[-1].version for loads in self.harness.live if loads)
 
     async def watch(self) -> None:
-        """The version is at all times one that was live on a server, and the one of every member that is ready."""
-        pool = self.world.pool
+        """Check repeatedly that the version was live on a server and is that of every ready member."""
+        pool = self.harness.pool
         while True:
             version = await pool.version()
-            assert version not in self.refused
-            assert pool._live_weights.loads in self.world.live
+            assert version not in self.failed_versions
+            assert pool._live_weights.loads in self.harness.live
             assert version == (pool._live_weights.loads[-1].version if pool._live_weights.loads else 0)
             for row in pool.status():
                 assert row.state != "ready" or row.retiring or row.version == version == pool._target_weights.version
             await asyncio.sleep(0.5)
 
 
-def check_answers(history: History) -> None:
-    """Every request has ended, and each answer is by a member that held the desired weights when it was handed out."""
-    world = history.world
-    for task in history.asked:
+def check_requests(history: History) -> None:
+    """Every request has ended, and each completion is from a member that held the right weights when it was sent."""
+    harness = history.harness
+    for task in history.requests:
         assert task.done()
         if task.cancelled():
             continue
         if (error := task.exception()) is not None:
             assert isinstance(error, EngineError), error
         else:
-            *_, held = world.hand_outs[task.result().token_ids[0]]
+            *_, held = harness.sent_requests[task.result().token_ids[0]]
             assert held
 
 
-def check_groups(world: World) -> None:
-    """A group changes its member only when that has been in trouble."""
+def check_groups(harness: PoolHarness) -> None:
+    """A group changes its member only if that member had trouble."""
     last: dict[str, tuple[Server, float]] = {}
-    for server, group, time, _ in world.hand_outs:
+    for server, group, time, _ in harness.sent_requests:
         if group is None:
             continue
-        before, since = last.get(group, (server, time))
-        troubled = any(since - FORGIVEN <= trouble <= time for trouble in before.troubles)
-        assert before is server or troubled, (group, before.url, server.url, time)
+        previous, since = last.get(group, (server, time))
+        troubled = any(since - RECOVERY_SECONDS <= trouble <= time for trouble in previous.troubles)
+        assert previous is server or troubled, (group, previous.url, server.url, time)
         last[group] = server, time
 
 
 @settings(max_examples=60)
 @given(histories, st.sampled_from(["weights", "adapter", None]))
-def test_whatever_happens_the_promises_hold(history: list[tuple[float, tuple[str, Any]]], loaded: str | None) -> None:
-    async def scene(world: World) -> None:
-        played = History(world)
-        watching = asyncio.create_task(played.watch())
+def test_the_guarantees_hold_for_any_history(history: list[tuple[float, tuple[str, Any]]], loaded: str | None) -> None:
+    async def scenario(harness: PoolHarness) -> None:
+        played = History(harness)
+        watcher = asyncio.create_task(played.watch())
         if loaded:
-            played.happen("load", loaded)
+            played.apply("load", loaded)
             await asyncio.sleep(2)
-        for pause, (kind, what) in history:
+        for pause, (kind, value) in history:
             if pause:
                 await asyncio.sleep(pause)
-            played.happen(kind, what)
-        # three attempts, each after waiting for a member and until the engine's own limit
-        await asyncio.wait([*played.asked, asyncio.create_task(asyncio.sleep(0))], timeout=3 * (60 + 120) + 60)
-        check_answers(played)
-        check_groups(world)
+            played.apply(kind, value)
+        # three attempts, each with the wait for a member and the request timeout
+        await asyncio.wait([*played.requests, asyncio.create_task(asyncio.sleep(0))], timeout=3 * (60 + 120) + 60)
+        check_requests(played)
+        check_groups(harness)
         await asyncio.gather(*played.updates)
-        await recover(world, played.versions + 1)
-        assert not watching.done(), watching.result()
-        watching.cancel()
+        await recover(harness, played.versions + 1)
+        assert not watcher.done(), watcher.result()
+        watcher.cancel()
 
-    play(scene, SERVERS, ready_timeout=60.0, load_timeout=60.0)
+    run_scenario(scenario, SERVERS, ready_timeout=60.0, load_timeout=60.0)
 
 
-async def recover(world: World, version: int) -> None:
-    """When all trouble is over, everybody is a member, everybody is ready, and everybody holds the same."""
-    world.listed, world.list_error = list(world.servers), ""
-    for server in world.servers.values():
+async def recover(harness: PoolHarness, version: int) -> None:
+    """Check that after all trouble ends every server is a ready member with the same weights."""
+    harness.listed, harness.list_error = list(harness.servers), ""
+    for server in harness.servers.values():
         server.restart()
         server.error, server.loads_fail, server.load_seconds = None, False, 0.5
     await asyncio.sleep(200)
-    await world.pool.load_weights(WeightSource.folder("/last"), version)
+    await harness.pool.load_weights(WeightSource.folder("/last"), version)
     await asyncio.sleep(100)
-    assert world.states() == ["ready"] * SERVERS
-    assert {server.version for server in world.servers.values()} == {version}
-    before = len(world.hand_outs)
-    answers = await asyncio.gather(*(world.ask() for _ in range(SERVERS)))
-    assert {answer.versions for answer in answers} == {(version, version)}
-    assert len(world.hand_outs) == before + SERVERS
+    assert harness.states() == ["ready"] * SERVERS
+    assert {server.version for server in harness.servers.values()} == {version}
+    sent = len(harness.sent_requests)
+    generations = await asyncio.gather(*(harness.generate() for _ in range(SERVERS)))
+    assert {generation.versions for generation in generations} == {(version, version)}
+    assert len(harness.sent_requests) == sent + SERVERS
 
 
 @settings(max_examples=40)
@@ -197,34 +199,34 @@ async def recover(world: World, version: int) -> None:
     st.lists(st.sampled_from([0.0, 0.2, 1.0, 5.0, 30.0]), min_size=1, max_size=5),
     st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.7, 4.0]), st.sampled_from([None, "a", "b"])), max_size=30),
 )
-def test_new_weights_never_stop_the_sampling_and_an_answer_is_never_older_than_the_version_seen_before_it(
+def test_updates_never_stop_sampling_and_completions_are_never_older_than_the_version_seen_before(
     loads: list[float], updates: list[float], asks: list[tuple[float, str | None]]
 ) -> None:
-    """Whatever the members take to load: a request waits at most for a member of its own to catch up, one interval."""
+    """However long loads take, a request waits at most one poll interval for its member to catch up."""
 
-    async def scene(world: World) -> None:
-        for server, seconds in zip(world.servers.values(), loads, strict=True):
+    async def scenario(harness: PoolHarness) -> None:
+        for server, seconds in zip(harness.servers.values(), loads, strict=True):
             server.load_seconds = seconds
 
         async def update() -> None:
             for version, pause in enumerate(updates, 1):
                 await asyncio.sleep(pause)
-                await world.pool.load_weights(WeightSource.folder(f"/{version}"), version)
+                await harness.pool.load_weights(WeightSource.folder(f"/{version}"), version)
 
-        async def ask(group: str | None) -> None:
-            seen, began = await world.pool.version(), now()
-            answer = await world.ask(group)
-            assert now() - began < world.settings.poll_interval + 1.1
-            assert min(answer.versions) >= seen
+        async def request(group: str | None) -> None:
+            seen, start = await harness.pool.version(), now()
+            generation = await harness.generate(group)
+            assert now() - start < harness.settings.poll_interval + 1.1
+            assert min(generation.versions) >= seen
 
-        await world.pool.wait_until_probed()
-        updating = asyncio.create_task(update())
-        asking = []
+        await harness.pool.wait_until_probed()
+        update_task = asyncio.create_task(update())
+        requests = []
         for pause, group in asks:
             await asyncio.sleep(pause)
-            asking.append(asyncio.create_task(ask(group)))
-        await asyncio.gather(updating, *asking)
-        assert await world.pool.version() == len(updates)
-        assert all(held for *_, held in world.hand_outs)
+            requests.append(asyncio.create_task(request(group)))
+        await asyncio.gather(update_task, *requests)
+        assert await harness.pool.version() == len(updates)
+        assert all(held for *_, held in harness.sent_requests)
 
-    play(scene, SERVERS, poll_interval=2.0, load_timeout=100.0)
+    run_scenario(scenario, SERVERS, poll_interval=2.0, load_timeout=100.0)

@@ -1,6 +1,6 @@
-"""Claims of the vLLM engine, against a stand-in with vLLM's endpoints and, where it is installed, the real server.
+"""The vLLM engine against a fake server with vLLM's endpoints and, if vLLM is installed, the real server.
 
-The real one runs when scripts/install_vllm.sh has made .venv-vllm at the root of the repository.
+The real server is used if scripts/install_vllm.sh has created .venv-vllm at the root of the repository.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ from keel.inference.pool.vllm_process import server_env
 from keel.inference.protocol import EngineError, Generation, WeightSource
 from keel.training import load_model
 from keel.training.model import tiny_models
-from keel.training.publish import AdapterTransport, FolderTransport, Publisher
+from keel.training.publish.publisher import FolderTransport, Publisher
 from tests.support.paths import ROOT
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 PROMPT = [1, 2, 3]
 
 
-class StandIn:
-    """A server with vLLM's endpoints: token k of an answer is k of its prompt's length on, one each `pace` seconds."""
+class FakeVllm:
+    """A fake server with vLLM's endpoints. Token k of a completion is len(prompt) + k, sampled every `pace` seconds."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -68,12 +68,12 @@ class StandIn:
             "/pause": self.pause,
             "/resume": self.resume,
         }
-        routes = [Route(path, self._noted(path, handler), methods=["POST"]) for path, handler in handlers.items()]
+        routes = [Route(path, self._recorded(path, handler), methods=["POST"]) for path, handler in handlers.items()]
         routes += [Route("/health", self.empty), Route("/metrics", self.metrics), Route("/v1/models", self.models)]
         return Starlette(routes=[*routes, Route("/version", self.version)])
 
-    def _noted(self, path: str, handler: Any) -> Any:
-        async def answer(request: Request) -> Response:
+    def _recorded(self, path: str, handler: Any) -> Any:
+        async def respond(request: Request) -> Response:
             if path in self.missing:
                 return JSONResponse({"detail": "Not Found"}, 404)
             body = json.loads(await request.body() or b"{}") | dict(request.query_params)
@@ -83,7 +83,7 @@ class StandIn:
                 return JSONResponse({"error": "it failed"}, 500)
             return await handler(body)
 
-        return answer
+        return respond
 
     async def complete(self, body: dict[str, Any]) -> Response:
         if body["model"] not in ("policy", *self.adapters):
@@ -150,8 +150,8 @@ class StandIn:
         return PlainTextResponse("\n".join(rows))
 
 
-class Breakable(httpx.ASGITransport):
-    """A connection that can break."""
+class BreakableTransport(httpx.ASGITransport):
+    """A connection that tests can break."""
 
     broken = False
 
@@ -161,10 +161,10 @@ class Breakable(httpx.ASGITransport):
         return await super().handle_async_request(request)
 
 
-def on_stand_in(work: Callable[[StandIn, VllmEngine, Breakable], Any]) -> StandIn:
-    async def run() -> StandIn:
-        server = StandIn()
-        transport = Breakable(server.app())
+def on_fake_vllm(work: Callable[[FakeVllm, VllmEngine, BreakableTransport], Any]) -> FakeVllm:
+    async def run() -> FakeVllm:
+        server = FakeVllm()
+        transport = BreakableTransport(server.app())
         async with httpx.AsyncClient(transport=transport) as client:
             await work(server, VllmEngine("http://vllm:8000", client=client), transport)
         return server
@@ -172,261 +172,261 @@ def on_stand_in(work: Callable[[StandIn, VllmEngine, Breakable], Any]) -> StandI
     return asyncio.run(run())
 
 
-async def sampled(engine: VllmEngine, count: int = 4) -> Generation:
+async def sample(engine: VllmEngine, count: int = 4) -> Generation:
     return await engine.generate(PROMPT, Sampling(max_tokens=count))
 
 
-async def happens(true: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not true():
+        while not condition():
             await asyncio.sleep(0.001)
 
 
-def test_nothing_of_the_distribution_is_left_to_the_models_own_defaults() -> None:
-    async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
-        await sampled(engine)
+def test_all_sampling_parameters_are_sent_explicitly() -> None:
+    async def work(server: FakeVllm, engine: VllmEngine, _transport: BreakableTransport) -> None:
+        await sample(engine)
         body = server.bodies[0]
         assert body["repetition_penalty"] == 1.0
         assert (body["top_k"], body["top_p"], body["min_p"], body["temperature"]) == (-1, 1.0, 0.0, 1.0)
         assert (body["model"], body["prompt"], body["return_token_ids"]) == ("policy", PROMPT, True)
         assert "group" not in body
 
-    on_stand_in(work)
+    on_fake_vllm(work)
 
 
-def test_weights_are_reloaded_then_the_prefix_cache_reset_then_the_version_stamped() -> None:
-    async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
+def test_a_load_reloads_weights_resets_the_prefix_cache_and_then_sets_the_version() -> None:
+    async def work(server: FakeVllm, engine: VllmEngine, _transport: BreakableTransport) -> None:
         assert await engine.version() == 0
-        assert (await sampled(engine)).versions == (0,) * 4
+        assert (await sample(engine)).versions == (0,) * 4
         await engine.load_weights(WeightSource.folder("step_1"), 1)
         assert await engine.version() == 1
-        assert (await sampled(engine)).versions == (1,) * 4
+        assert (await sample(engine)).versions == (1,) * 4
         assert server.weights == "step_1"
 
-    assert on_stand_in(work).calls == ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]
+    assert on_fake_vllm(work).calls == ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]
 
 
-def test_a_request_under_way_goes_on_from_its_tokens_and_each_token_has_the_version_that_sampled_it() -> None:
-    async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
+def test_a_request_in_flight_resumes_from_its_tokens_and_each_token_has_its_own_version() -> None:
+    async def work(server: FakeVllm, engine: VllmEngine, _transport: BreakableTransport) -> None:
         server.pace = 0.005
         request = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=40, seed=5)))
         for version in (1, 2):
             count = len(server.sampled_from)
-            await happens(lambda count=count: len(server.sampled_from) > count + 3)  # type: ignore[misc]
+            await wait_until(lambda count=count: len(server.sampled_from) > count + 3)  # type: ignore[misc]
             await engine.load_weights(WeightSource.folder(f"step_{version}"), version)
-        answer = await request
-        # as if it had never been interrupted, but for its seeds
-        assert answer.token_ids == tuple(range(3, 43))
+        generation = await request
+        # as without an interruption, except for the seeds
+        assert generation.token_ids == tuple(range(3, 43))
         names = {0: "base", 1: "step_1", 2: "step_2"}
-        assert [names[version] for version in answer.versions] == server.sampled_from
-        assert set(answer.versions) == {0, 1, 2}
-        assert answer.finish_reason == "length"
+        assert [names[version] for version in generation.versions] == server.sampled_from
+        assert set(generation.versions) == {0, 1, 2}
+        assert generation.finish_reason == "length"
         assert len({body["seed"] for body in server.bodies}) == 3
 
-    on_stand_in(work)
+    on_fake_vllm(work)
 
 
 @pytest.mark.parametrize("missing", [set(), {"/pause"}])
-def test_a_drained_change_waits_for_answers_and_each_is_of_one_version(missing: set[str]) -> None:
-    async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
+def test_a_drained_load_waits_for_completions_and_each_has_one_version(missing: set[str]) -> None:
+    async def work(server: FakeVllm, engine: VllmEngine, _transport: BreakableTransport) -> None:
         server.pace, server.missing = 0.002, missing
-        begun = [asyncio.ensure_future(sampled(engine, 40)) for _ in range(2)]
-        await happens(lambda: server.running == 2)
+        started = [asyncio.ensure_future(sample(engine, 40)) for _ in range(2)]
+        await wait_until(lambda: server.running == 2)
         loading = asyncio.ensure_future(engine.load_weights(WeightSource.folder("step_1"), 1, drain=True))
         await asyncio.sleep(0.01)
-        late = asyncio.ensure_future(sampled(engine, 4))
+        late = asyncio.ensure_future(sample(engine, 4))
         await loading
-        assert all(one.done() for one in begun)
-        answers = await asyncio.gather(*begun, late)
-        assert [set(answer.versions) for answer in answers] == [{0}, {0}, {1}]
+        assert all(request.done() for request in started)
+        generations = await asyncio.gather(*started, late)
+        assert [set(generation.versions) for generation in generations] == [{0}, {0}, {1}]
         assert server.sampled_from == ["base"] * 80 + ["step_1"] * 4
 
-    on_stand_in(work)
+    on_fake_vllm(work)
 
 
-def test_a_folder_that_was_changed_on_the_way_is_refused_before_vllm_hears_of_it(tmp_path: Path) -> None:
+def test_a_folder_that_fails_its_manifest_is_an_error_before_vllm_is_called(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     write_manifest(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"weighty")
 
-    async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
+    async def work(server: FakeVllm, engine: VllmEngine, _transport: BreakableTransport) -> None:
         for source in (WeightSource.folder, WeightSource.adapter):
             with pytest.raises(EngineError, match=r"model\.safetensors was changed"):
-                await engine.load_weights(source(tmp_path), 1)
+                await engine.load_weights(source(str(tmp_path)), 1)
         assert (await engine.version(), server.calls) == (0, [])
         assert (await engine.health()).ready
 
-    on_stand_in(work)
+    on_fake_vllm(work)
 
 
-def test_without_pause_a_request_under_way_counts_as_of_the_older_version() -> None:
-    async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
+def test_without_pause_a_request_in_flight_counts_as_the_older_version() -> None:
+    async def work(server: FakeVllm, engine: VllmEngine, _transport: BreakableTransport) -> None:
         server.missing.add("/pause")
         server.pace = 0.005
-        request = asyncio.ensure_future(sampled(engine, 20))
-        await happens(lambda: len(server.sampled_from) > 3)
+        request = asyncio.ensure_future(sample(engine, 20))
+        await wait_until(lambda: len(server.sampled_from) > 3)
         await engine.load_weights(WeightSource.folder("step_1"), 1)
         assert set((await request).versions) == {0}
         assert server.calls == ["/collective_rpc", "/reset_prefix_cache"]
 
-    on_stand_in(work)
+    on_fake_vllm(work)
 
 
-def test_an_abort_that_this_engine_did_not_ask_for_is_passed_on() -> None:
-    async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
+def test_an_abort_by_another_client_is_returned_as_abort() -> None:
+    async def work(server: FakeVllm, engine: VllmEngine, _transport: BreakableTransport) -> None:
         server.pace = 0.005
-        request = asyncio.ensure_future(sampled(engine, 50))
-        await happens(lambda: len(server.sampled_from) > 3)
+        request = asyncio.ensure_future(sample(engine, 50))
+        await wait_until(lambda: len(server.sampled_from) > 3)
         await server.pause({})
-        answer = await request
-        assert answer.finish_reason == "abort"
-        assert 3 < len(answer.token_ids) < 50
+        generation = await request
+        assert generation.finish_reason == "abort"
+        assert 3 < len(generation.token_ids) < 50
 
-    on_stand_in(work)
+    on_fake_vllm(work)
 
 
 @pytest.mark.parametrize("path", ["/collective_rpc", "/reset_prefix_cache", "/resume"])
-def test_after_a_failed_load_nothing_is_sampled_until_weights_are_loaded(path: str) -> None:
-    async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
+def test_after_a_failed_load_nothing_is_sampled_until_a_load_succeeds(path: str) -> None:
+    async def work(server: FakeVllm, engine: VllmEngine, _transport: BreakableTransport) -> None:
         server.failing.add(path)
         with pytest.raises(EngineError, match="it failed"):
             await engine.load_weights(WeightSource.folder("step_1"), 1)
         assert "loading step_1 as version 1 failed" in (await engine.health()).error
         assert not (await engine.health()).ready
         with pytest.raises(EngineError, match="load weights again") as error:
-            await sampled(engine)
+            await sample(engine)
         assert error.value.retryable
         server.failing.clear()
         await engine.load_weights(WeightSource.folder("step_1"), 1)
         assert (await engine.health()).ready
-        assert (await sampled(engine)).versions == (1,) * 4
+        assert (await sample(engine)).versions == (1,) * 4
 
-    on_stand_in(work)
+    on_fake_vllm(work)
 
 
 @pytest.mark.parametrize(
-    ("path", "said"), [("/collective_rpc", "VLLM_SERVER_DEV_MODE=1"), ("/v1/load_lora_adapter", "--enable-lora")]
+    ("path", "hint"), [("/collective_rpc", "VLLM_SERVER_DEV_MODE=1"), ("/v1/load_lora_adapter", "--enable-lora")]
 )
-def test_a_server_without_the_endpoint_is_told_how_to_be_started(path: str, said: str) -> None:
-    async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
+def test_a_missing_endpoint_is_an_error_with_the_option_to_set(path: str, hint: str) -> None:
+    async def work(server: FakeVllm, engine: VllmEngine, _transport: BreakableTransport) -> None:
         server.missing.add(path)
         source = WeightSource.folder if "rpc" in path else WeightSource.adapter
-        with pytest.raises(EngineError, match=said) as error:
+        with pytest.raises(EngineError, match=hint) as error:
             await engine.load_weights(source("folder"), 1)
         assert not error.value.retryable
         assert await engine.version() == 0
 
-    on_stand_in(work)
+    on_fake_vllm(work)
 
 
-def test_each_adapter_has_a_name_of_its_own_and_the_old_one_is_unloaded() -> None:
-    async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
+def test_each_adapter_has_a_new_name_and_the_old_one_is_unloaded() -> None:
+    async def work(server: FakeVllm, engine: VllmEngine, _transport: BreakableTransport) -> None:
         await engine.load_weights(WeightSource.adapter("a"), 1)
         first = server.adapters[0]
-        assert (await sampled(engine)).versions == (1,) * 4
+        assert (await sample(engine)).versions == (1,) * 4
         await engine.load_weights(WeightSource.adapter("a"), 1)
         assert server.adapters != [first]
         assert len(server.adapters) == 1
         assert server.bodies[-1]["model"] == first
-        await sampled(engine)
+        await sample(engine)
         assert server.bodies[-1]["model"] == server.adapters[0]
-        # all weights: the adapter was of the weights before
+        # full weights: the adapter belonged to the previous weights
         await engine.load_weights(WeightSource.folder("step_2"), 2)
         assert server.adapters == []
-        await sampled(engine)
+        await sample(engine)
         assert server.bodies[-1]["model"] == "policy"
 
-    server = on_stand_in(work)
+    server = on_fake_vllm(work)
     assert server.calls[:2] == ["/v1/load_lora_adapter", "/reset_prefix_cache"]
 
 
-def test_requests_end_on_the_adapter_that_they_began_with_and_free_it_then() -> None:
-    async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
+def test_requests_finish_on_their_adapter_which_is_then_unloaded() -> None:
+    async def work(server: FakeVllm, engine: VllmEngine, _transport: BreakableTransport) -> None:
         await engine.load_weights(WeightSource.adapter("a"), 1)
         old = server.adapters[0]
         server.pace = 0.005
-        request = asyncio.ensure_future(sampled(engine, 20))
-        await happens(lambda: len(server.sampled_from) > 3)
+        request = asyncio.ensure_future(sample(engine, 20))
+        await wait_until(lambda: len(server.sampled_from) > 3)
         await engine.load_weights(WeightSource.adapter("b"), 2)
         assert old in server.adapters
-        assert (await sampled(engine, 2)).versions == (2, 2)
+        assert (await sample(engine, 2)).versions == (2, 2)
         assert set((await request).versions) == {1}
         assert old not in server.adapters
         assert len(server.adapters) == 1
 
-    on_stand_in(work)
+    on_fake_vllm(work)
 
 
 @pytest.mark.parametrize(("restarted", "version"), [(False, 3), (True, 0)])
-def test_after_a_lost_connection_a_restarted_server_is_told_from_the_same_one(restarted: bool, version: int) -> None:
-    async def work(server: StandIn, engine: VllmEngine, transport: Breakable) -> None:
+def test_after_a_lost_connection_a_restart_is_detected(restarted: bool, version: int) -> None:
+    async def work(server: FakeVllm, engine: VllmEngine, transport: BreakableTransport) -> None:
         await engine.load_weights(WeightSource.folder("step_3"), 3)
         transport.broken = True
         assert not (await engine.health()).ready
         with pytest.raises(EngineError, match="cannot be reached"):
-            await sampled(engine)
+            await sample(engine)
         transport.broken = False
         server.started += restarted
         assert (await engine.health()).version == version
         assert await engine.version() == version
-        assert (await sampled(engine)).versions == (version,) * 4
+        assert (await sample(engine)).versions == (version,) * 4
 
-    on_stand_in(work)
+    on_fake_vllm(work)
 
 
-def test_an_adapter_that_is_gone_from_the_server_is_not_live() -> None:
-    async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
+def test_an_adapter_missing_on_the_server_is_not_live() -> None:
+    async def work(server: FakeVllm, engine: VllmEngine, _transport: BreakableTransport) -> None:
         await engine.load_weights(WeightSource.adapter("a"), 1)
         assert await engine.version() == 1
         server.adapters.clear()
         assert await engine.version() == 0
 
-    on_stand_in(work)
+    on_fake_vllm(work)
 
 
-def test_an_answer_ends_where_the_model_does() -> None:
-    async def work(server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
-        answer = await sampled(engine, 100)
-        assert server.bodies[0]["max_tokens"] == len(answer.token_ids) == 64 - len(PROMPT)
-        assert answer.finish_reason == "length"
+def test_a_completion_ends_at_the_context_length() -> None:
+    async def work(server: FakeVllm, engine: VllmEngine, _transport: BreakableTransport) -> None:
+        generation = await sample(engine, 100)
+        assert server.bodies[0]["max_tokens"] == len(generation.token_ids) == 64 - len(PROMPT)
+        assert generation.finish_reason == "length"
 
-    on_stand_in(work)
+    on_fake_vllm(work)
 
 
-def test_load_is_read_from_the_server() -> None:
-    async def work(_server: StandIn, engine: VllmEngine, _transport: Breakable) -> None:
+def test_the_queue_lengths_are_read_from_the_server() -> None:
+    async def work(_server: FakeVllm, engine: VllmEngine, _transport: BreakableTransport) -> None:
         health = await engine.health()
         assert (health.ready, health.running, health.waiting) == (True, 0, 2)
 
-    on_stand_in(work)
+    on_fake_vllm(work)
 
 
-# --- starting one ---
+# --- starting a server ---
 
 
 def fake_python(folder: Path, script: str) -> str:
-    """An interpreter that runs this instead of vLLM."""
+    """Write an interpreter that runs this script instead of vLLM."""
     path = folder / "python"
     path.write_text(f"#!{sys.executable}\n{script}")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)
 
 
-def test_a_server_that_does_not_start_shows_the_end_of_its_log(tmp_path: Path) -> None:
+def test_the_error_of_a_failed_start_shows_the_end_of_the_log(tmp_path: Path) -> None:
     python = fake_python(tmp_path, "import sys; print('lines of log'); sys.exit('no such device')")
     with pytest.raises(EngineError, match=r"exit code 1.*\n.*lines of log|no such device") as error:
         asyncio.run(start_vllm(python, str(tmp_path)))
     assert "no such device" in str(error.value)
 
 
-def test_a_server_that_does_not_answer_in_time_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_server_that_is_not_ready_in_time_is_stopped_with_its_children(tmp_path: Path) -> None:
     script = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen(['sleep', '60'])\n"
         f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
         "time.sleep(60)\n"
     )
-    with pytest.raises(EngineError, match=r"did not answer within 1\.5 s"):
+    with pytest.raises(EngineError, match=r"was not ready within 1\.5 s"):
         asyncio.run(start_vllm(fake_python(tmp_path, script), str(tmp_path), start_timeout=1.5))
     child = int((tmp_path / "child").read_text())
     deadline = time.monotonic() + 5
@@ -443,25 +443,25 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_what_the_user_set_in_the_environment_goes_before_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_environment_variables_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    made = server_env()
-    assert made["VLLM_CPU_KVCACHE_SPACE"] == "7"
-    assert made["VLLM_SERVER_DEV_MODE"] == "1"
-    assert "PYTHONPATH" not in made
+    env = server_env()
+    assert env["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    assert env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "PYTHONPATH" not in env
 
 
-def test_a_missing_interpreter_says_how_to_install_one(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_interpreter_names_the_install_script(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"scripts/install_vllm\.sh"):
         asyncio.run(start_vllm(str(tmp_path / "none"), str(tmp_path)))
 
 
-# --- the real one ---
+# --- the real server ---
 
 
 def model_folder(folder: Path, seed: int) -> Path:
-    """A small model of a shape that vLLM has kernels for."""
+    """Save a small model of a shape that vLLM has kernels for."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=260, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
@@ -474,7 +474,7 @@ def model_folder(folder: Path, seed: int) -> Path:
 
 
 def adapter_folder(base: Path, folder: Path) -> Path:
-    """An adapter of that model which changes its answers."""
+    """Save an adapter that changes the model's completions."""
     torch.manual_seed(9)
     network = transformers.AutoModelForCausalLM.from_pretrained(base)
     lora = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
@@ -482,24 +482,26 @@ def adapter_folder(base: Path, folder: Path) -> Path:
     return folder
 
 
-def difference(network: Any, answers: list[Generation], versions: set[int]) -> float:
-    """By how much the log-probs of the tokens of these versions differ from the network's, at most."""
+def max_logprob_error(network: Any, generations: list[Generation], versions: set[int]) -> float:
+    """Return the largest difference between the log-probs of tokens of these versions and the network's."""
     worst = 0.0
-    for answer in answers:
-        ids = torch.tensor([[*LONG, *answer.token_ids]])
+    for generation in generations:
+        ids = torch.tensor([[*LONG_PROMPT, *generation.token_ids]])
         with torch.no_grad():
-            logits = network(ids).logits[0, len(LONG) - 1 : -1].float() / answer.temperature
-        own = logits.log_softmax(-1).gather(1, ids[0, len(LONG) :, None])[:, 0]
-        for value, expected, version in zip(answer.logprobs, own.tolist(), answer.versions, strict=True):
+            logits = network(ids).logits[0, len(LONG_PROMPT) - 1 : -1].float() / generation.temperature
+        expected_logprobs = logits.log_softmax(-1).gather(1, ids[0, len(LONG_PROMPT) :, None])[:, 0]
+        for value, expected, version in zip(
+            generation.logprobs, expected_logprobs.tolist(), generation.versions, strict=True
+        ):
             if version in versions:
                 worst = max(worst, abs(value - expected))
     return worst
 
 
-LONG = list(b"which is larger, 3 or 7? ")
+LONG_PROMPT = list(b"which is larger, 3 or 7? ")
 
 
-@pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: scripts/install_vllm.sh makes .venv-vllm")
+@pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: scripts/install_vllm.sh creates .venv-vllm")
 def test_the_real_server_end_to_end(tmp_path: Path) -> None:
     base, other = model_folder(tmp_path / "base", 0), model_folder(tmp_path / "other", 1)
     adapter = adapter_folder(base, tmp_path / "adapter")
@@ -520,70 +522,70 @@ def test_the_real_server_end_to_end(tmp_path: Path) -> None:
             await engine.close()
         assert not process.alive
 
-    async def answers(engine: VllmEngine, count: int = 4, **sampling: Any) -> list[Generation]:
+    async def sample_many(engine: VllmEngine, count: int = 4, **sampling: Any) -> list[Generation]:
         settings = Sampling(**({"max_tokens": 12} | sampling))
-        return list(await asyncio.gather(*(engine.generate(LONG, settings, group="g") for _ in range(count))))
+        return list(await asyncio.gather(*(engine.generate(LONG_PROMPT, settings, group="g") for _ in range(count))))
 
     async def exchange(engine: VllmEngine) -> None:
         # as sampled, at the temperature of the sampling
         for temperature in (1.0, 0.6):
-            got = await answers(engine, temperature=temperature)
-            assert difference(first, got, {0}) < 1e-3
-        assert len({answer.token_ids for answer in got}) > 1
-        seeded = [(await answers(engine, 1, seed=4))[0].token_ids for _ in range(2)]
+            generations = await sample_many(engine, temperature=temperature)
+            assert max_logprob_error(first, generations, {0}) < 1e-3
+        assert len({generation.token_ids for generation in generations}) > 1
+        seeded = [(await sample_many(engine, 1, seed=4))[0].token_ids for _ in range(2)]
         assert seeded[0] == seeded[1]
-        stopped = await answers(engine, 8, stop_token_ids=tuple(range(128)), max_tokens=64)
-        assert all(answer.token_ids[-1] < 128 or answer.token_ids[-1] == 258 for answer in stopped)
-        assert {answer.finish_reason for answer in stopped} == {"stop"}
+        stopped = await sample_many(engine, 8, stop_token_ids=tuple(range(128)), max_tokens=64)
+        assert all(generation.token_ids[-1] < 128 or generation.token_ids[-1] == 258 for generation in stopped)
+        assert {generation.finish_reason for generation in stopped} == {"stop"}
 
-        # an adapter, and requests under way that stay without it
-        under_way = asyncio.ensure_future(answers(engine, 2, max_tokens=200))
+        # an adapter; requests in flight stay without it
+        in_flight = asyncio.ensure_future(sample_many(engine, 2, max_tokens=200))
         await asyncio.sleep(0.3)
         await engine.load_weights(WeightSource.adapter(str(adapter)), 1)
         assert await engine.version() == 1
-        adapted = await answers(engine)
-        assert {version for answer in adapted for version in answer.versions} == {1}
-        assert difference(first, adapted, {1}) > 0.05
+        adapted = await sample_many(engine)
+        assert {version for generation in adapted for version in generation.versions} == {1}
+        assert max_logprob_error(first, adapted, {1}) > 0.05
         with_adapter = peft.PeftModel.from_pretrained(
             transformers.AutoModelForCausalLM.from_pretrained(base), str(adapter)
         )
-        assert difference(with_adapter, adapted, {1}) < 1e-3
-        before = await under_way
-        assert difference(first, before, {0}) < 1e-3
-        assert {version for answer in before for version in answer.versions} == {0}
+        assert max_logprob_error(with_adapter, adapted, {1}) < 1e-3
+        earlier = await in_flight
+        assert max_logprob_error(first, earlier, {0}) < 1e-3
+        assert {version for generation in earlier for version in generation.versions} == {0}
 
-        # all weights, and requests under way that go on with them
-        under_way = asyncio.ensure_future(answers(engine, 8, max_tokens=1500))
+        # full weights; requests in flight continue with them
+        in_flight = asyncio.ensure_future(sample_many(engine, 8, max_tokens=1500))
         await asyncio.sleep(0.3)
         await engine.load_weights(WeightSource.folder(str(other)), 2)
         assert await engine.version() == 2
-        fresh = await answers(engine)
-        assert {version for answer in fresh for version in answer.versions} == {2}
-        assert difference(second, fresh, {2}) < 1e-3
-        assert difference(first, fresh, {2}) > 0.05
-        crossed = await under_way
-        # each of them ends by chance at one token in 260, so that one of eight is almost surely still under way
-        assert any(set(answer.versions) == {1, 2} for answer in crossed)
-        assert difference(second, crossed, {2}) < 1e-3
-        assert difference(with_adapter, crossed, {1}) < 1e-3
+        fresh = await sample_many(engine)
+        assert {version for generation in fresh for version in generation.versions} == {2}
+        assert max_logprob_error(second, fresh, {2}) < 1e-3
+        assert max_logprob_error(first, fresh, {2}) > 0.05
+        crossed = await in_flight
+        # each token ends a completion with probability 1/260, so almost surely one of eight is still in flight
+        assert any(set(generation.versions) == {1, 2} for generation in crossed)
+        assert max_logprob_error(second, crossed, {2}) < 1e-3
+        assert max_logprob_error(with_adapter, crossed, {1}) < 1e-3
         assert (await engine.health()).ready
 
-        await published(engine)
+        await publish(engine)
 
-        # what it refuses is not worth trying again
+        # invalid requests are not retryable
         with pytest.raises(EngineError) as error:
             await engine.generate([1] * 3000, Sampling(max_tokens=4))
         assert not error.value.retryable
-        # the model's own end is an end like that of max_tokens
+        # the context length ends a completion like max_tokens does
         last = (await engine.generate([1] * 2040, Sampling(max_tokens=100))).finish_reason
         assert last in ("length", "stop")
 
-    async def published(engine: VllmEngine) -> None:
-        """By the ways of a run, through a pool: all weights, drained, and then an adapter on top of them."""
+    async def publish(engine: VllmEngine) -> None:
+        """Publish as a run does, through a pool: full weights, drained, and then an adapter on top of them."""
         assert engine._process is not None
         key = engine._process.api_key
         pool = Pool(PoolSettings(urls=[engine.url], backend="vllm"), lambda url: VllmEngine(url, api_key=key))
-        whole = load_model(ModelSettings(name=str(base)))
+        full_model = load_model(ModelSettings(name=str(base)))
         adapted = load_model(ModelSettings.model_validate({"name": str(base), "lora": {"rank": 8}}))
         assert adapted.peft is not None
         with torch.no_grad():
@@ -592,17 +594,17 @@ def test_the_real_server_end_to_end(tmp_path: Path) -> None:
                     weight.normal_(0, 0.1)
         await pool.wait_until_probed()
         settings = Sampling(max_tokens=300, stop_token_ids=())
-        under_way = [asyncio.ensure_future(pool.generate(LONG, settings)) for _ in range(4)]
+        in_flight = [asyncio.ensure_future(pool.generate(LONG_PROMPT, settings)) for _ in range(4)]
         await asyncio.sleep(0.2)
-        await Publisher(pool, FolderTransport(whole, tmp_path / "whole"), drain=True).publish(10)
+        await Publisher(pool, FolderTransport(full_model, tmp_path / "full"), drain=True).publish(10)
         assert [row.version for row in pool.status()] == [10]
-        assert all(len(set(answer.versions)) == 1 for answer in await asyncio.gather(*under_way))
-        fresh = [await pool.generate(LONG, Sampling(max_tokens=12)) for _ in range(3)]
-        assert difference(first, fresh, {10}) < 1e-3
+        assert all(len(set(generation.versions)) == 1 for generation in await asyncio.gather(*in_flight))
+        fresh = [await pool.generate(LONG_PROMPT, Sampling(max_tokens=12)) for _ in range(3)]
+        assert max_logprob_error(first, fresh, {10}) < 1e-3
         await Publisher(pool, AdapterTransport(adapted, tmp_path / "adapted")).publish(11)
-        changed = [await pool.generate(LONG, Sampling(max_tokens=12)) for _ in range(3)]
-        assert {version for answer in changed for version in answer.versions} == {11}
-        assert difference(adapted.network, changed, {11}) < 1e-3 < 0.01 < difference(first, changed, {11})
+        changed = [await pool.generate(LONG_PROMPT, Sampling(max_tokens=12)) for _ in range(3)]
+        assert {version for generation in changed for version in generation.versions} == {11}
+        assert max_logprob_error(adapted.network, changed, {11}) < 1e-3 < 0.01 < max_logprob_error(first, changed, {11})
         await pool.close()
 
     asyncio.run(run())

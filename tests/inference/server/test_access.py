@@ -1,4 +1,4 @@
-"""Who may do what: keys, rates and paths at the servers' doors, no code in data, and no secret where others read."""
+"""Security: keys, rate limits and paths of the servers, no code execution from data, no leaked secrets."""
 
 import ast
 import asyncio
@@ -36,32 +36,32 @@ from keel.tools.lens.server import build_app as build_lens
 from keel.training import load_model
 from keel.training.model.model_source import resolve_model
 from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
-from tests.support.lens_runs import make_run
-from tests.support.tiny_runs import train
+from tests.support.lens_world import make_run
+from tests.support.run_world import train
 
 PACKAGE = Path(keel.__file__).parent
 KEY = "planted-key-0123456789abcdef"
 
 
-# --- the door ---
+# --- keys and rate limits ---
 
 
 def scope(client: str = "127.0.0.1", path: str = "/x", **headers: str) -> dict[str, Any]:
-    sent = {"host": "127.0.0.1"} | headers
-    encoded = [(name.replace("_", "-").encode(), value.encode()) for name, value in sent.items()]
+    all_headers = {"host": "127.0.0.1"} | headers
+    encoded = [(name.replace("_", "-").encode(), value.encode()) for name, value in all_headers.items()]
     return {"type": "http", "path": path, "client": (client, 1), "headers": encoded}
 
 
-def status(access: AccessControl, **asked: Any) -> int:
-    refusal = access.check_request(scope(**asked))
-    return 200 if refusal is None else refusal.status
+def status(access: AccessControl, **request: Any) -> int:
+    denial = access.check_request(scope(**request))
+    return 200 if denial is None else denial.status
 
 
-def test_a_key_lets_in_from_anywhere_and_is_sent_by_programs_or_typed_into_a_browser() -> None:
+def test_a_key_works_from_any_address_as_bearer_token_or_browser_password() -> None:
     access = AccessControl(KEY, None)
     assert status(access, client="10.0.0.7", authorization=f"Bearer {KEY}") == 200
-    typed = "Basic " + base64.b64encode(f"anyone:{KEY}".encode()).decode()
-    assert status(access, client="10.0.0.7", host="box.example", authorization=typed) == 200
+    basic = "Basic " + base64.b64encode(f"anyone:{KEY}".encode()).decode()
+    assert status(access, client="10.0.0.7", host="box.example", authorization=basic) == 200
     for wrong in ("", KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Basic !!", "Basic YTpi", f"Digest {KEY}"):
         assert status(access, authorization=wrong) == 401
 
@@ -74,91 +74,91 @@ def test_keys_are_compared_in_constant_time() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "box.example"])
-def test_another_address_than_loopback_needs_a_key_that_cannot_be_guessed(host: str) -> None:
-    for key, why in ((None, "without a key"), ("short", "a key of 5 characters")):
-        with pytest.raises(ConfigError, match=why):
+def test_binding_beyond_loopback_requires_a_long_key(host: str) -> None:
+    for key, message in ((None, "without a key"), ("short", "a key of 5 characters")):
+        with pytest.raises(ConfigError, match=message):
             check_binding("--host", host, key)
     check_binding("--host", host, KEY)
     check_binding("--host", "127.0.0.1", None)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         ["serve", "tiny", "--host", "0.0.0.0"],
         ["lens", "RUN", "--host", "0.0.0.0"],
         ["train", "R", "--metrics-host", "::", "--metrics-port", "9137"],
     ],
 )
-def test_no_command_binds_elsewhere_without_a_key(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_no_command_binds_beyond_loopback_without_a_key(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path / "run", steps=1)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("steps = 1\n[environments.larger_number]\n")
-    places = {"RUN": str(tmp_path / "run"), "R": str(recipe)}
-    assert main([places.get(word, word) for word in words]) == 2
+    paths = {"RUN": str(tmp_path / "run"), "R": str(recipe)}
+    assert main([paths.get(arg, arg) for arg in argv]) == 2
     assert "would let other machines connect without a key" in capsys.readouterr().err
 
 
 @given(
-    asked=st.lists(st.tuples(st.floats(0, 3), st.integers(0, 2)), max_size=60),
+    requests=st.lists(st.tuples(st.floats(0, 3), st.integers(0, 2)), max_size=60),
     rate=st.integers(1, 20),
     burst=st.integers(1, 10),
 )
-def test_no_client_is_answered_more_often_than_the_rate_and_none_pays_for_another(
-    asked: list[tuple[float, int]], rate: int, burst: int
+def test_no_client_exceeds_the_rate_and_clients_do_not_affect_each_other(
+    requests: list[tuple[float, int]], rate: int, burst: int
 ) -> None:
     now = [0.0]
-    rates = RateLimiter(RateLimit(rate, burst), lambda: now[0])
-    answered: dict[int, list[float]] = {}
-    for pause, client in asked:
+    limiter = RateLimiter(RateLimit(rate, burst), lambda: now[0])
+    allowed: dict[int, list[float]] = {}
+    for pause, client in requests:
         now[0] += pause
-        wait = rates.seconds_until_allowed(client)
+        wait = limiter.seconds_until_allowed(client)
         if not wait:
-            answered.setdefault(client, []).append(now[0])
+            allowed.setdefault(client, []).append(now[0])
         else:
             assert 0 < wait <= 1 / rate + 1e-9
-            assert len(answered.get(client, [])) >= burst  # a client's own burst is never another's
-    for times in answered.values():
+            assert len(allowed.get(client, [])) >= burst  # the burst is not shared between clients
+    for times in allowed.values():
         for first, start in enumerate(times):
             for last in range(first, len(times)):
                 assert last - first + 1 <= burst + rate * (times[last] - start) + 1e-6
 
 
-def test_beyond_its_rate_a_client_is_told_when_to_come_back_and_others_are_answered() -> None:
+def test_a_client_above_its_rate_gets_retry_after_and_others_are_served() -> None:
     access = AccessControl(KEY, RateLimit(per_second=0.25, burst=3), open_paths=frozenset({"/health"}))
-    mine = {"client": "10.0.0.7", "authorization": f"Bearer {KEY}"}
-    assert [status(access, **mine) for _ in range(4)] == [200, 200, 200, 429]
-    refusal = access.check_request(scope(**mine))
-    assert refusal is not None and refusal.retry_after == 4
+    request = {"client": "10.0.0.7", "authorization": f"Bearer {KEY}"}
+    assert [status(access, **request) for _ in range(4)] == [200, 200, 200, 429]
+    denial = access.check_request(scope(**request))
+    assert denial is not None and denial.retry_after == 4
     assert status(access, client="10.0.0.8", authorization=f"Bearer {KEY}") == 200
-    assert status(access, client="10.0.0.7", path="/health") == 200  # how it is doing is counted apart
+    assert status(access, client="10.0.0.7", path="/health") == 200  # open paths are counted separately
 
 
-def test_strangers_are_limited_and_cannot_use_up_what_the_holder_of_the_key_has() -> None:
+def test_requests_without_the_key_are_limited_and_do_not_use_up_the_limit_of_those_with_it() -> None:
     access = AccessControl(KEY, RateLimit(per_second=1, burst=5))
-    seen = [status(access, authorization="Bearer guess") for _ in range(80)]
-    assert set(seen) == {401, 429}
+    statuses = [status(access, authorization="Bearer guess") for _ in range(80)]
+    assert set(statuses) == {401, 429}
     assert [status(access, authorization=f"Bearer {KEY}") for _ in range(5)] == [200] * 5
 
 
-def test_a_subscribers_whole_network_is_one_client() -> None:
+def test_an_ipv6_network_is_one_client() -> None:
     access = AccessControl(KEY, RateLimit(per_second=0.1, burst=2))
-    asked = [{"client": f"2001:db8::{n}", "authorization": f"Bearer {KEY}"} for n in range(3)]
-    assert [status(access, **one) for one in asked] == [200, 200, 429]
+    requests = [{"client": f"2001:db8::{n}", "authorization": f"Bearer {KEY}"} for n in range(3)]
+    assert [status(access, **request) for request in requests] == [200, 200, 429]
 
 
-def test_the_server_answers_429_with_retry_after_over_http() -> None:
+def test_the_server_responds_429_with_retry_after_over_http() -> None:
     app = build_app(FakeEngine(), TOKENIZER, model="m", limits=Limits(rate_limit=RateLimit(per_second=0.5, burst=3)))
     with serving(app) as url, httpx.Client() as client:
-        answers = [client.get(f"{url}/v1/models") for _ in range(5)]
-    assert [answer.status_code for answer in answers] == [200, 200, 200, 429, 429]
-    assert answers[-1].headers["retry-after"] == "2"
-    assert answers[-1].json()["error"]["type"] == "rate_limit_error"
+        responses = [client.get(f"{url}/v1/models") for _ in range(5)]
+    assert [response.status_code for response in responses] == [200, 200, 200, 429, 429]
+    assert responses[-1].headers["retry-after"] == "2"
+    assert responses[-1].json()["error"]["type"] == "rate_limit_error"
 
 
-def test_a_body_that_does_not_arrive_is_not_waited_for() -> None:
+def test_a_body_that_does_not_arrive_in_time_is_408() -> None:
     app = build_app(FakeEngine(), TOKENIZER, model="m", limits=Limits(body_timeout=0.2))
 
     async def slow() -> Any:
@@ -174,7 +174,7 @@ def test_a_body_that_does_not_arrive_is_not_waited_for() -> None:
         assert asyncio.run(run()).status_code == 408
 
 
-def test_metrics_with_a_key_are_for_its_holders() -> None:
+def test_the_exporter_with_a_key_requires_it() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     server = ExporterServer(Exporter(), listener, KEY)
     server.start()
@@ -186,19 +186,19 @@ def test_metrics_with_a_key_are_for_its_holders() -> None:
         server.stop()
 
 
-def test_the_lens_with_a_key_lets_a_browser_ask_for_it(tmp_path: Path) -> None:
+def test_the_lens_with_a_key_makes_a_browser_prompt_for_it(tmp_path: Path) -> None:
     make_run(tmp_path / "run", steps=1)
     with serving(build_lens(tmp_path, KEY)) as url, httpx.Client(base_url=url) as client:
-        refused = client.get("/")
-        assert refused.status_code == 401
-        assert refused.headers["www-authenticate"].startswith("Basic ")
+        response = client.get("/")
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"].startswith("Basic ")
         assert client.get("/", auth=("anyone", KEY)).status_code == 200
-        assert client.get("/query/runs", auth=("anyone", KEY)).json()["runs"][0]["run"] == "run"
+        assert client.get("/ask/runs", auth=("anyone", KEY)).json()["runs"][0]["run"] == "run"
         other = {"sec-fetch-site": "cross-site"}
-        assert client.get("/query/runs", auth=("anyone", KEY), headers=other).status_code == 403
+        assert client.get("/ask/runs", auth=("anyone", KEY), headers=other).status_code == 403
 
 
-# --- no code in data ---
+# --- no code execution from data ---
 
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 CALLS = {
@@ -207,7 +207,7 @@ CALLS = {
 }
 
 
-def test_nothing_in_the_package_can_open_a_pickle_or_run_text() -> None:
+def test_no_module_unpickles_or_evaluates_text() -> None:
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             where = f"{path}:{getattr(node, 'lineno', 0)}"
@@ -218,22 +218,22 @@ def test_nothing_in_the_package_can_open_a_pickle_or_run_text() -> None:
                 assert not {f"{node.module}.{alias.name}" for alias in node.names} & CALLS, where
             elif isinstance(node, ast.Call):
                 assert ast.unparse(node.func) not in CALLS, where
-                assert not {"trust_remote_code", "shell"} & {word.arg for word in node.keywords}, where
+                assert not {"trust_remote_code", "shell"} & {keyword.arg for keyword in node.keywords}, where
 
 
-def test_every_model_is_loaded_as_safetensors_and_from_this_machine() -> None:
+def test_every_model_is_loaded_from_local_safetensors() -> None:
     loads = []
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained"):
-                words = {word.arg: ast.unparse(word.value) for word in node.keywords}
-                if "output_loading_info" in words:  # weights, not a tokenizer or a configuration
-                    loads.append((path.name, words.get("use_safetensors"), words.get("local_files_only")))
+                keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                if "output_loading_info" in keywords:  # weights, not a tokenizer or a configuration
+                    loads.append((path.name, keywords.get("use_safetensors"), keywords.get("local_files_only")))
     assert len(loads) >= 3
-    assert {found[1:] for found in loads} == {("True", "True")}
+    assert {load[1:] for load in loads} == {("True", "True")}
 
 
-class Trap:
+class FileWriter:
     """Writes a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
@@ -243,15 +243,15 @@ class Trap:
         return (Path.touch, (self.path,))
 
 
-def test_weights_that_are_a_program_are_not_run(tmp_path: Path) -> None:
-    sprung = tmp_path / "sprung"
+def test_pickled_weights_are_never_executed(tmp_path: Path) -> None:
+    written = tmp_path / "written"
     base = shutil.copytree(resolve_model("tiny").folder, tmp_path / "base")
-    trap = pickle.dumps(Trap(sprung))
+    pickled = pickle.dumps(FileWriter(written))
     (base / "model.safetensors").unlink()
-    (base / "pytorch_model.bin").write_bytes(trap)
+    (base / "pytorch_model.bin").write_bytes(pickled)
     with pytest.raises(ModelError, match="pickled weights, which can execute code"):
         load_model(ModelSettings(name=str(base)))
-    (base / "model.safetensors").write_bytes(trap)
+    (base / "model.safetensors").write_bytes(pickled)
     with pytest.raises(ModelError):
         load_model(ModelSettings(name=str(base)))
     model = load_model(ModelSettings(name="tiny"))
@@ -260,46 +260,46 @@ def test_weights_that_are_a_program_are_not_run(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]})
     )
-    (adapter / "adapter_model.bin").write_bytes(trap)
+    (adapter / "adapter_model.bin").write_bytes(pickled)
 
     async def load_both() -> None:
         engine = LocalEngine(model.network, model.tokenizer, EngineSettings())
         for source in (WeightSource.adapter, WeightSource.folder):
             for folder in (adapter, base):
                 with pytest.raises(KeelError):
-                    await engine.load_weights(source(folder), 1)
+                    await engine.load_weights(source(str(folder)), 1)
         assert await engine.version() == 0
         await engine.close()
 
     asyncio.run(load_both())
-    assert not sprung.exists()
+    assert not written.exists()
 
 
 @pytest.mark.parametrize(
-    ("entry", "why"),
+    ("entry", "message"),
     [
         ({"megatron_config": {"a": 1}, "megatron_core": "antigravity"}, "megatron"),
         ({"auto_mapping": {"parent_library": "os"}}, "auto_mapping"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"layer_replication": [[0, 4], [0, 4]]}, "layer_replication"),
-        ({"target_modules": "(a+)+$"}, "only layer names"),
-        ({"rank_pattern": {"(a+)+$": 4}}, "only layer names"),
-        ({"r": 10**9}, "r = 1000000000, but its tensors have rank 4"),
+        ({"target_modules": "(a+)+$"}, "only names of layers"),
+        ({"rank_pattern": {"(a+)+$": 4}}, "only names of layers"),
+        ({"r": 10**9}, "r = 1000000000, and its tensors have rank 4"),
         ({"rank_pattern": {"q_proj": 10**9}}, "rank 4"),
-        ({"r": -1}, "not a whole number"),
-        ({"modules_to_save": ["lm_head"]}, "load merged weights"),
-        ({"something_new": {"x": 1}}, "a plain LoRA does not have"),
+        ({"r": -1}, "no whole number"),
+        ({"modules_to_save": ["lm_head"]}, "load it merged"),
+        ({"something_new": {"x": 1}}, "not a plain LoRA's"),
     ],
 )
-def test_an_adapters_configuration_can_neither_import_nor_take_memory_nor_change_the_base(
-    tmp_path: Path, entry: dict[str, Any], why: str
+def test_an_adapter_config_cannot_import_code_allocate_memory_or_change_the_base_model(
+    tmp_path: Path, entry: dict[str, Any], message: str
 ) -> None:
     save_file({"a.lora_A.weight": torch.zeros(4, 8)}, tmp_path / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "lora_alpha": 8}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     check_adapter(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | entry))
-    with pytest.raises(ModelError, match=re.escape(why)):
+    with pytest.raises(ModelError, match=re.escape(message)):
         check_adapter(tmp_path)
 
 
@@ -307,30 +307,30 @@ def test_an_adapters_configuration_can_neither_import_nor_take_memory_nor_change
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("argv", "message"),
     [
         (["--pool.api_key", KEY], "pool.api_key is not a setting; did you mean api_key_file?"),
-        (["--pool.urls", f'["http://me:{KEY}@box:8000"]'], "contains a user name or password"),
-        (["--pool.discovery_url", f"http://box/list?token={KEY}"], "contains the query parameter token"),
+        (["--pool.urls", f'["http://me:{KEY}@box:8000"]'], "has a user or password in it"),
+        (["--pool.discovery_url", f"http://box/list?token={KEY}"], "has a query with token in it"),
         (["--environments.larger_number.options.api_key", KEY], "option api_key of an environment looks like a secret"),
         (["--environments.larger_number.options.judge.password", KEY], "option judge.password of an environment"),
     ],
 )
-def test_a_secret_in_the_settings_is_refused_and_not_shown(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_secret_in_the_settings_is_an_error_and_not_shown(
+    argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.toml").write_text('[engine]\nkind = "pool"\n[environments.larger_number]\n')
     for command in ("config", "train"):
-        assert main([command, "recipe.toml", *words]) == 2
-        shown = capsys.readouterr()
-        assert said in shown.err
-        assert KEY not in shown.out + shown.err
+        assert main([command, "recipe.toml", *argv]) == 2
+        output = capsys.readouterr()
+        assert message in output.err
+        assert KEY not in output.out + output.err
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
 
 
-def held(folder: Path) -> str:
-    """Everything that a run's folder says: bytes as they are, and what stands compressed in ledger and parquet."""
+def folder_text(folder: Path) -> str:
+    """Return all text of a run folder: raw bytes, and the decompressed ledger and parquet files."""
     text = ""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -343,15 +343,15 @@ def held(folder: Path) -> str:
     return text
 
 
-def test_a_pools_key_is_nowhere_but_in_its_file(
+def test_a_pools_key_appears_nowhere_but_in_its_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level("DEBUG")
     file = tmp_path / "key"
     file.write_text(KEY)
-    own = load_model(ModelSettings(name="tiny", sft_warmup_steps=300))
-    engine = LocalEngine(own.network, own.tokenizer, EngineSettings())
-    app = build_app(engine, own.tokenizer, model="m", api_key=KEY, allowed_folders=ANYWHERE)
+    model = load_model(ModelSettings(name="tiny", sft_warmup_steps=300))
+    engine = LocalEngine(model.network, model.tokenizer, EngineSettings())
+    app = build_app(engine, model.tokenizer, model="m", api_key=KEY, allowed_folders=ANYWHERE)
     folder = tmp_path / "run"
     with serving(app) as url, httpx.Client() as client:
         train(
@@ -364,36 +364,36 @@ def test_a_pools_key_is_nowhere_but_in_its_file(
             metrics__tensorboard=True,
         )
         assert client.get(f"{url}/metrics").status_code == 401
-        told = client.get(f"{url}/metrics", headers={"authorization": f"Bearer {KEY}"}).text
+        metrics = client.get(f"{url}/metrics", headers={"authorization": f"Bearer {KEY}"}).text
         assert main(["pool", url, "--api-key-file", str(file), "--json"]) in (0, 1)
         wrong = client.get(f"{url}/v1/models", headers={"authorization": "Bearer planted-other-key"})
     assert "planted-other-key" not in wrong.text
     assert main(["report", str(folder)]) == 0
     assert main(["config", str(folder / "config.toml")]) == 0
-    shown = capsys.readouterr()
-    everything = held(folder) + told + wrong.text + caplog.text + shown.out + shown.err
-    assert str(file) in everything  # where it is, is said
+    output = capsys.readouterr()
+    everything = folder_text(folder) + metrics + wrong.text + caplog.text + output.out + output.err
+    assert str(file) in everything  # the path of the key file is not a secret
     assert KEY not in everything
 
 
-def test_a_server_shows_its_key_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_never_shows_its_key(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     app = build_app(FakeEngine(), TOKENIZER, model="m", api_key=KEY)
     headers = {"authorization": f"Bearer {KEY}"}
     with serving(app) as url, httpx.Client(base_url=url, headers=headers) as client:
-        said = [client.get(path).text for path in ("/metrics", "/openapi.json", "/health", "/version", "/nothing")]
-        said.append(client.post("/v1/completions", json={"prompt": [10**9]}).text)
-        said.append(client.get("/v1/models", headers={"authorization": f"Bearer {KEY}x"}).text)
-    assert KEY not in "".join(said) + caplog.text
-    assert "keel_ready 1" in said[0]
+        texts = [client.get(path).text for path in ("/metrics", "/openapi.json", "/health", "/version", "/nothing")]
+        texts.append(client.post("/v1/completions", json={"prompt": [10**9]}).text)
+        texts.append(client.get("/v1/models", headers={"authorization": f"Bearer {KEY}x"}).text)
+    assert KEY not in "".join(texts) + caplog.text
+    assert "keel_ready 1" in texts[0]
 
 
-def test_the_endpoint_of_the_api_is_on_loopback_behind_a_key_of_its_own() -> None:
+def test_the_api_endpoint_is_on_loopback_with_a_random_key() -> None:
     source = (PACKAGE / "api/endpoint.py").read_text()
     assert 'socket.create_server(("127.0.0.1", 0)' in source
     assert "secrets.token_urlsafe(32)" in source
 
 
-def test_settings_without_secrets_are_taken() -> None:
+def test_settings_without_secrets_are_accepted() -> None:
     loaded = load_settings(overrides=["--environments.larger_number.options.shots", "2"])
     assert loaded.settings.environments["larger_number"].options == {"shots": 2}

@@ -1,4 +1,4 @@
-"""Claims of the server: the OpenAI shapes, what it refuses and how, who may ask, and that nothing is held in vain."""
+"""The OpenAI-compatible server: response formats, errors, access, and release of resources."""
 
 import asyncio
 import itertools
@@ -38,7 +38,7 @@ def app_of(engine: Any, **options: Any) -> Any:
 
 
 def ask(engine: Any, path: str, body: Any, *, headers: dict[str, str] | None = None, **options: Any) -> httpx.Response:
-    """One request to a server without a network."""
+    """Send one request to a server without a network; GET if there is no body."""
 
     async def run() -> httpx.Response:
         transport = httpx.ASGITransport(app_of(engine, **options), raise_app_exceptions=False)
@@ -64,12 +64,12 @@ def joined(lists: Iterable[list[Any]]) -> list[Any]:
     return [item for part in lists for item in part]
 
 
-# --- shapes ---
+# --- response formats ---
 
 
-def test_completion_of_token_ids_has_text_without_its_end_and_tokens_with_it() -> None:
-    said = complete(FakeEngine(), logprobs=0, return_token_ids=True).json()
-    choice = said["choices"][0]
+def test_a_completion_has_its_stop_token_in_the_tokens_and_not_in_the_text() -> None:
+    body = complete(FakeEngine(), logprobs=0, return_token_ids=True).json()
+    choice = body["choices"][0]
     assert choice["text"] == "cba"
     assert choice["token_ids"] == [99, 98, 97, END]
     assert choice["prompt_token_ids"] == [97, 98, 99]
@@ -78,29 +78,29 @@ def test_completion_of_token_ids_has_text_without_its_end_and_tokens_with_it() -
     assert choice["logprobs"]["token_logprobs"] == [-0.5] * 4
     assert choice["logprobs"]["tokens"] == ["c", "b", "a", "<|im_end|>"]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
-    assert said["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
-    assert said["object"] == "text_completion"
-    assert said["model"] == "tiny"
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert body["object"] == "text_completion"
+    assert body["model"] == "tiny"
 
 
-def test_completion_of_text_is_that_of_its_tokens() -> None:
+def test_a_text_prompt_is_tokenized() -> None:
     engine = FakeEngine()
     assert complete(engine, prompt="abc").json()["choices"][0]["text"] == "cba"
     assert engine.calls[0][0] == (97, 98, 99)
 
 
-def test_every_prompt_is_answered_n_times_in_order_and_each_prompt_is_a_group() -> None:
+def test_every_prompt_gets_n_completions_in_order_and_is_a_group() -> None:
     engine = FakeEngine()
-    said = complete(engine, prompt=["ab", "cd"], n=2, seed=7).json()
-    assert [choice["text"] for choice in said["choices"]] == ["ba", "ba", "dc", "dc"]
-    assert [choice["index"] for choice in said["choices"]] == [0, 1, 2, 3]
+    body = complete(engine, prompt=["ab", "cd"], n=2, seed=7).json()
+    assert [choice["text"] for choice in body["choices"]] == ["ba", "ba", "dc", "dc"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     assert [call[1].seed for call in engine.calls] == [7, 8, 7, 8]
     groups = [call[2] for call in engine.calls]
     assert groups[0] == groups[1] != groups[2] == groups[3]
-    assert said["usage"]["prompt_tokens"] == 4
+    assert body["usage"]["prompt_tokens"] == 4
 
 
-def test_sampling_reaches_the_engine_as_it_was_asked_for() -> None:
+def test_sampling_parameters_reach_the_engine_unchanged() -> None:
     engine = FakeEngine()
     complete(
         engine, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=3, stop="x", stop_token_ids=[5], max_tokens=9
@@ -118,20 +118,20 @@ def test_chat_uses_the_models_template() -> None:
         "return_token_ids": True,
         "max_completion_tokens": 5,
     }
-    said = ask(engine, "/v1/chat/completions", body).json()
+    response = ask(engine, "/v1/chat/completions", body).json()
     expected = TOKENIZER.apply_chat_template(
         [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_dict=False
     )
-    assert list(engine.calls[0][0]) == expected == said["prompt_token_ids"]
-    choice = said["choices"][0]
+    assert list(engine.calls[0][0]) == expected == response["prompt_token_ids"]
+    choice = response["choices"][0]
     assert choice["message"]["role"] == "assistant"
     assert choice["finish_reason"] == "length"
     assert [row["logprob"] for row in choice["logprobs"]["content"]] == [-0.5] * 5
     assert len(choice["token_ids"]) == len(choice["versions"]) == 5
-    assert said["object"] == "chat.completion"
+    assert response["object"] == "chat.completion"
 
 
-def test_stop_text_and_stop_id_are_in_the_tokens_and_not_in_the_text() -> None:
+def test_stop_strings_and_stop_tokens_are_in_the_tokens_and_not_in_the_text() -> None:
     engine = FakeEngine()
     engine.answer = lambda _prompt, _sampling: Generation((97, 98, 99, 33), (-1.0,) * 4, (0,) * 4, "stop", 1.0)
     choice = complete(engine, stop=["bc", "zz"], return_token_ids=True).json()["choices"][0]
@@ -145,46 +145,46 @@ def test_stop_text_and_stop_id_are_in_the_tokens_and_not_in_the_text() -> None:
     cuts=st.lists(st.integers(0, 40), max_size=6),
     stop=st.lists(st.text(alphabet="ab\u00e9", min_size=1, max_size=3), max_size=2),
 )
-def test_deltas_joined_are_the_whole_text_however_the_tokens_arrive(
+def test_concatenated_deltas_equal_the_text_however_the_tokens_arrive(
     text: str, cuts: list[int], stop: list[str]
 ) -> None:
     ids = list(text.encode())
-    whole = IncrementalDetokenizer(TOKENIZER, tuple(stop)).push(ids, is_last=True)
-    assert whole == text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
-    grown, places = (
+    expected = IncrementalDetokenizer(TOKENIZER, tuple(stop)).push(ids, is_last=True)
+    assert expected == text[: min((index for index in map(text.find, stop) if index >= 0), default=len(text))]
+    detokenizer, positions = (
         IncrementalDetokenizer(TOKENIZER, tuple(stop)),
         sorted({min(cut, len(ids)) for cut in cuts} | {0, len(ids)}),
     )
-    deltas = [grown.push(ids[low:high], is_last=False) for low, high in itertools.pairwise(places)]
-    deltas.append(grown.push([], is_last=True))
-    assert "".join(deltas) == whole
+    deltas = [detokenizer.push(ids[low:high], is_last=False) for low, high in itertools.pairwise(positions)]
+    deltas.append(detokenizer.push([], is_last=True))
+    assert "".join(deltas) == expected
     assert all("\ufffd" not in delta for delta in deltas)
 
 
 @pytest.mark.parametrize("kind", [FakeEngine, FakeStreamingEngine])
-def test_stream_of_a_completion_joined_is_the_whole_completion(kind: type[FakeEngine]) -> None:
+def test_a_concatenated_stream_equals_the_complete_response(kind: type[FakeEngine]) -> None:
     body = {"n": 2, "logprobs": 0, "return_token_ids": True}
-    whole = complete(kind(), **body).json()
+    complete_response = complete(kind(), **body).json()
     response = complete(kind(), stream=True, stream_options={"include_usage": True}, **body)
     assert response.headers["content-type"] == "text/event-stream"
     *chunks, usage, done = events(response)
     assert done == "[DONE]"
     assert usage["choices"] == []
-    assert usage["usage"] == whole["usage"]
-    for choice in whole["choices"]:
-        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
-        assert "".join(part["text"] for part in mine) == choice["text"]
+    assert usage["usage"] == complete_response["usage"]
+    for choice in complete_response["choices"]:
+        parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
         for field in ("token_ids", "versions"):
-            assert joined(part[field] for part in mine) == choice[field]
-        logprobs = [part["logprobs"] for part in mine]
+            assert joined(part[field] for part in parts) == choice[field]
+        logprobs = [part["logprobs"] for part in parts]
         for field in ("token_logprobs", "tokens", "text_offset"):
             assert joined(part[field] for part in logprobs) == choice["logprobs"][field]
-        assert mine[0]["prompt_token_ids"] == choice["prompt_token_ids"]
-        assert [part["finish_reason"] for part in mine][-1] == choice["finish_reason"]
-        assert not any(part["finish_reason"] for part in mine[:-1])
+        assert parts[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+        assert [part["finish_reason"] for part in parts][-1] == choice["finish_reason"]
+        assert not any(part["finish_reason"] for part in parts[:-1])
 
 
-def test_stream_of_a_chat_begins_with_the_role() -> None:
+def test_a_chat_stream_starts_with_the_role() -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 4, "return_token_ids": True}
     first, *chunks, done = events(ask(FakeStreamingEngine(), "/v1/chat/completions", body))
     assert first["choices"][0]["delta"]["role"] == "assistant"
@@ -205,11 +205,11 @@ def test_models_health_and_version() -> None:
     assert ask(engine, "/health", None).status_code == 503
 
 
-# --- what is refused ---
+# --- invalid requests ---
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({"temperature": -1}, "temperature = -1"),
         ({"temperature": "hot"}, 'temperature = "hot"'),
@@ -233,20 +233,18 @@ def test_models_health_and_version() -> None:
         ({"top_p": 0}, "top_p = 0"),
     ],
 )
-def test_a_request_that_cannot_be_answered_as_asked_is_400_with_field_and_value(
-    body: dict[str, Any], said: str
-) -> None:
+def test_an_invalid_field_is_400_with_field_and_value(body: dict[str, Any], message: str) -> None:
     engine = FakeEngine()
     response = complete(engine, **body)
     error = response.json()["error"]
     assert response.status_code == 400, error
-    assert said in error["message"]
+    assert message in error["message"]
     assert error["type"] == "invalid_request_error"
     assert not engine.calls
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "message"),
     [
         ([], "messages"),
         ([{"content": "x"}], "messages[0] has no role"),
@@ -254,14 +252,14 @@ def test_a_request_that_cannot_be_answered_as_asked_is_400_with_field_and_value(
         ([{"role": "user", "content": 5}], "messages[0].content must be text"),
     ],
 )
-def test_messages_that_cannot_be_rendered_are_400(messages: list[Any], said: str) -> None:
+def test_invalid_messages_are_400(messages: list[Any], message: str) -> None:
     response = ask(FakeEngine(), "/v1/chat/completions", {"messages": messages})
     assert response.status_code == 400
-    assert said in response.json()["error"]["message"]
+    assert message in response.json()["error"]["message"]
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=5,
 )
@@ -269,11 +267,11 @@ FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, *NO
 
 
 @settings(max_examples=150)
-@given(body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4), chat=st.booleans(), at=st.integers(0, 1))
-def test_whatever_json_is_sent_the_server_does_not_fail_on_it(body: dict[str, Any], chat: bool, at: int) -> None:
+@given(body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4), chat=st.booleans(), valid_last=st.booleans())
+def test_no_json_body_is_an_internal_error(body: dict[str, Any], chat: bool, valid_last: bool) -> None:
     valid = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    response = ask(FakeStreamingEngine(), path, [valid | body, body | valid][at])
+    response = ask(FakeStreamingEngine(), path, body | valid if valid_last else valid | body)
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
         assert response.json()["error"]["message"]
@@ -281,23 +279,23 @@ def test_whatever_json_is_sent_the_server_does_not_fail_on_it(body: dict[str, An
 
 @settings(max_examples=50)
 @given(message=st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "name"]), JSON, max_size=4))
-def test_whatever_message_is_sent_the_server_does_not_fail_on_it(message: dict[str, Any]) -> None:
+def test_no_message_is_an_internal_error(message: dict[str, Any]) -> None:
     response = ask(FakeEngine(), "/v1/chat/completions", {"messages": [{"role": "user", **message}]})
     assert response.status_code in (200, 400), response.text
 
 
-def test_tools_are_refused_since_calls_are_not_parsed() -> None:
+def test_tools_are_an_error_because_calls_are_not_parsed() -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}
     response = ask(FakeEngine(), "/v1/chat/completions", body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "tools"
 
 
-def test_what_says_nothing_is_taken() -> None:
+def test_fields_without_an_effect_are_accepted() -> None:
     assert complete(FakeEngine(), user="me", echo=False, presence_penalty=0.0, logit_bias=None).status_code == 200
 
 
-def test_another_model_path_or_method_is_an_error_in_the_same_shape() -> None:
+def test_an_unknown_model_path_or_method_is_an_error_in_openai_format() -> None:
     for response, status in (
         (complete(FakeEngine(), model="gpt"), 404),
         (ask(FakeEngine(), "/v1/nothing", {}), 404),
@@ -307,7 +305,7 @@ def test_another_model_path_or_method_is_an_error_in_the_same_shape() -> None:
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_there_are_no_docs_pages_that_load_scripts_from_elsewhere() -> None:
+def test_no_docs_page_loads_scripts_from_a_cdn() -> None:
     for path in ("/docs", "/redoc", "/docs/oauth2-redirect"):
         assert ask(FakeEngine(), path, None).status_code == 404
     page = ask(FakeEngine(), "/openapi.json", None)
@@ -315,13 +313,13 @@ def test_there_are_no_docs_pages_that_load_scripts_from_elsewhere() -> None:
     assert page.json()["openapi"].startswith("3.")
 
 
-def test_a_body_that_is_no_json_object_is_refused() -> None:
+def test_a_body_that_is_not_a_json_object_is_an_error() -> None:
     async def run(content: Any, kind: str = "application/json", limit: int = 100) -> httpx.Response:
         app = app_of(FakeEngine(), limits=Limits(body_bytes=limit))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return await client.post("/v1/completions", content=content, headers={"content-type": kind})
 
-    async def pieces() -> Any:
+    async def chunks() -> Any:
         for _ in range(30):
             yield b"[1, 2"
 
@@ -335,20 +333,20 @@ def test_a_body_that_is_no_json_object_is_refused() -> None:
     assert asyncio.run(run(b" " * 101)).status_code == 413
     deep = b'{"prompt":' + b"[" * 100_000
     assert asyncio.run(run(deep, limit=200_000)).status_code == 400
-    # without a length in its header, too
-    assert asyncio.run(run(pieces())).status_code == 413
+    # also without a content-length header
+    assert asyncio.run(run(chunks())).status_code == 413
 
 
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
     [
-        (EngineError("no room"), 503, "server_error"),
+        (EngineError("no capacity"), 503, "server_error"),
         (EngineError("the prompt is too long", retryable=False), 400, "invalid_request_error"),
         (RuntimeError("secret"), 500, "server_error"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_of_the_engine_have_the_status_that_tells_whether_to_try_again(
+def test_the_status_of_an_engine_error_says_whether_to_retry(
     error: Exception, status: int, kind: str, stream: bool
 ) -> None:
     engine = FakeStreamingEngine()
@@ -360,7 +358,7 @@ def test_errors_of_the_engine_have_the_status_that_tells_whether_to_try_again(
     assert ("retry-after" in response.headers) == (status == 503)
 
 
-def test_an_error_in_a_stream_is_told_and_the_stream_does_not_end_as_if_whole() -> None:
+def test_an_error_in_a_stream_is_sent_and_the_stream_has_no_done_event() -> None:
     engine = FakeStreamingEngine()
     engine.break_after = 2
     *chunks, error = events(complete(engine, stream=True))
@@ -368,16 +366,16 @@ def test_an_error_in_a_stream_is_told_and_the_stream_does_not_end_as_if_whole() 
     assert error["error"]["message"] == "the engine broke"
 
 
-def test_a_log_prob_that_is_no_number_is_never_passed_on() -> None:
+def test_a_log_prob_that_is_not_finite_is_an_error() -> None:
     engine = FakeEngine()
     engine.answer = lambda _prompt, _sampling: Generation((97,), (float("nan"),), (0,), "stop", 1.0)
     assert complete(engine).status_code == 500
 
 
-# --- who may ask ---
+# --- access ---
 
 
-def test_with_a_key_nothing_but_health_answers_without_it() -> None:
+def test_every_path_but_health_requires_the_key() -> None:
     engine = FakeEngine()
     for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/models", None), ("/version", None)):
         for headers, status in (
@@ -393,7 +391,7 @@ def test_with_a_key_nothing_but_health_answers_without_it() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/load_weights", "/v1/load_lora_adapter", "/v1/completions"])
-def test_without_a_key_only_this_machine_is_answered(path: str) -> None:
+def test_a_server_without_a_key_serves_this_machine_only(path: str) -> None:
     async def run(client: str, headers: dict[str, str]) -> int:
         transport = httpx.ASGITransport(app_of(FakeEngine()), client=(client, 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as session:
@@ -402,39 +400,39 @@ def test_without_a_key_only_this_machine_is_answered(path: str) -> None:
     assert asyncio.run(run("127.0.0.1", {})) == 400
     assert asyncio.run(run("::1", {"host": "[::1]:8000"})) == 400
     assert asyncio.run(run("10.0.0.7", {})) == 403
-    # a proxy on this machine, and a page of another site whose name points here
+    # a proxy on this machine, and DNS rebinding by a web page
     assert asyncio.run(run("127.0.0.1", {"x-forwarded-for": "10.0.0.7"})) == 403
     assert asyncio.run(run("127.0.0.1", {"host": "evil.example:8000"})) == 403
 
 
 @pytest.mark.parametrize(
-    ("host", "own"),
+    ("host", "expected"),
     [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False),
      ("10.0.0.1", False), ("localhost.example.com", False)],
 )  # fmt: skip
-def test_what_counts_as_this_machine(host: str, own: bool) -> None:
-    assert is_loopback(host) is own
+def test_loopback_addresses(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
 
 
-def test_weights_and_adapters_are_announced_after_they_are_live(tmp_path: Path) -> None:
+def test_the_version_changes_after_weights_and_adapters_are_live(tmp_path: Path) -> None:
     engine = FakeEngine()
-    folder, roots = str(tmp_path), {"allowed_folders": ANYWHERE}
-    said = ask(engine, "/v1/load_weights", {"folder": folder, "version": 7}, **roots)
-    assert said.json() == {"version": 7}
-    assert ask(engine, "/v1/load_lora_adapter", {"lora_path": folder}, **roots).json() == {"version": 8}
+    folder, options = str(tmp_path), {"allowed_folders": ANYWHERE}
+    response = ask(engine, "/v1/load_weights", {"folder": folder, "version": 7}, **options)
+    assert response.json() == {"version": 7}
+    assert ask(engine, "/v1/load_lora_adapter", {"lora_path": folder}, **options).json() == {"version": 8}
     assert engine.loaded == [("weights", folder, 7), ("adapter", folder, 8)]
-    missing = ask(engine, "/v1/load_weights", {"folder": folder + "/none", "version": 9}, **roots)
+    missing = ask(engine, "/v1/load_weights", {"folder": folder + "/none", "version": 9}, **options)
     assert missing.status_code == 400
     assert "none is not a folder" in missing.json()["error"]["message"]
     engine.fail = lambda: EngineError("these weights do not fit", retryable=False)
-    assert ask(engine, "/v1/load_weights", {"folder": folder, "version": 9}, **roots).status_code == 400
+    assert ask(engine, "/v1/load_weights", {"folder": folder, "version": 9}, **options).status_code == 400
     assert ask(engine, "/version", None).json()["version"] == 8
 
 
-# --- what is held ---
+# --- resources ---
 
 
-def test_a_client_that_leaves_cancels_its_answers_and_frees_their_room() -> None:
+def test_a_disconnect_cancels_completions_and_frees_their_capacity() -> None:
     engine = FakeEngine()
     engine.delay = 30
     with serving(app_of(engine, limits=Limits(max_in_flight=3))) as url:
@@ -446,7 +444,7 @@ def test_a_client_that_leaves_cancels_its_answers_and_frees_their_room() -> None
     assert engine.closed
 
 
-def test_a_client_that_leaves_a_stream_cancels_it() -> None:
+def test_a_disconnect_cancels_a_stream() -> None:
     engine = FakeStreamingEngine()
     engine.pause = 0.05
     with serving(app_of(engine)) as url:
@@ -459,7 +457,7 @@ def test_a_client_that_leaves_a_stream_cancels_it() -> None:
         assert engine.sent == sent < 100
 
 
-def test_beyond_the_limit_clients_are_told_to_come_back() -> None:
+def test_requests_above_the_capacity_get_429_with_retry_after() -> None:
     engine = FakeEngine()
     engine.delay = 0.5
 
@@ -469,13 +467,13 @@ def test_beyond_the_limit_clients_are_told_to_come_back() -> None:
             bodies = [{"prompt": "a", "n": 2, "stream": stream} for stream in (False, True, False, True)]
             return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
 
-    answers = asyncio.run(run())
-    assert [answer.status_code for answer in answers] == [200, 200, 429, 429]
-    assert answers[3].json()["error"]["type"] == "rate_limit_error"
-    assert answers[3].headers["retry-after"] == "1"
+    responses = asyncio.run(run())
+    assert [response.status_code for response in responses] == [200, 200, 429, 429]
+    assert responses[3].json()["error"]["type"] == "rate_limit_error"
+    assert responses[3].headers["retry-after"] == "1"
 
 
-def test_one_answer_that_fails_ends_its_siblings() -> None:
+def test_a_failed_completion_cancels_the_others_of_its_request() -> None:
     engine = FakeEngine()
     engine.delay = 10
 
@@ -485,24 +483,24 @@ def test_one_answer_that_fails_ends_its_siblings() -> None:
         return await FakeEngine.generate(engine, prompt, sampling, group=group)
 
     engine.generate = generate  # type: ignore[method-assign]
-    began = time.monotonic()
+    start = time.monotonic()
     assert complete(engine, n=3, seed=0).status_code == 503
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - start < 5
     assert engine.cancelled == 2
 
 
-# --- an independent client ---
+# --- the openai package ---
 
 
-def test_the_openai_package_understands_the_server() -> None:
+def test_the_openai_package_works_with_the_server() -> None:
     engine = FakeStreamingEngine()
     with serving(app_of(engine, api_key="right")) as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="right", max_retries=0) as client:
             assert client.models.list().data[0].id == "tiny"
-            whole = client.completions.create(model="tiny", prompt="abc", logprobs=0, n=2)
-            assert [choice.text for choice in whole.choices] == ["cba", "cba"]
-            assert whole.choices[0].logprobs is not None
-            assert whole.choices[0].logprobs.token_logprobs == [-0.5] * 4
+            completion = client.completions.create(model="tiny", prompt="abc", logprobs=0, n=2)
+            assert [choice.text for choice in completion.choices] == ["cba", "cba"]
+            assert completion.choices[0].logprobs is not None
+            assert completion.choices[0].logprobs.token_logprobs == [-0.5] * 4
             chat = client.chat.completions.create(
                 model="tiny", messages=[{"role": "user", "content": "hi"}], logprobs=True, max_tokens=3
             )
@@ -525,21 +523,21 @@ def test_the_openai_package_understands_the_server() -> None:
             client.models.list()
 
 
-# --- the command ---
+# --- keel serve ---
 
 
-def test_binding_elsewhere_without_a_key_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_binding_to_another_address_without_a_key_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "tiny", "--host", "0.0.0.0"]) == 2
     assert "--host 0.0.0.0 would let other machines connect without a key" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_an_error_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(app_of(FakeEngine())) as url:
         assert main(["serve", "no-such-model", "--port", url.rpartition(":")[2]]) == 2
     assert "cannot listen on 127.0.0.1 port" in capsys.readouterr().err
 
 
-def test_the_key_comes_from_the_line_or_a_file(tmp_path: Path) -> None:
+def test_the_key_comes_from_the_command_line_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("abc\n")
     assert read_key(None, file) == "abc"
@@ -559,31 +557,33 @@ from starlette.routing import Route
 from keel.cli.run.serve import bind_socket, run_server
 
 async def slow(request):
-    print("asked", flush=True)
+    print("received", flush=True)
     await asyncio.sleep(1)
-    return PlainTextResponse("answered")
+    return PlainTextResponse("done")
 
 listener = bind_socket("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
 run_server(Starlette(routes=[Route("/", slow)]), listener, 10)
-print("ended", flush=True)
+print("stopped", flush=True)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_when_told_to_stop_what_is_under_way_is_answered_first(number: int) -> None:
+@pytest.mark.process
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_requests_in_flight_finish(signum: int) -> None:
     with subprocess.Popen([sys.executable, "-c", SLOW_SERVER], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = f"http://127.0.0.1:{process.stdout.readline().strip()}/"
         with ThreadPoolExecutor() as pool:
-            answer = pool.submit(httpx.get, url, timeout=20)
-            assert process.stdout.readline() == "asked\n"
-            process.send_signal(number)
-            assert answer.result().text == "answered"
-        assert process.stdout.read() == "ended\n"
+            response = pool.submit(httpx.get, url, timeout=20)
+            assert process.stdout.readline() == "received\n"
+            process.send_signal(signum)
+            assert response.result().text == "done"
+        assert process.stdout.read() == "stopped\n"
         assert process.wait(20) == 0
 
 
+@pytest.mark.process
 def test_the_command_serves_the_tiny_model() -> None:
     command = [sys.executable, "-m", "keel.cli", "serve", "tiny", "--port", "0", "--max-batch", "4"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -595,9 +595,9 @@ def test_the_command_serves_the_tiny_model() -> None:
             line = process.stdout.readline()
             assert line.startswith("serving tiny at http://127.0.0.1:"), process.stderr.read()
             with openai.OpenAI(base_url=line.split()[-1], api_key="none", max_retries=0) as client:
-                said = client.completions.create(model="tiny", prompt="1 or 2?", max_tokens=6, seed=1, logprobs=0)
-                assert said.usage is not None
-                assert 1 <= said.usage.completion_tokens <= 6
+                completion = client.completions.create(model="tiny", prompt="1 or 2?", max_tokens=6, seed=1, logprobs=0)
+                assert completion.usage is not None
+                assert 1 <= completion.usage.completion_tokens <= 6
         finally:
             process.terminate()
             code = process.wait(30)
@@ -605,16 +605,16 @@ def test_the_command_serves_the_tiny_model() -> None:
         assert process.stderr.read() == ""
 
 
-def test_the_server_gives_what_the_local_engine_gives_whole_and_token_by_token() -> None:
+def test_the_server_returns_what_the_local_engine_samples_complete_and_streamed() -> None:
     model = load_model(ModelSettings(name="tiny"))
     prompt = list(b"1 or 2?")
     sampling = Sampling(max_tokens=60, seed=5)
 
     async def direct() -> Generation:
         engine = LocalEngine(model.network, model.tokenizer, EngineSettings(max_batch=4))
-        answer = await engine.generate(prompt, sampling)
+        generation = await engine.generate(prompt, sampling)
         await engine.close()
-        return answer
+        return generation
 
     expected = asyncio.run(direct())
     engine = LocalEngine(model.network, model.tokenizer, EngineSettings(max_batch=4))
@@ -635,7 +635,7 @@ def test_the_server_gives_what_the_local_engine_gives_whole_and_token_by_token()
         assert "3000 tokens" in too_long.json()["error"]["message"]
 
 
-def test_leaving_a_stream_of_the_local_engine_frees_its_row() -> None:
+def test_a_disconnect_frees_the_rows_of_the_local_engine() -> None:
     model = load_model(ModelSettings(name="tiny"))
     engine = LocalEngine(model.network, model.tokenizer, EngineSettings(max_batch=4))
     with serving(build_app(engine, model.tokenizer, model="tiny", limits=Limits(max_tokens=2000))) as url:
@@ -643,5 +643,5 @@ def test_leaving_a_stream_of_the_local_engine_frees_its_row() -> None:
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
             next(response.iter_lines())
         until(lambda: httpx.get(f"{url}/health").json()["running"] == 0)
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "1 or 2?"})
-        assert answer.status_code == 200
+        response = httpx.post(f"{url}/v1/completions", json={"prompt": "1 or 2?"})
+        assert response.status_code == 200
