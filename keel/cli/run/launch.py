@@ -30,8 +30,8 @@ def add(subparsers: Any) -> None:
         "launch",
         help="train on a Ray cluster with several engines and trainer ranks",
         description="Train with RECIPE on a Ray cluster: engine servers and trainer ranks are processes, placed by"
-        " their resources and\nrestarted if they fail. The [launch] table of the recipe sets how many there are and what each"
-        " needs.",
+        " their resources and\nrestarted if they fail. The [launch] table of the recipe sets how many there are and"
+        " what each needs.",
         epilog="examples:\n  keel launch recipes/larger_number.toml --engines 2\n"
         "  keel launch recipes/gpu_pool.toml --cluster 10.0.0.1:6379 --engines 8 --launch.engine.gpus 1\n"
         "  keel launch --resume runs/larger_number",
