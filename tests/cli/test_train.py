@@ -71,7 +71,9 @@ def test_ctrl_c_finishes_the_step_saves_and_prints_how_to_resume(tmp_path: Path)
 
 
 @pytest.mark.model
-def test_a_launch_table_is_reported_to_have_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launch_table_is_reported_to_have_no_effect_unless_the_run_was_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = [
         "train",
         write_recipe(tmp_path),
@@ -84,6 +86,9 @@ def test_a_launch_table_is_reported_to_have_no_effect(tmp_path: Path, capsys: py
     ]
     assert main([*argv, "--launch.engines", "2"]) == 0
     assert "the [launch] table has no effect with `keel train`" in capsys.readouterr().out
+    monkeypatch.setenv("KEEL_LAUNCHED", "1")
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+    assert "the [launch] table" not in capsys.readouterr().out
 
 
 @pytest.mark.model

@@ -151,7 +151,7 @@ def _train(
         display = make_run_display(json=json)
         # the display comes last, so that it can still show notices of sinks that are closing
         callbacks = CallbackList(open_sinks(folder, display.notice), exporter, display)
-        if folder.settings.launch is not None and rank_info is None:
+        if folder.settings.launch is not None and rank_info is None and "KEEL_LAUNCHED" not in os.environ:
             display.notice("the [launch] table has no effect with `keel train`: this run uses this machine only")
         try:
             training_run = TrainingRun(folder, callbacks, on_hang=_exit_hung_run, rank_info=rank_info)
