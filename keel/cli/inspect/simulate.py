@@ -140,7 +140,7 @@ def _assumptions(args: argparse.Namespace) -> "tuple[dict[str, str], dict[str, A
         text = getattr(args, f"own_{name}")
         if text is not None:
             table[name] = _parse_value(name, text)
-            origins[name] = "given"
+            origins[name] = "flags"
     return origins, table, measured, recipe
 
 
