@@ -163,7 +163,7 @@ def test_a_log_has_a_line_for_every_event_and_no_escape_codes():
     assert "\x1b" not in text
     assert [line.split("  ")[0] for line in text.splitlines()] == [
         "demo: 3 steps, in runs/demo",
-        "evaluated before training: larger_number reward 0.710 (0.590 - 0.810), pass@4 0.900, 64 x 4",
+        "evaluated before training: larger_number reward 0.710 (0.590 - 0.810), pass@4 0.900, 64 tasks x 4 samples",
         "step 1/3",
         "Ctrl-C: finishing step 2",
         "step 2/3",

@@ -283,9 +283,10 @@ def _evaluation_line(step: int, evaluation: EvaluationResult) -> str:
     )
     when = f"after step {step}" if step else "before training"
     interval = format_interval(evaluation.low, evaluation.high)
+    samples = f" x {evaluation.samples_per_task} samples" if evaluation.samples_per_task > 1 else ""
     return escape_unprintable(
         f"evaluated {when}: {evaluation.environment} reward {evaluation.reward:.3f} ({interval}){passes},"
-        f" {evaluation.num_tasks} x {evaluation.samples_per_task}{failed}"
+        f" {evaluation.num_tasks} tasks{samples}{failed}"
     )
 
 
