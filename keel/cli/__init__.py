@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"keel {keel.__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"keel {keel.__version__}")
     subparsers = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
     )

@@ -54,7 +54,7 @@ def process(*argv: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_version_is_that_of_the_package(run: Any) -> None:
-    assert run("--version").out == f"keel {keel.__version__}\n"
+    assert run("--version").out == run("-V").out == f"keel {keel.__version__}\n"
 
 
 COMMANDS = re.findall(r"^    ([a-z]+)(?:  |$)", build_parser().format_help(), re.MULTILINE)

@@ -98,7 +98,7 @@ def test_a_stopped_run_is_resumed_by_the_command(tmp_path: Path, capsys: pytest.
     assert main(["train", "--resume", str(folder)]) == 0
     output = capsys.readouterr().out
     assert re.search(r"evaluation larger_number on 4 unseen tasks: .* after step 0 -> .* after step 6", output)
-    assert "rollouts   " in output and "tokens     " in output
+    assert "rollouts   " in output and "tokens     " in output and f"view       keel lens {folder}\n" in output
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def _train(
         try:
             training_run = TrainingRun(folder, callbacks, on_hang=_exit_hung_run, rank_info=rank_info)
             run_to_completion(_train_until_signal(training_run))
-            summary = summarize_run(folder)
+            summary = summarize_run(folder) + f"\nview       keel lens {folder.path}"
             if folder.ledger.get_meta("status") == "stopped":
                 summary += (
                     f"\nstopped    after step {training_run.step}; resume with: keel train --resume {folder.path}"
