@@ -83,6 +83,7 @@ def test_the_scaling_page_shows_what_is_printed(
         assert capsys.readouterr().out.rstrip("\n") == expected, command
 
 
+@pytest.mark.process
 def test_simulate_does_not_import_torch() -> None:
     modules = "keel.tools.simulate.bottleneck, keel.tools.simulate.calibrate, keel.cli.inspect.simulate"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"

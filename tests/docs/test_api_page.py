@@ -26,6 +26,7 @@ def rewards(text: str) -> list[float]:
     return [float(text) for text in re.findall(r"reward (\d\.\d+)", text)]
 
 
+@pytest.mark.model
 def test_the_code_of_the_page_prints_what_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
