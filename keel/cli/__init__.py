@@ -1,18 +1,21 @@
-"""The `keel` command: each subcommand is a module with `add(subparsers)`, which says what it takes and what runs.
+"""The `keel` command: each subcommand is a module whose `add(subparsers)` registers its arguments and its function.
 
-What Keel refuses is one line on standard error and exit code 2, without a traceback. Commands that only read settings
-do not load torch.
+An error of the user is one line on standard error and exit code 2, without a traceback. Commands that only read
+settings do not import torch.
 """
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import keel
 from keel.cli.inspect import audit, compare, config, doctor, lens, objectives, simulate
 from keel.cli.run import eval, export, launch, pool, serve, sweep, train
 from keel.common.extras import missing_dependency
+from keel.common.settings import suggest_name
 from keel.errors import KeelError
 
 COMMAND_FLAGS = {
@@ -25,13 +28,16 @@ COMMAND_FLAGS = {
     "sweep": sweep.FLAGS,
     "simulate": simulate.FLAGS,
 }
-"""The commands that take `--setting value` beside flags of their own, and those flags."""
+"""The commands that take overrides (`--setting value`) in addition to their own flags, and those flags."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 is good, 2 is refused."""
-    parser = build_parser()
-    args, rest = parser.parse_known_args(join_overrides(sys.argv[1:] if argv is None else argv))
+    """Run one command and return its exit code: 0 for success, 2 for an error of the user, 130 after Ctrl-C."""
+    parser, argv = build_parser(), sys.argv[1:] if argv is None else argv
+    if not argv:
+        parser.print_help(sys.stderr)
+        return 2
+    args, rest = parser.parse_known_args(join_overrides(argv))
     if rest and args.command not in COMMAND_FLAGS:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.overrides = rest
@@ -49,48 +55,57 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"keel: {args.command}: {missing}\n")
         return 2
     except BrokenPipeError:
-        # the reader left (`keel objectives | head`); nothing more can be written, not even at exit
+        # the reader closed the pipe (`keel objectives | head`); nothing more can be written, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("keel: interrupted\n")
+        return 130
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
-    parser = argparse.ArgumentParser(
+    """Return the parser of all commands."""
+    parser = CommandParser(
         prog="keel",
-        description="Reinforcement-learning post-training with a training signal you can check.",
-        epilog="examples:\n  keel objectives\n  keel objectives icepop --ratio_high 8\n"
-        "  keel config run.toml --objective.kl_tau 0.01\n  keel audit icepop",
+        description="Reinforcement-learning post-training for language models.",
+        epilog="examples:\n  keel train larger_number\n  keel lens runs\n"
+        "  keel eval runs/larger_number\n  keel objectives icepop --ratio_high 8\n"
+        "  keel config larger_number --objective.kl_tau 0.01\n\n"
+        "keel COMMAND --help shows the arguments of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"keel {keel.__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    objectives.add(subparsers)
-    train.add(subparsers)
-    launch.add(subparsers)
-    config.add(subparsers)
-    audit.add(subparsers)
-    compare.add(subparsers)
-    sweep.add(subparsers)
-    simulate.add(subparsers)
-    export.add(subparsers)
-    eval.add(subparsers)
-    serve.add(subparsers)
-    pool.add(subparsers)
-    lens.add(subparsers)
-    doctor.add(subparsers)
+    parser.add_argument("-V", "--version", action="version", version=f"keel {keel.__version__}")
+    subparsers = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
+    )
+    # the order of `keel --help`: run, inspect, serve, check
+    for command in (train, launch, eval, sweep, export, lens, compare, serve, pool):
+        command.add(subparsers)
+    for command in (objectives, audit, config, simulate, doctor):
+        command.add(subparsers)
     return parser
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser that suggests the closest command for an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        match = re.match(r"argument COMMAND: invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if match is not None:
+            known = [name.strip("' ") for name in match[2].split(",")]
+            message = f"{match[1]} is not a command; {suggest_name(match[1], known)}"
+        super().error(message)
+
+
 def join_overrides(argv: Sequence[str]) -> list[str]:
-    """`--setting value` as `--setting=value`, so that no value is taken for a command's own argument."""
-    words = list(argv)
-    if not words or words[0] not in COMMAND_FLAGS:
-        return words
-    joined, rest = [words[0]], words[1:]
+    """Join `--setting value` to `--setting=value`, so that no value is parsed as an argument of the command."""
+    args = list(argv)
+    if not args or args[0] not in COMMAND_FLAGS:
+        return args
+    joined, rest = [args[0]], args[1:]
     while rest:
-        word = rest.pop(0)
-        override = word.startswith("--") and word not in (*COMMAND_FLAGS[words[0]], "--help")
-        joined.append(f"{word}={rest.pop(0)}" if override and "=" not in word and rest else word)
+        arg = rest.pop(0)
+        override = arg.startswith("--") and arg not in (*COMMAND_FLAGS[args[0]], "--help")
+        joined.append(f"{arg}={rest.pop(0)}" if override and "=" not in arg and rest else arg)
     return joined

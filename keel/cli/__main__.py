@@ -1,4 +1,4 @@
-"""`python -m keel.cli` is `keel`."""
+"""Run the `keel` command with `python -m keel.cli`."""
 
 import sys
 

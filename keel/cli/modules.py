@@ -1,8 +1,8 @@
-"""Where the commands import modules from that settings name as `module:attribute`.
+"""Make modules importable that settings name as `module:attribute`.
 
-A module may be next to the recipe, in the current folder, or anywhere on Python's own path. A run and a sweep record
-the folder of their recipe, so that they are resumed and evaluated from any folder. Processes that a command starts by
-multiprocessing inherit the path; those of `keel launch` run this code again with `--resume`.
+A module may be next to the recipe, in the current folder, or anywhere on Python's path. A run and a sweep record the
+folder of their recipe, so they can be resumed and evaluated from any folder. Processes started with multiprocessing
+inherit the path; those of `keel launch` run this code again with `--resume`.
 """
 
 import sys
@@ -35,7 +35,7 @@ def _folder_of(source: Path) -> Path | None:
         try:
             recorded = read_json(source / name)
         except (OSError, ValueError):
-            continue  # not a run, or damaged: what reads it next reports that
+            continue  # not a run, or damaged: the code that opens it reports that
         folder = recorded.get(RECIPE_FOLDER) if isinstance(recorded, dict) else None
         if isinstance(folder, str) and Path(folder).is_dir():
             return Path(folder)

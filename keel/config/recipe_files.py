@@ -1,4 +1,4 @@
-"""Recipes that come with the package, found by name: `larger_number` is `keel/recipes/larger_number.toml`."""
+"""Recipes that come with the package, found by name: `larger_number` is `keel/larger_number`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The commands: what they print, what they refuse, and that documentation and output cannot drift from the code."""
+"""The commands: their output and errors, and that documentation and output agree with the code."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import keel
-from keel.cli import main
+from keel.cli import COMMAND_FLAGS, build_parser, main
 from keel.cli.display.objectives_markdown import render_markdown
 from keel.cli.display.objectives_prose import ADVANTAGES, METRICS
 from keel.cli.display.plot import COLUMNS, ROWS, draw_dropped_region
@@ -53,26 +53,47 @@ def process(*argv: str) -> "subprocess.CompletedProcess[str]":
 # the command itself
 
 
-def test_version_is_the_packages(run: Any) -> None:
-    assert run("--version").out == f"keel {keel.__version__}\n"
+def test_version_is_that_of_the_package(run: Any) -> None:
+    assert run("--version").out == run("-V").out == f"keel {keel.__version__}\n"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["objectives", "--help"], ["config", "--help"]])
-def test_help_shows_examples(run: Any, words: list[str]) -> None:
-    ran = run(*words)
+COMMANDS = re.findall(r"^    ([a-z]+)(?:  |$)", build_parser().format_help(), re.MULTILINE)
+
+
+def test_every_command_is_listed_in_the_help() -> None:
+    assert set(COMMAND_FLAGS) < set(COMMANDS) and COMMANDS[0] == "train"
+
+
+@pytest.mark.parametrize("argv", [["--help"], *([command, "--help"] for command in COMMANDS)])
+def test_help_shows_examples(run: Any, argv: list[str]) -> None:
+    ran = run(*argv)
     assert ran.code == 0
     assert "examples:\n  keel " in ran.out
 
 
-@pytest.mark.parametrize("words", [[], ["nothing"], ["--nothing"]])
-def test_an_unknown_command_exits_with_2_and_the_usage(run: Any, words: list[str]) -> None:
-    ran = run(*words)
+@pytest.mark.parametrize("argv", [[], ["nothing"], ["--nothing"]])
+def test_an_unknown_command_exits_with_2_and_the_usage(run: Any, argv: list[str]) -> None:
+    ran = run(*argv)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith("usage: keel")
 
 
+def test_no_command_prints_the_help_and_a_misspelled_one_a_suggestion(run: Any) -> None:
+    assert "examples:\n  keel train " in run().err
+    assert run("tran").err.endswith("keel: error: tran is not a command; did you mean train?\n")
+
+
+def test_ctrl_c_is_exit_code_130_without_a_traceback(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("keel.cli.inspect.config.load_settings", interrupt)
+    ran = run("config")
+    assert (ran.code, ran.out, ran.err) == (130, "", "keel: interrupted\n")
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         (["objectives", "icepp"], 'keel: "icepp" is not an objective; did you mean icepop?\n'),
         (
@@ -87,27 +108,27 @@ def test_an_unknown_command_exits_with_2_and_the_usage(run: Any, words: list[str
         (["config", "--objective.name"], "keel: --objective.name needs a value\n"),
     ],
 )
-def test_what_is_refused_is_one_line_and_exit_code_2(run: Any, words: list[str], message: str | None) -> None:
-    ran = run(*words)
+def test_invalid_arguments_are_one_line_and_exit_code_2(run: Any, argv: list[str], message: str | None) -> None:
+    ran = run(*argv)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err == message if message else re.fullmatch(r"keel: .+\n", ran.err)
 
 
-def test_several_problems_are_several_lines(run: Any) -> None:
+def test_several_errors_are_several_lines(run: Any) -> None:
     ran = run("objectives", "icepop", "--ratio_low", "-1", "--adv_tau", "x")
     assert [line[:6] for line in ran.err.splitlines()] == ["keel: ", "keel: "]
 
 
-@pytest.mark.parametrize("words", [["objectives"], ["objectives", "opsm"], ["objectives", "--markdown"], ["config"]])
-def test_reading_settings_does_not_load_torch(words: list[str]) -> None:
-    code = (
-        f"import sys; from keel.cli import main; code = main({words}); sys.exit(code or 9 * ('torch' in sys.modules))"
-    )
-    done = process("-c", code)
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.process
+@pytest.mark.parametrize("argv", [["objectives"], ["objectives", "opsm"], ["objectives", "--markdown"], ["config"]])
+def test_reading_settings_does_not_import_torch(argv: list[str]) -> None:
+    code = f"import sys; from keel.cli import main; code = main({argv}); sys.exit(code or 9 * ('torch' in sys.modules))"
+    completed = process("-c", code)
+    assert (completed.returncode, completed.stderr) == (0, "")
 
 
-def test_a_reader_that_leaves_is_no_traceback() -> None:
+@pytest.mark.process
+def test_a_closed_pipe_prints_no_traceback() -> None:
     command = [sys.executable, "-m", "keel.cli", "objectives", "--markdown"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
@@ -198,18 +219,18 @@ def test_a_changed_parameter_is_shown_beside_its_default(run: Any) -> None:
 # the plot
 
 
-def drawn(name: str, **given: Any) -> str:
-    return draw_dropped_region(resolve_objective({"name": name, **given})[2]).plain
+def drawn(name: str, **parameters: Any) -> str:
+    return draw_dropped_region(resolve_objective({"name": name, **parameters})[2]).plain
 
 
 def panels(text: str) -> list[list[str]]:
-    """The marks of each panel, top row first."""
+    """Return the marks of each panel, top row first."""
     rows = [re.findall(rf"\|([.+-]{{{COLUMNS}}})", line) for line in text.splitlines()]
     return [list(panel) for panel in zip(*(row for row in rows if row), strict=True)]
 
 
 @pytest.mark.parametrize("name", ["icepop", "dppo_tv", "dppo_kl", "opsm", "ipo", "kpop", "dppo_binary_kl", "mis"])
-def test_the_plot_marks_what_the_rule_drops(name: str) -> None:
+def test_the_plot_marks_the_tokens_that_the_objective_drops(name: str) -> None:
     gates = resolve_objective({"name": name})[2].gates
     shown = panels(drawn(name))
     signs = (1.0, -1.0) if any(gate.when != "always" for gate in gates) else (0.5,)
@@ -237,10 +258,10 @@ def test_two_panels_are_titled_by_the_sign_and_axes_carry_numbers() -> None:
     assert lines[ROWS // 2 + 1].count("0.5 |") == 2
     assert lines[ROWS + 2].split() == ["0.0", "0.5", "1.0"] * 2
     assert lines[ROWS + 3].split() == ["sampler", "q"] * 2
-    assert "Where A = 0 everything is kept." in lines
+    assert "Tokens with A = 0 are always kept." in lines
 
 
-def test_a_rule_that_acts_only_on_rare_tokens_gets_logarithmic_axes() -> None:
+def test_an_objective_that_drops_only_rare_tokens_gets_logarithmic_axes() -> None:
     text = drawn("veto")
     assert "1e-8" in text
     assert "-" in "".join(panels(text)[0])
@@ -249,24 +270,24 @@ def test_a_rule_that_acts_only_on_rare_tokens_gets_logarithmic_axes() -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("grpo", "No plot: the rule drops nobody."),
-        ("m2po", "No plot: the rule decides over the step, not about a token by itself."),
+        ("grpo", "No plot: the objective drops no tokens."),
+        ("m2po", "No plot: the objective decides over the whole step, not per token."),
     ],
 )
-def test_where_there_is_nothing_to_plot_it_says_so(run: Any, name: str, sentence: str) -> None:
+def test_without_anything_to_plot_there_is_a_sentence(run: Any, name: str, sentence: str) -> None:
     assert drawn(name) == sentence
     assert f"kept and dropped\n  {sentence}\n" in run("objectives", name).out
 
 
-def test_gates_on_different_policies_are_not_drawn_over_each_other() -> None:
+def test_gates_between_different_policies_are_not_plotted() -> None:
     text = drawn("icepop", gates=[{"statistic": "ratio", "between": "proximal/sampler", "high": 2.0}])
     assert text == "No plot: the gates compare different pairs of policies."
 
 
-def test_the_plot_says_what_it_leaves_out() -> None:
+def test_the_caption_names_what_the_plot_leaves_out() -> None:
     text = drawn("icepop", rollout_min_ratio=0.01, gates=[{"statistic": "second_moment", "high": 0.1}])
-    assert "A gate that decides over the step is not shown." in text
-    assert "this is a sequence of one token" in text
+    assert "Gates that decide over the whole step are not shown." in text
+    assert "the plot shows a sequence of one token" in text
 
 
 # keel config
@@ -290,24 +311,24 @@ decay = 0.9
 } | {f"all defaults of {name}": f'[objective]\nname = "{name}"\n' for name in PRESETS}
 
 
-def meaning(loaded: LoadedSettings) -> tuple[Any, ...]:
+def comparable(loaded: LoadedSettings) -> tuple[Any, ...]:
     settings = loaded.settings
     return settings.objective.name, settings.objective.composition, settings.advantages, settings.objective.parameters
 
 
 @pytest.mark.parametrize("text", FILES.values(), ids=FILES)
-def test_printed_settings_are_a_file_with_the_same_settings(run: Any, tmp_path: Path, text: str) -> None:
+def test_printed_settings_can_be_loaded_and_give_the_same_settings(run: Any, tmp_path: Path, text: str) -> None:
     file, again = tmp_path / "run.toml", tmp_path / "again.toml"
     file.write_text(text)
     ran = run("config", str(file), "--objective.adv_tau", "0.5") if "entropy" not in text else run("config", str(file))
     assert ran.code == 0
     again.write_text(ran.out)
     overrides = [] if "entropy" in text else ["--objective.adv_tau", "0.5"]
-    assert meaning(load_settings(again)) == meaning(load_settings(file, overrides))
+    assert comparable(load_settings(again)) == comparable(load_settings(file, overrides))
     assert run("config", str(again)).code == 0
 
 
-def test_each_line_carries_the_origin_of_its_value(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_line_has_the_origin_of_its_value(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text('[objective]\nname = "ipo_kl"\nratio_low = 0.3\n')
     lines = run("config", "run.toml", "--objective.kl_tau", "0.1").out.splitlines()
@@ -320,19 +341,19 @@ def test_each_line_carries_the_origin_of_its_value(run: Any, tmp_path: Path, mon
     assert all(not line or line.startswith("[") or "  # " in line for line in lines)
 
 
-def test_a_name_with_odd_characters_stays_one_line_of_toml(run: Any, tmp_path: Path) -> None:
+def test_a_file_name_with_a_newline_does_not_break_the_toml(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "odd\nname = 1.toml"
     file.write_text('[objective]\nname = "icepop"\n')
     assert tomllib.loads(run("config", str(file)).out)["objective"]["name"] == "icepop"
 
 
-def test_long_lines_are_not_broken(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_lines_are_not_wrapped(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     out = run("config", "--objective.name", "decoupled_ppo_loglinear").out
     assert 'name = "decoupled_ppo_loglinear"  # command line\n' in out
 
 
-def test_settings_for_machines_have_values_and_origins(run: Any) -> None:
+def test_json_settings_have_values_and_origins(run: Any) -> None:
     rows = json.loads(run("config", "--json", "--objective.name", "icepop", "--objective.ratio_high", "8").out)
     assert rows["objective.ratio_high"] == {"value": 8.0, "origin": "command line"}
     assert rows["objective.rollout_min_ratio"] == {"value": None, "origin": "default"}

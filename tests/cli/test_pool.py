@@ -1,4 +1,4 @@
-"""`keel pool`: what it prints about real servers, its exit codes, and that what a server says is only ever text."""
+"""`keel pool`: its output for real servers, its exit codes, and that text from a server is never interpreted."""
 
 import asyncio
 import json
@@ -44,19 +44,19 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
-def engine(version: int) -> FakeEngine:
-    made = FakeEngine()
-    made.live = version
-    return made
+def make_engine(version: int) -> FakeEngine:
+    engine = FakeEngine()
+    engine.live = version
+    return engine
 
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    with serving(build_app(engine(3), TOKENIZER, model="tiny")) as url:
+    with serving(build_app(make_engine(3), TOKENIZER, model="tiny")) as url:
         yield url
 
 
-def test_all_ready_is_exit_code_0(run: Any, server: str) -> None:
+def test_the_exit_code_is_0_if_all_members_are_ready(run: Any, server: str) -> None:
     code, out, err = run(server)
     assert (code, err) == (0, "")
     head, row, summary = out.splitlines()
@@ -65,7 +65,7 @@ def test_all_ready_is_exit_code_0(run: Any, server: str) -> None:
     assert summary == "1 member: 1 ready"
 
 
-def test_one_that_cannot_be_reached_is_exit_code_1_and_says_why(run: Any, server: str) -> None:
+def test_an_unreachable_member_is_exit_code_1_with_its_error(run: Any, server: str) -> None:
     code, out, err = run(server, NOWHERE)
     assert (code, err) == (1, "")
     assert re.search(rf"{server} +ready +3 ", out)
@@ -74,23 +74,24 @@ def test_one_that_cannot_be_reached_is_exit_code_1_and_says_why(run: Any, server
 
 
 def test_a_member_behind_the_newest_version_is_not_ready(run: Any, server: str) -> None:
-    with serving(build_app(engine(5), TOKENIZER, model="tiny")) as newer:
+    with serving(build_app(make_engine(5), TOKENIZER, model="tiny")) as newer:
         code, out, _ = run(server, newer)
     assert code == 1
     assert re.search(rf"{server} +syncing +3 .*holds version 3, the newest is 5", out)
     assert re.search(rf"{newer} +ready +5 ", out)
 
 
-def test_nothing_is_loaded_or_asked(run: Any) -> None:
-    fake = engine(0)
+def test_without_load_no_weights_are_loaded_and_nothing_is_sampled(run: Any) -> None:
+    fake = make_engine(0)
     with serving(build_app(fake, TOKENIZER, model="tiny")) as url:
         assert run(url)[0] == 0
     assert (fake.loaded, fake.calls) == ([], [])
 
 
+@pytest.mark.process
 def test_weights_and_adapters_are_loaded_into_all_members(run: Any, tmp_path: Path) -> None:
     folder = str(tmp_path.resolve())
-    fakes = [engine(0), engine(2)]
+    fakes = [make_engine(0), make_engine(2)]
     with ExitStack() as stack:
         apps = [build_app(fake, TOKENIZER, model="tiny", allowed_folders=ANYWHERE) for fake in fakes]
         urls = [stack.enter_context(serving(app)) for app in apps]
@@ -107,11 +108,11 @@ def test_weights_and_adapters_are_loaded_into_all_members(run: Any, tmp_path: Pa
     assert fakes[1].loaded == [("weights", folder, 5), ("adapter", folder, 6), ("adapter", folder, 7)]
 
 
-def test_a_vllm_member_takes_weights_too(run: Any, tmp_path: Path) -> None:
+def test_weights_are_loaded_into_a_vllm_member(run: Any, tmp_path: Path) -> None:
     vllm = FakeVllm()
     with serving(vllm.app()) as url:
-        refused = run(url, "--load", str(tmp_path), "--version", "5")
-        assert refused[0] == 2 and "is not a keel server" in refused[2]
+        code, _, err = run(url, "--load", str(tmp_path), "--version", "5")
+        assert code == 2 and "is not a keel server" in err
         code, out, _ = run(url, "--backend", "vllm", "--load", str(tmp_path), "--version", "5")
     assert code == 0 and re.search(r" ready +5 ", out)
     assert vllm.weights == str(tmp_path.resolve())
@@ -120,8 +121,8 @@ def test_a_vllm_member_takes_weights_too(run: Any, tmp_path: Path) -> None:
 def test_json_has_every_field(run: Any, server: str) -> None:
     code, out, err = run(server, NOWHERE, "--json")
     assert (code, err) == (1, "")
-    said = json.loads(out)
-    ready, unhealthy = said["members"]
+    payload = json.loads(out)
+    ready, unhealthy = payload["members"]
     assert ready.pop("age") < 5
     assert ready == {
         "url": server,
@@ -133,13 +134,13 @@ def test_json_has_every_field(run: Any, server: str) -> None:
         "requests": 0,
         "errors": 0,
         "last_error": "",
-        "leaving": False,
+        "retiring": False,
     }
     assert (unhealthy["state"], unhealthy["version"], unhealthy["errors"]) == ("unhealthy", None, 1)
-    assert said["discovery_error"] == ""
+    assert payload["discovery_error"] == ""
 
 
-def test_members_come_from_a_file_a_name_or_a_list(run: Any, server: str, tmp_path: Path) -> None:
+def test_members_come_from_a_file_a_dns_name_or_a_url(run: Any, server: str, tmp_path: Path) -> None:
     file = tmp_path / "members"
     file.write_text(f"# engines\n{server}\n")
     assert run("--file", str(file))[0] == 0
@@ -150,56 +151,56 @@ def test_members_come_from_a_file_a_name_or_a_list(run: Any, server: str, tmp_pa
     assert server in out
 
 
-def test_members_that_cannot_be_found_are_exit_code_1(run: Any, tmp_path: Path) -> None:
+def test_failed_discovery_is_exit_code_1(run: Any, tmp_path: Path) -> None:
     code, out, err = run("--file", str(tmp_path / "missing"))
     assert (code, err) == (1, "")
     assert "0 members: none found" in out
     assert "No such file or directory" in out.replace("\n", " ")
 
 
-def test_a_key_is_sent(run: Any, tmp_path: Path) -> None:
+def test_the_api_key_is_sent_and_never_shown(run: Any, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("secret\n")
-    with serving(build_app(engine(0), TOKENIZER, model="tiny", api_key="secret")) as url:
+    with serving(build_app(make_engine(0), TOKENIZER, model="tiny", api_key="secret")) as url:
         assert run(url, "--api-key-file", str(key))[0] == 0
         assert run(url, "--api-key", "secret")[0] == 0
         code, out, _ = run(url, "--api-key", "wrong", "--json")
-    # whether /health needs a key is the server's to say; a wrong one is never shown
+    # the server decides whether /health needs a key; a wrong key is never shown
     assert code in (0, 1)
     assert "wrong" not in out
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
-        ([], "give the members as URLs, or with one of --dns, --file and --discovery-url"),
-        ([NOWHERE, "--dns", "a:1"], "give the members as URLs, or with one of --dns, --file and --discovery-url"),
+        ([], "pass the members as URLs, or with one of --dns, --file and --discovery-url"),
+        ([NOWHERE, "--dns", "a:1"], "pass the members as URLs, or with one of --dns, --file and --discovery-url"),
         (["127.0.0.1:8000"], 'pool.urls: "127.0.0.1:8000" is not a URL; use a URL such as "http://10.0.0.1:8000"'),
         (["--dns", "engines"], 'pool.dns = "engines" is not host:port, such as "engines.internal:8000"'),
         (["--discovery-url", "x"], 'pool.discovery_url: "x" is not a URL; use a URL such as "http://10.0.0.1:8000"'),
         ([NOWHERE, "--poll-interval", "0"], "pool.poll_interval = 0.0: input should be greater than 0"),
         ([NOWHERE, "--timeout", "nan"], None),
-        ([NOWHERE, "--version", "3"], "--version cannot act without --load DIR"),
-        ([NOWHERE, "--drain"], "--drain cannot act without --load DIR"),
-        ([NOWHERE, "--load", "."], "--load needs --version N, which answers will say that they were sampled by"),
+        ([NOWHERE, "--version", "3"], "--version has no effect without --load DIR"),
+        ([NOWHERE, "--drain"], "--drain has no effect without --load DIR"),
+        ([NOWHERE, "--load", "."], "--load needs --version N, the version that sampled tokens are recorded with"),
         ([NOWHERE, "--load", "no-such-folder", "--version", "3"], "--load no-such-folder is not a folder"),
         ([NOWHERE, "--api-key-file", "no-such-file"], None),
     ],
 )
-def test_bad_arguments_are_one_line_and_exit_code_2(run: Any, words: list[str], message: str | None) -> None:
-    code, out, err = run(*words)
+def test_invalid_arguments_are_one_line_and_exit_code_2(run: Any, argv: list[str], message: str | None) -> None:
+    code, out, err = run(*argv)
     assert (code, out) == (2, "")
     assert err == f"keel: {message}\n" if message else re.fullmatch(r"keel: .+\n", err)
 
 
-@pytest.mark.parametrize("words", [["--dns", "a:1", "--file", "b"], ["--nothing"], ["--poll-interval", "x"]])
-def test_what_argparse_refuses_is_exit_code_2(run: Any, words: list[str]) -> None:
-    code, _, err = run(*words)
+@pytest.mark.parametrize("argv", [["--dns", "a:1", "--file", "b"], ["--nothing"], ["--poll-interval", "x"]])
+def test_errors_of_argparse_are_exit_code_2(run: Any, argv: list[str]) -> None:
+    code, _, err = run(*argv)
     assert code == 2
     assert err.startswith("usage: keel")
 
 
-def test_what_a_server_says_cannot_reach_the_terminal_or_be_markup(run: Any) -> None:
+def test_text_from_a_server_cannot_control_the_terminal_and_is_not_markup(run: Any) -> None:
     evil = "\x1b]0;owned\x07\x1b[2J[bold red]hi[/] [/nonsense]\r\n\u202e" + "x" * 5000
 
     async def health(_: Request) -> Response:
@@ -215,7 +216,7 @@ def test_what_a_server_says_cannot_reach_the_terminal_or_be_markup(run: Any) -> 
     assert len(json.loads(machine)["members"][0]["last_error"]) <= 200
 
 
-def test_a_server_that_never_answers_is_given_up(run: Any) -> None:
+def test_a_server_that_never_answers_times_out(run: Any) -> None:
     async def health(_: Request) -> Response:
         await asyncio.sleep(30)
         return Response()
@@ -228,10 +229,11 @@ def test_a_server_that_never_answers_is_given_up(run: Any) -> None:
     assert "did not respond within" in out
 
 
-def test_watching_goes_on_until_interrupted_and_torch_is_not_loaded(server: str) -> None:
+@pytest.mark.process
+def test_watch_repeats_until_interrupted_and_does_not_import_torch(server: str) -> None:
     code = (
         "import sys; from keel.cli import main;"
-        f"code = main(['pool', '{server}', '--json', '--watch', '--interval', '0.1']);"
+        f"code = main(['pool', '{server}', '--json', '--watch', '--poll-interval', '0.1']);"
         "sys.exit(code or 9 * ('torch' in sys.modules))"
     )
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -239,10 +241,10 @@ def test_watching_goes_on_until_interrupted_and_torch_is_not_loaded(server: str)
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as watching:
         assert watching.stdout is not None
-        looks = [json.loads(watching.stdout.readline()) for _ in range(3)]
+        probes = [json.loads(watching.stdout.readline()) for _ in range(3)]
         watching.send_signal(signal.SIGINT)
         _, err = watching.communicate(timeout=20)
-    assert [look["members"][0]["state"] for look in looks] == ["ready"] * 3
+    assert [probe["members"][0]["state"] for probe in probes] == ["ready"] * 3
     assert (watching.returncode, err) == (0, "")
 
 
@@ -252,5 +254,5 @@ def test_help_shows_examples(run: Any) -> None:
     assert "examples:\n  keel pool " in out
 
 
-def test_durations_are_for_people() -> None:
+def test_ages_are_formatted() -> None:
     assert [format_age(s) for s in (0, 59.4, 60, 3599, 7200, 1e6)] == ["0 s", "59 s", "1 min", "60 min", "2 h", "12 d"]

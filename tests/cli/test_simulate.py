@@ -57,16 +57,16 @@ def test_the_command_prints_a_prediction_a_table_and_json(tmp_path: Path, capsys
     text = capsys.readouterr().out
     for label in ("speed", "engines", "trainer", "staleness", "dropped", "wasted", "bottleneck", "to change"):
         assert any(line.startswith(label) for line in text.splitlines()), label
-    assert "file        length fixed:20" in text and "given       engines 2" in text
+    assert "file        length fixed:20" in text and "flags       engines 2" in text
     assert main(["simulate", str(file), "--json", "--length", "fixed:20"]) == 0
     payload = json.loads(capsys.readouterr().out)
     assert payload["prediction"]["steps"] == 8 and payload["assumptions"]["length"]["mean"] == 20
     sweep = ["--sweep", "engines=1,2", "--sweep", "scheduler.max_off_policy_steps=0,1"]
     assert main(["simulate", str(file), *sweep]) == 0
-    table, _, assumed = capsys.readouterr().out.partition("\n\n")
+    table, _, assumptions = capsys.readouterr().out.partition("\n\n")
     rows = [line.split()[:2] for line in table.splitlines()]
     assert rows == [["engines", "scheduler.max_off_policy_steps"], ["1", "0"], ["1", "1"], ["2", "0"], ["2", "1"]]
-    assert assumed.startswith("assumed     tokens_per_second 2,000")
+    assert assumptions.startswith("defaults    tokens_per_second 2,000")
 
 
 def test_the_scaling_page_shows_what_is_printed(
@@ -83,6 +83,7 @@ def test_the_scaling_page_shows_what_is_printed(
         assert capsys.readouterr().out.rstrip("\n") == expected, command
 
 
+@pytest.mark.process
 def test_simulate_does_not_import_torch() -> None:
     modules = "keel.tools.simulate.bottleneck, keel.tools.simulate.calibrate, keel.cli.inspect.simulate"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"

@@ -1,4 +1,4 @@
-"""`keel train` as a user meets it: a terminal's signals, going on, refusals, and engines on other servers."""
+"""`keel train` as a user runs it: signals, resuming, errors, and engines on other servers."""
 
 import json
 import os
@@ -24,17 +24,18 @@ from tests.support.engine_fakes import serving
 from tests.support.tiny_runs import RECIPE, train
 
 PATIENCE = 240
+"""Seconds after which a training process is killed."""
 
 
 @contextmanager
-def running(*words: str) -> Iterator["subprocess.Popen[str]"]:
-    """A `keel train` process that is ended whatever happens."""
+def running(*argv: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run a `keel train` process that is killed at the end in any case."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "keel.cli", "train", *words]
+    command = [sys.executable, "-m", "keel.cli", "train", *argv]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as process:
-        # a line that never comes must not be waited for
+        # do not wait indefinitely for a line
         timer = threading.Timer(PATIENCE, process.kill)
         timer.start()
         try:
@@ -44,23 +45,24 @@ def running(*words: str) -> Iterator["subprocess.Popen[str]"]:
             process.kill()
 
 
-def recipe(folder: Path) -> str:
+def write_recipe(folder: Path) -> str:
     file = folder / "recipe.toml"
     file.write_text(RECIPE)
     return str(file)
 
 
-def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+@pytest.mark.process
+def test_ctrl_c_finishes_the_step_saves_and_prints_how_to_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with running(recipe(tmp_path), "--run", str(folder), "--steps", "10000", "--json") as process:
+    with running(write_recipe(tmp_path), "--run", str(folder), "--steps", "10000", "--json") as process:
         assert process.stdout is not None
         for line in process.stdout:
             if '"step"' in line and json.loads(line).get("event") == "step":
                 process.send_signal(signal.SIGINT)
                 break
-        said = process.stdout.read()
+        output = process.stdout.read()
         assert process.wait(60) == 0
-    assert f"go on with: keel train --resume {folder}" in said
+    assert f"resume with: keel train --resume {folder}" in output
     with sqlite3.connect(folder / "run.db") as db:
         (last,) = db.execute("SELECT max(step) FROM steps").fetchone()
         assert db.execute("SELECT value FROM meta WHERE key = 'status'").fetchone() == ("stopped",)
@@ -68,57 +70,76 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path: Path) ->
     assert (folder / "checkpoints" / f"step_{last}" / "model.safetensors").is_file()
 
 
-def test_a_table_for_the_launcher_is_said_to_be_left_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", recipe(tmp_path), "--run", str(tmp_path / "run"), "--steps", "1", "--evaluation.when", "never"]
-    assert main([*words, "--launch.engines", "2"]) == 0
-    assert "the table launch is for `keel launch`" in capsys.readouterr().out
+@pytest.mark.model
+def test_a_launch_table_is_reported_to_have_no_effect_unless_the_run_was_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [
+        "train",
+        write_recipe(tmp_path),
+        "--run",
+        str(tmp_path / "run"),
+        "--steps",
+        "1",
+        "--evaluation.when",
+        "never",
+    ]
+    assert main([*argv, "--launch.engines", "2"]) == 0
+    assert "the [launch] table has no effect with `keel train`" in capsys.readouterr().out
+    monkeypatch.setenv("KEEL_LAUNCHED", "1")
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+    assert "the [launch] table" not in capsys.readouterr().out
 
 
-def test_a_run_that_was_stopped_goes_on_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.model
+def test_a_stopped_run_is_resumed_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     train(folder, stop_after=2)
     assert main(["train", "--resume", str(folder)]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"evaluation larger_number on 4 held-out tasks: .* after step 0 -> .* after step 6", said)
-    assert "rollouts   " in said and "tokens     " in said
+    output = capsys.readouterr().out
+    assert re.search(r"evaluation larger_number on 4 held-out tasks: .* after step 0 -> .* after step 6", output)
+    assert "rollouts   " in output and "tokens     " in output and f"view       keel lens {folder}\n" in output
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
-        (["train"], "give a RECIPE, or --resume RUN"),
+        (["train"], "pass a RECIPE or --resume RUN"),
         (["train", "no.toml"], "no.toml does not exist"),
-        (["train", "recipe.toml", "--allow-changes"], "--allow-changes cannot act without --resume"),
+        (["train", "recipe.toml", "--allow-changes"], "--allow-changes has no effect without --resume"),
         (["train", "--resume", "nothing"], "nothing does not hold a run"),
-        (["train", "recipe.toml", "--scheduler.gruops", "3"], "scheduler.gruops is not a setting; did you mean groups"),
+        (
+            ["train", "recipe.toml", "--scheduler.gruops_per_step", "3"],
+            "scheduler.gruops_per_step is not a setting; did you mean groups_per_step?",
+        ),
         (["train", "recipe.toml", "--sampling.top_p", "0.5"], "sampling.top_p = 0.5 truncates the distribution"),
         (["train", "recipe.toml", "--environments.larger_number.options.shots", "99"], "shots = 99"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_a_line(
-    words: list[str],
+def test_invalid_arguments_are_one_line_errors(
+    argv: list[str],
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    recipe(tmp_path)
+    write_recipe(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
+    assert main(argv) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_same_loop_with_a_pool_of_servers(tmp_path: Path) -> None:
-    own = load_model(ModelSettings(name="tiny", sft_warmup_steps=300))
+@pytest.mark.model
+def test_a_run_trains_with_a_pool_of_servers(tmp_path: Path) -> None:
     apps = []
     for _ in range(2):
-        other = load_model(ModelSettings(name="tiny", sft_warmup_steps=300))
-        engine = LocalEngine(other.network, other.tokenizer, EngineSettings())
-        apps.append(build_app(engine, own.tokenizer, model="m", allowed_folders=AllowedFolders([tmp_path])))
+        model = load_model(ModelSettings(name="tiny", sft_warmup_steps=300))
+        engine = LocalEngine(model.network, model.tokenizer, EngineSettings())
+        apps.append(build_app(engine, model.tokenizer, model="m", allowed_folders=AllowedFolders([tmp_path])))
     with serving(apps[0]) as first, serving(apps[1]) as second:
         watcher = train(
             tmp_path / "run", steps=3, engine__kind="pool", pool__urls=[first, second], evaluation__when="start_and_end"
         )
     assert list(watcher.steps) == [1, 2, 3]
-    assert all(numbers["dropped"] == numbers.get("dropped/zero_variance", 0) for numbers in watcher.steps.values())
+    assert all(metrics["dropped"] == metrics.get("dropped/zero_variance", 0) for metrics in watcher.steps.values())

@@ -1,4 +1,4 @@
-"""What the documents show is what Keel prints."""
+"""The output shown in the documentation is what Keel prints."""
 
 import contextlib
 import io
@@ -19,19 +19,19 @@ PAGES = ["README.md", "docs/audit.md", "docs/running.md"]
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The fenced blocks of a language; all fences are read in turn, so that no closing one is taken for an opening."""
+    """Return the fenced blocks of a language. Fences are matched in pairs, so a closing one never counts as opening."""
     fenced = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     return [text for name, text in fenced if name == language]
 
 
 def sessions(page: str) -> list[tuple[str, str]]:
-    """Commands and what is shown under them."""
-    found = []
+    """Return commands and the output shown below them."""
+    pairs = []
     for block in blocks(page, ""):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, _, shown = part.partition("\n")
-            found.append((command, shown.rstrip("\n")))
-    return found
+            pairs.append((command, shown.rstrip("\n")))
+    return pairs
 
 
 @pytest.mark.parametrize(("command", "shown"), [pair for page in PAGES for pair in sessions(page)])
@@ -47,7 +47,7 @@ def test_every_command_shown_prints_what_is_shown(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "support"))
     monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.delitem(sys.modules, "my_losses", raising=False)  # of another test's directory
+    monkeypatch.delitem(sys.modules, "my_losses", raising=False)  # imported from the folder of another test
     main(command.split()[1:])
     printed = capsys.readouterr()
     lines = (printed.out + printed.err).rstrip("\n").split("\n")
@@ -77,28 +77,31 @@ def test_the_running_page_shows_real_advantages() -> None:
         assert str(eval(call.removeprefix(">>> "), {"keel": keel})) == shown
 
 
-def test_links_between_documents_lead_somewhere() -> None:
+def test_links_between_documents_exist() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     for page in pages:
         for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
-def test_the_package_names_the_recipes_it_counts() -> None:
+def test_readme_and_changelog_name_all_objectives() -> None:
     text = (ROOT / "README.md").read_text()
-    assert f"{len(keel.objectives.RECIPES)} published objectives" in text
+    assert f"{len(keel.objectives.PRESETS)} published objectives" in text
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert all(f"`{name}`" in changelog for name in keel.objectives.RECIPES)
+    assert all(f"`{name}`" in changelog for name in keel.objectives.PRESETS)
 
 
+@pytest.mark.model
 def test_the_example_of_the_policy_page_is_the_file_and_prints_what_is_shown() -> None:
-    """Real model, real steps; numbers may differ in the last digit between machines."""
+    """Train real steps of a real model; numbers may differ in the last digit between machines."""
     page = (ROOT / "docs/policy.md").read_text()
     example = (ROOT / "examples/steps.py").read_text()
     assert blocks("docs/policy.md", "python")[0] == example
-    done = subprocess.run([sys.executable, "examples/steps.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    completed = subprocess.run(
+        [sys.executable, "examples/steps.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     shown = page.partition("printed\n\n```text\n")[2].partition("```")[0]
     number = r"[+-]?\d+(?:\.\d+)?"
-    assert re.sub(number, "#", done.stdout) == re.sub(number, "#", shown)
-    printed = [float(found) for found in re.findall(number, done.stdout)]
-    assert printed == pytest.approx([float(found) for found in re.findall(number, shown)], abs=0.25)
+    assert re.sub(number, "#", completed.stdout) == re.sub(number, "#", shown)
+    printed = [float(text) for text in re.findall(number, completed.stdout)]
+    assert printed == pytest.approx([float(text) for text in re.findall(number, shown)], abs=0.25)

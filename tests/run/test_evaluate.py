@@ -339,7 +339,7 @@ def test_eval_of_a_model_needs_to_know_on_what(tmp_path, capsys):
         (("--environment", "larger_numbr"), "larger_number"),
         (("--environment", "larger_number", "--tasks", "0"), "--tasks 0 must be at least 1"),
         (("--environment", "larger_number", "--temperature", "-1"), "temperature"),
-        (("--environment", "larger_number", "--step", "3"), "--step 3 cannot act"),
+        (("--environment", "larger_number", "--step", "3"), "--step 3 has no effect"),
         (("--environment", "calculator", "--recipe", "none.toml"), "none.toml does not exist"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Where the commands write: one console for people, plain text for files and pipes.
+"""Standard output of the commands: a rich console for a terminal, plain text for files and pipes.
 
-Away from a terminal there are no colour codes, and lines are as wide as COLUMNS says or else wide enough for the
-tables, so that the same command always prints the same bytes.
+If standard output is not a terminal there are no colour codes, and lines are COLUMNS wide, or wide enough for the
+tables, so the same command always prints the same bytes.
 """
 
 import os
@@ -10,16 +10,16 @@ import sys
 from rich.console import Console
 
 PLAIN_WIDTH = 120
-"""Columns when standard output is not a terminal and COLUMNS is not set."""
+"""Width if standard output is not a terminal and COLUMNS is not set."""
 
 
 def console() -> Console:
-    """A console on the present standard output."""
+    """Return a console for the current standard output."""
     terminal = sys.stdout.isatty()
     width = None if terminal or os.environ.get("COLUMNS", "").isdecimal() else PLAIN_WIDTH
     return Console(force_terminal=terminal, width=width, markup=False, highlight=False, emoji=False)
 
 
 def write_stdout(text: str) -> None:
-    """Text as it is, for machines and for documents."""
+    """Write text unchanged, such as JSON or Markdown."""
     sys.stdout.write(text)

@@ -1,6 +1,6 @@
-"""The parameters of a recipe as rows, its own first and then those that every recipe takes.
+"""The parameters of an objective preset as rows: first those of the preset, then those that every preset has.
 
-Names, defaults and meanings come from `keel.config`; this only puts them side by side and writes values for people.
+Names, defaults and meanings come from `keel.objectives`; this module only collects them and formats values.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class ParameterRow(NamedTuple):
 
 
 def parameter_rows(preset: ObjectivePreset, overrides: Mapping[str, Any] | None = None) -> list[ParameterRow]:
-    """Every parameter that the recipe takes, with its value when these are given."""
+    """Return every parameter of a preset, with its value after applying overrides."""
     _, values, _ = resolve_objective({"name": preset.name, **(overrides or {})})
     fields = preset.parameters_class.model_fields
     names = [*preset.own_parameters, *COMMON_NAMES]
@@ -33,7 +33,7 @@ def parameter_rows(preset: ObjectivePreset, overrides: Mapping[str, Any] | None 
 
 
 def parameter_meaning(name: str) -> str:
-    """What a parameter is for."""
+    """Return the description of a parameter."""
     text = (
         PRESET_PARAMETERS[name][1]
         if name in PRESET_PARAMETERS
@@ -44,13 +44,13 @@ def parameter_meaning(name: str) -> str:
 
 
 def format_defaults(preset: ObjectivePreset) -> str:
-    """The values that make the recipe what it is, without those that are not given."""
-    given = {name: value for name, value in preset.parameters.items() if value is not None and name != "anchor"}
-    return ", ".join(f"{name} {format_value(value)}" for name, value in given.items()) or "-"
+    """Return the values that define the preset, without those that are not set."""
+    values = {name: value for name, value in preset.parameters.items() if value is not None and name != "anchor"}
+    return ", ".join(f"{name} {format_value(value)}" for name, value in values.items()) or "-"
 
 
 def format_value(value: Any) -> str:
-    """A value for people."""
+    """Format a value for display."""
     if value is None:
         return "not given"
     if isinstance(value, bool):

@@ -1,7 +1,8 @@
-"""Kept and dropped over (p, q), drawn with letters: sampler probability to the right, policy probability upwards.
+"""A text plot of kept and dropped tokens over (p, q): sampler probability to the right, policy probability upwards.
 
-The marks come from `keel.objectives.scalar_gates`, which knows nothing of tensors. It draws what can be said of one
-token; where a rule drops nobody, decides over the step or mixes policies, it says so instead.
+The marks come from `keel.objectives.scalar_gates`, which needs no tensors. The plot shows decisions about a single
+token; if an objective drops no tokens, decides over the whole step or compares several pairs of policies, a sentence
+says so instead.
 """
 
 from collections.abc import Sequence
@@ -12,20 +13,20 @@ from keel.objectives import Composition, Gate
 from keel.objectives.scalar_gates import first_dropped_side
 
 COLUMNS, ROWS = 32, 16
-"""Powers of two: no cell lies on a decimal bound such as 0.2, where rounding would fray the edge."""
+"""Powers of two, so that no cell lies on a decimal bound such as 0.2, where rounding would make the edge ragged."""
 MIN_DECADE = -8
-"""The lowest decade of logarithmic axes."""
+"""Lowest decade of logarithmic axes."""
 MARKS = {None: (".", "dim"), "low": ("-", "bold blue"), "high": ("+", "bold red")}
 POLICY_LABELS = {"policy": "policy", "sampler": "sampler", "proximal": "proximal policy"}
 
 
 def draw_dropped_region(composition: Composition) -> Text:
-    """The plot with its caption, or a sentence where there is nothing to plot."""
+    """Return the plot with its caption, or a sentence if there is nothing to plot."""
     gates = [gate for gate in composition.gates if gate.scope != "step"]
     if not composition.gates:
-        return Text("No plot: the rule drops nobody.")
+        return Text("No plot: the objective drops no tokens.")
     if not gates:
-        return Text("No plot: the rule decides over the step, not about a token by itself.")
+        return Text("No plot: the objective decides over the whole step, not per token.")
     if len({gate.between for gate in gates}) > 1:
         return Text("No plot: the gates compare different pairs of policies.")
     signs = (1.0, -1.0) if any(gate.when != "always" for gate in gates) else (0.0,)
@@ -34,15 +35,17 @@ def draw_dropped_region(composition: Composition) -> Text:
     if not _any_dropped(panels):
         log = True
         panels = [_grid(gates, sign, log) for sign in signs]
-    over, under = (POLICY_LABELS[who] for who in gates[0].between.split("/"))
+    numerator, denominator = (POLICY_LABELS[policy] for policy in gates[0].between.split("/"))
     titles = ["A > 0", "A < 0"] if len(signs) == 2 else ["every A"]
-    framed = [_with_axes(panel, title, over, under, log) for panel, title in zip(panels, titles, strict=True)]
+    framed = [
+        _with_axes(panel, title, numerator, denominator, log) for panel, title in zip(panels, titles, strict=True)
+    ]
     text = Text()
     for lines in zip(*framed, strict=True):
         joined = Text("   ").join(lines)
         joined.rstrip()
         text.append_text(joined).append("\n")
-    return text.append_text(_caption(composition.gates, panels, over, under))
+    return text.append_text(_caption(composition.gates, panels, numerator, denominator))
 
 
 def _any_dropped(panels: Sequence[list[Text]]) -> bool:
@@ -50,13 +53,13 @@ def _any_dropped(panels: Sequence[list[Text]]) -> bool:
 
 
 def _cell_center(index: int, count: int, log: bool) -> float:
-    """The middle of a cell."""
-    share = (index + 0.5) / count
-    return float(10 ** (MIN_DECADE * (1 - share))) if log else share
+    """Return the probability at the center of a cell."""
+    fraction = (index + 0.5) / count
+    return float(10 ** (MIN_DECADE * (1 - fraction))) if log else fraction
 
 
 def _grid(gates: Sequence[Gate], advantage: float, log: bool) -> list[Text]:
-    """One line of marks for each policy probability, the largest first."""
+    """Return one line of marks per policy probability, the largest first."""
     lines = []
     for row in reversed(range(ROWS)):
         line = Text()
@@ -67,26 +70,26 @@ def _grid(gates: Sequence[Gate], advantage: float, log: bool) -> list[Text]:
     return lines
 
 
-def _with_axes(panel: list[Text], title: str, over: str, under: str, log: bool) -> list[Text]:
-    """A panel with its axes; all lines equally long."""
+def _with_axes(panel: list[Text], title: str, numerator: str, denominator: str, log: bool) -> list[Text]:
+    """Return a panel with its axes; all lines have the same length."""
     ticks = (f"1e{MIN_DECADE}", f"1e{MIN_DECADE // 2}", "1") if log else ("0.0", "0.5", "1.0")
     labels = {0: ticks[2], ROWS // 2: ticks[1], ROWS - 1: ticks[0]}
-    lines = [Text(f"{title}, {over} p upwards", style="bold")]
-    lines += [Text(f"{labels.get(place, ''):>5} |").append_text(line) for place, line in enumerate(panel)]
+    lines = [Text(f"{title}, {numerator} p upwards", style="bold")]
+    lines += [Text(f"{labels.get(row, ''):>5} |").append_text(line) for row, line in enumerate(panel)]
     lines.append(Text(f"{'':5} +{'=' * COLUMNS}"))
     half = COLUMNS // 2
     lines.append(Text(f"{'':7}{ticks[0]:<{half}}{ticks[1]:<{half - len(ticks[2])}}{ticks[2]}"))
-    lines.append(Text(f"{'':7}{under + ' q':^{COLUMNS}}"))
+    lines.append(Text(f"{'':7}{denominator + ' q':^{COLUMNS}}"))
     for line in lines:
         line.pad_right(COLUMNS + 7 - len(line))
     return lines
 
 
-def _caption(gates: Sequence[Gate], panels: Sequence[list[Text]], over: str, under: str) -> Text:
+def _caption(gates: Sequence[Gate], panels: Sequence[list[Text]], numerator: str, denominator: str) -> Text:
     marks = [
         (None, "kept"),
-        ("low", f"dropped, p too far below q ({over} below {under})"),
-        ("high", "dropped, too far above"),
+        ("low", f"dropped, p too far below q ({numerator} below {denominator})"),
+        ("high", "dropped, p too far above q"),
     ]
     text = Text()
     for side, meaning in marks:
@@ -94,11 +97,11 @@ def _caption(gates: Sequence[Gate], panels: Sequence[list[Text]], over: str, und
     text.rstrip()
     notes = []
     if any(gate.scope == "sequence" for gate in gates):
-        notes.append("A sequence decides as a whole; this is a sequence of one token.")
+        notes.append("A sequence gate decides for the whole sequence; the plot shows a sequence of one token.")
     if any(gate.scope == "step" for gate in gates):
-        notes.append("A gate that decides over the step is not shown.")
+        notes.append("Gates that decide over the whole step are not shown.")
     if all(gate.when != "always" for gate in gates):
-        notes.append("Where A = 0 everything is kept.")
+        notes.append("Tokens with A = 0 are always kept.")
     if not _any_dropped(panels):
-        notes.append("No point shown here is dropped.")
+        notes.append("No plotted point is dropped.")
     return text.append("".join(f"\n{note}" for note in notes))

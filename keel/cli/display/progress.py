@@ -1,9 +1,8 @@
-"""What `keel train` shows while it runs: a live table in a terminal, aligned lines elsewhere, or JSON, an event a line.
+"""Displays of `keel train`: a live table in a terminal, aligned lines elsewhere, or JSON with one event per line.
 
-All three are observers (`keel/run/monitor/callbacks.py`) and show the same numbers; one that a step does not have is
-"-". Text may come from a model or an environment: it is never read as markup, and characters that would move the
-cursor or turn the text round are written out. Only what has happened is shown, and the time left is an estimate from
-the last steps.
+All three are callbacks (`keel/run/monitor/callbacks.py`) and show the same metrics; a metric that a step does not have
+is "-". Text may come from a model or an environment: it is never read as markup, and characters that would move the
+cursor or reverse the text direction are escaped. The time left is an estimate from the last steps.
 """
 
 import json
@@ -27,44 +26,44 @@ if TYPE_CHECKING:
     from keel.run.evaluate import EvaluationResult
 
 TABLE_ROWS = 10
-"""Steps that the table holds, and that the time left is estimated from."""
+"""Steps in the table; the time left is estimated from as many."""
 QUIET_SECONDS = 30.0
-"""Seconds without a line after which a log is told what is being waited for."""
+"""Seconds without output after which a log prints what the run is waiting for."""
 
 Clock = Callable[[], float]
 
 
 class StepColumn(NamedTuple):
-    """One number of a step."""
+    """One metric of a step."""
 
     title: str
     metric: str
-    """In the numbers of the step."""
+    """Name in the metrics of the step."""
     width: int
     format: str
-    scale: float = 1.0
 
     def format_cell(self, metrics: Mapping[str, float]) -> str:
         value = metrics.get(self.metric)
-        # a step that trained nothing has no mean of anything
-        return "-" if value is None or not math.isfinite(value) else format(value * self.scale, self.format)
+        # a step that trained no tokens has no averages
+        return "-" if value is None or not math.isfinite(value) else format(value, self.format)
 
 
 COLUMNS = (
     StepColumn("reward", "reward", 6, ".3f"),
     StepColumn("loss", "loss", 8, "+.4f"),
-    StepColumn("low %", "is_masked_low", 6, ".2f", 100.0),
-    StepColumn("high %", "is_masked_high", 6, ".2f", 100.0),
+    StepColumn("masked low", "is_masked_low", 6, ".2%"),
+    StepColumn("masked high", "is_masked_high", 6, ".2%"),
     StepColumn("mismatch", "mismatch_kl", 8, ".1e"),
-    StepColumn("stale", "staleness", 5, ".2f"),
+    StepColumn("staleness", "staleness", 5, ".2f"),
     StepColumn("tok/s", "tokens_per_second", 6, ",.0f"),
     StepColumn("seconds", "seconds", 7, ".1f"),
 )
-"""low and high: the share of tokens that a gate dropped, by the side on which the policy left the sampler."""
+"""masked low, high: share of tokens dropped by a gate because the policy's probability was too low or too high
+relative to the sampler's."""
 
 
 def make_run_display(*, json: bool = False) -> "RunDisplay":
-    """The display that suits standard output; use it in a `with`, so that a terminal is left as it was found."""
+    """Return the display for standard output, a context manager that restores the terminal."""
     if json:
         return RunJsonLog()
     screen = console()
@@ -72,10 +71,10 @@ def make_run_display(*, json: bool = False) -> "RunDisplay":
 
 
 class RunDisplay(RunCallback):
-    """An observer that may hold the terminal."""
+    """A callback that may control the terminal."""
 
     def close(self) -> None:
-        """Let go of the terminal. May be called twice."""
+        """Restore the terminal. May be called twice."""
 
     def __enter__(self) -> Self:
         return self
@@ -85,14 +84,14 @@ class RunDisplay(RunCallback):
 
 
 class StepPace:
-    """How fast steps come, from when the last few of them ended."""
+    """Estimates the time left from the end times of the last steps."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._end_times: tuple[float, ...] = ()
 
     def restart(self) -> None:
-        """From now on, unless a step has ended: what comes before the first says nothing about the others."""
+        """Start the clock now, unless a step has ended: the time before the first step is not part of a step."""
         if len(self._end_times) < 2:
             self._end_times = (self._clock(),)
 
@@ -100,15 +99,15 @@ class StepPace:
         self._end_times = (*self._end_times, self._clock())[-TABLE_ROWS - 1 :]
 
     def seconds_left(self, steps: int) -> float | None:
-        """Seconds that so many more steps will take; none before there is anything to go by."""
+        """Return the estimated seconds of this many further steps, or None before the first step has ended."""
         if len(self._end_times) < 2:
             return None
-        each = (self._end_times[-1] - self._end_times[0]) / (len(self._end_times) - 1)
-        return max(0.0, each * steps - (self._clock() - self._end_times[-1]))
+        step_seconds = (self._end_times[-1] - self._end_times[0]) / (len(self._end_times) - 1)
+        return max(0.0, step_seconds * steps - (self._clock() - self._end_times[-1]))
 
 
 class RunScreen(RunDisplay):
-    """A terminal: the last steps as a table, a bar with the time left, and what is being done just now."""
+    """Display for a terminal: a table of the last steps, a bar with the time left, and the current status."""
 
     def __init__(self, screen: Console, clock: Clock = time.monotonic) -> None:
         self._console = screen
@@ -116,7 +115,7 @@ class RunScreen(RunDisplay):
         self._rows: tuple[tuple[int, tuple[str, ...]], ...] = ()
         self._status = ""
         self._last_step = self._total_steps = 0
-        # drawn four times a second by a thread of its own: calls only change what will be drawn
+        # a separate thread draws four times a second; the callbacks only change what it draws
         self._live = Live(console=screen, get_renderable=self._draw, refresh_per_second=4)
 
     def started(self, name: str, folder: Path, steps: int, start_step: int) -> None:
@@ -127,15 +126,15 @@ class RunScreen(RunDisplay):
     def waiting(self, status: str) -> None:
         self._status = escape_unprintable(status)
         if not self._live.is_started:
-            # the first word comes while the model is loaded, before the run has started
+            # the first status arrives while the model is loaded, before the run has started
             self._live.start()
-            # a process that is killed could not bring the cursor back
+            # keep the cursor visible, since a killed process could not restore it
             self._console.show_cursor(True)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.record_step()
         self._last_step = step
-        # replaced whole: the drawing thread may be reading it
+        # assigned as a new tuple, since the drawing thread may be reading the old one
         self._rows = (*self._rows, (step, tuple(column.format_cell(metrics) for column in COLUMNS)))[-TABLE_ROWS:]
 
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
@@ -146,7 +145,7 @@ class RunScreen(RunDisplay):
         self._console.print(Text(escape_unprintable(text), style="bold"), soft_wrap=True)
 
     def ended(self, summary: str) -> None:
-        self._status = ""
+        self._status, self._total_steps = "", 0  # the last drawing shows neither status nor bar
         self.close()
         if summary:
             self._console.print(Text(_escape_lines(summary)), soft_wrap=True)
@@ -158,12 +157,14 @@ class RunScreen(RunDisplay):
         table = Table(box=None, pad_edge=False)
         table.add_column("step", justify="right", no_wrap=True, min_width=5)
         for column in COLUMNS:
-            table.add_column(column.title, justify="right", no_wrap=True, min_width=column.width)
-        # in a low window the newest steps matter, and the bar below them
-        for step, shown in self._rows[-max(1, self._console.height - 5) :]:
-            table.add_row(str(step), *shown)
-        what = Text(self._status, style="dim", no_wrap=True, overflow="ellipsis")
-        return Group(*([table] if self._rows else []), *([self._progress_bar()] if self._total_steps else []), what)
+            # titles of two words take two lines, so that the table fits 80 columns
+            header = column.title.replace(" ", "\n")
+            table.add_column(header, justify="right", no_wrap=True, min_width=column.width)
+        # in a small window show only the newest steps, so that the bar below them stays visible
+        for step, cells in self._rows[-max(1, self._console.height - 5) :]:
+            table.add_row(str(step), *cells)
+        status = Text(self._status, style="dim", no_wrap=True, overflow="ellipsis")
+        return Group(*([table] if self._rows else []), *([self._progress_bar()] if self._total_steps else []), status)
 
     def _progress_bar(self) -> RenderableType:
         left = self._pace.seconds_left(self._total_steps - self._last_step)
@@ -177,7 +178,7 @@ class RunScreen(RunDisplay):
 
 
 class RunLog(RunDisplay):
-    """A log: one aligned line a step, so that columns stay columns under `tail`, `grep` and `awk`."""
+    """Display for files and pipes: one aligned line per step, to be read with `tail`, `grep` and `awk`."""
 
     def __init__(self, screen: Console, clock: Clock = time.monotonic) -> None:
         self._console = screen
@@ -197,10 +198,10 @@ class RunLog(RunDisplay):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.record_step()
-        place = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
-        shown = [f"{column.title} {column.format_cell(metrics):>{column.width}}" for column in COLUMNS]
+        step_number = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
+        cells = [f"{column.title} {column.format_cell(metrics):>{column.width}}" for column in COLUMNS]
         left = self._pace.seconds_left(self._total_steps - step)
-        self._print("  ".join([place, *shown, f"left {'-' if left is None else format_duration(left)}"]))
+        self._print("  ".join([step_number, *cells, f"left {'-' if left is None else format_duration(left)}"]))
 
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         self._pace.restart()
@@ -219,7 +220,7 @@ class RunLog(RunDisplay):
 
 
 class RunJsonLog(RunDisplay):
-    """For machines: every event as an object with `event` and its fields; numbers that are not finite are null."""
+    """Display as JSON: every event is an object with `event` and its fields; numbers that are not finite are null."""
 
     def __init__(self, out: Callable[[str], None] | None = None, clock: Clock = time.monotonic) -> None:
         self._out = out or _write_and_flush
@@ -227,18 +228,18 @@ class RunJsonLog(RunDisplay):
         self._last_line_time = -math.inf
 
     def started(self, name: str, folder: Path, steps: int, start_step: int) -> None:
-        self._emit("started", name=name, folder=str(folder), steps=steps, first=start_step)
+        self._emit("started", name=name, folder=str(folder), steps=steps, start_step=start_step)
 
     def waiting(self, status: str) -> None:
         if self._clock() - self._last_line_time >= QUIET_SECONDS:
-            self._emit("waiting", what=status)
+            self._emit("waiting", status=status)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._emit("step", step=step, numbers=_replace_non_finite(metrics))
+        self._emit("step", step=step, metrics=_replace_non_finite(metrics))
 
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
-        numbers = _replace_non_finite(evaluation.scalars())
-        self._emit("evaluated", step=step, environment=evaluation.environment, numbers=numbers)
+        metrics = _replace_non_finite(evaluation.scalars())
+        self._emit("evaluated", step=step, environment=evaluation.environment, metrics=metrics)
 
     def notice(self, text: str) -> None:
         self._emit("notice", text=text)
@@ -252,41 +253,42 @@ class RunJsonLog(RunDisplay):
 
 
 def escape_unprintable(text: str) -> str:
-    """Text with every character that is not printable written out: no escape sequence, no second line, no right-to-left
-    override comes through."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    """Escape every character that is not printable, such as escape sequences, newlines and right-to-left overrides."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def format_interval(low: float, high: float) -> str:
-    """A 95 % interval for people."""
+    """Format a 95 % interval, or "-" if it is not known."""
     return f"{low:.3f} - {high:.3f}" if math.isfinite(low) and math.isfinite(high) else "-"
 
 
 def format_duration(seconds: float) -> str:
-    """As 45s, 3m20s or 2h05m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    """Format a duration, such as 45s, 3m20s or 2h05m."""
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded}s"
+    if rounded < 3600:
+        return f"{rounded // 60}m{rounded % 60:02d}s"
+    return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
 
 
 def _start_line(name: str, folder: Path, steps: int, start_step: int) -> str:
-    going = f"goes on after step {start_step} of {steps}" if start_step else f"{steps} steps"
-    return escape_unprintable(f"{name}: {going}, in {folder}")
+    steps_text = f"resumes after step {start_step} of {steps}" if start_step else f"{steps} steps"
+    return escape_unprintable(f"{name}: {steps_text}, in {folder}")
 
 
 def _evaluation_line(step: int, evaluation: "EvaluationResult") -> str:
-    # pass@1 is the reward again where rewards are 0 or 1; only larger k say something new
+    # pass@1 equals the reward if rewards are 0 or 1, so only larger k are shown
     passes = "".join(f", pass@{k} {value:.3f}" for k, value in evaluation.pass_at_k.items() if k > 1)
     failed = (
         f", {evaluation.failed_episodes} failed (first: {evaluation.first_error})" if evaluation.failed_episodes else ""
     )
     when = f"after step {step}" if step else "before training"
+    interval = format_interval(evaluation.low, evaluation.high)
+    samples = f" x {evaluation.samples_per_task} samples" if evaluation.samples_per_task > 1 else ""
     return escape_unprintable(
-        f"evaluated {when}: {evaluation.environment} reward {evaluation.reward:.3f} ({format_interval(evaluation.low, evaluation.high)}){passes},"
-        f" {evaluation.num_tasks} x {evaluation.samples_per_task}{failed}"
+        f"evaluated {when}: {evaluation.environment} reward {evaluation.reward:.3f} ({interval}){passes},"
+        f" {evaluation.num_tasks} tasks{samples}{failed}"
     )
 
 
@@ -295,7 +297,7 @@ def _escape_lines(text: str) -> str:
 
 
 def _write_and_flush(text: str) -> None:
-    # whoever reads a pipe follows the run, and must not be a buffer behind it
+    # flush every event, so that a reader of the pipe follows the run without delay
     write_stdout(text)
     sys.stdout.flush()
 

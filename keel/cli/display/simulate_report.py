@@ -160,7 +160,7 @@ def _assumption_lines(
 ) -> list[str]:
     """Return all assumptions except those left out, grouped by origin, the defaults last."""
     lines = []
-    for origin in ("measured", "file", "given"):
+    for origin in ("measured", "file", "flags"):
         names = [name for name in origins if origins[name] == origin and name not in leave_out]
         lines += _wrap_lines(origin, [f"{name} {_format_assumption(assumptions, name)}" for name in names])
     defaults = [
@@ -168,7 +168,7 @@ def _assumption_lines(
         for name in type(assumptions).model_fields
         if name not in origins and name not in leave_out and _format_assumption(assumptions, name) != "none"
     ]
-    return [*lines, *_wrap_lines("assumed", [f"{name} {_format_assumption(assumptions, name)}" for name in defaults])]
+    return [*lines, *_wrap_lines("defaults", [f"{name} {_format_assumption(assumptions, name)}" for name in defaults])]
 
 
 def _format_assumption(assumptions: SimulateSettings, name: str) -> str:

@@ -38,7 +38,7 @@ def add(subparsers: Any) -> None:
         '  keel compare runs/first --objectives "icepop,ipo_kl(kl_tau=0.01),mine.toml" --steps 1-20\n'
         "  keel compare tokens.jsonl --html report.html --parquet numbers.parquet\n"
         "  keel compare runs/first --model runs/first/checkpoints/step_20 --steps 20\n"
-        "  keel compare --live recipes/larger_number.toml --objectives icepop,ipo_kl --seeds 3 --steps 20",
+        "  keel compare --live larger_number --objectives icepop,ipo_kl --seeds 3 --steps 20",
         usage="keel compare [-h] [--objectives LIST] [--steps STEPS] [--texts N] [--proximal WHICH] [--model MODEL]\n"
         "                    [--model-steps N] [--html FILE] [--parquet FILE] [--json] RUN\n"
         "       keel compare --live RECIPE [--objectives LIST] [--seeds K] [--parallel N] [--run DIR] [--steps N]\n"

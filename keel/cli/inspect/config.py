@@ -1,7 +1,7 @@
-"""`keel config`: the resolved settings as TOML, and where each value came from.
+"""`keel config`: print the resolved settings as TOML, with the origin of each value.
 
-What it prints is a settings file again: reading it gives the same settings. Values that are not given are comments,
-because TOML has no word for them.
+The output is a valid settings file: reading it gives the same settings. Values that are not set are printed as
+comments, because TOML has no null.
 """
 
 import argparse
@@ -20,16 +20,20 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     """Register the command."""
     parser = subparsers.add_parser(
         "config",
-        help="print the resolved settings and where each value came from",
-        description="Resolve a settings file with overrides (defaults < FILE < command line) and print the result.",
-        epilog="examples:\n  keel config run.toml\n  keel config run.toml --objective.kl_tau 0.01\n"
-        "  keel config run.toml --objective.gates.0.high 8 > resolved.toml",
+        help="print the resolved settings and the origin of each value",
+        description="Resolve a settings file with overrides (defaults < FILE < command line) and print the result as"
+        " TOML,\nwith the origin of each value as a comment.",
+        epilog="examples:\n  keel config larger_number\n"
+        "  keel config larger_number --objective.kl_tau 0.01\n"
+        "  keel config larger_number --sampling.max_tokens 64 > resolved.toml",
         usage="keel config [-h] [--json] [FILE] [--a.b VALUE ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("file", metavar="FILE", nargs="?", help="a TOML file; not given: the defaults")
-    parser.add_argument("--json", action="store_true", help="values and origins by name, for machines")
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", help="a TOML file (default: none, all settings are defaults)"
+    )
+    parser.add_argument("--json", action="store_true", help="print values and origins as JSON")
     parser.set_defaults(run=run)
 
 

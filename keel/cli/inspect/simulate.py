@@ -57,8 +57,8 @@ def add(subparsers: Any) -> None:
         " predict\nsteps/hour, tokens/s, utilisation, staleness, waste and the bottleneck. --from RUN measures speeds,"
         " lengths and\nfailures from a real run; everything else is an assumption, set by the flags below. The same"
         " arguments\nalways give the same numbers.",
-        epilog="examples:\n  keel simulate recipes/gpu_pool.toml --engines 16 --tokens-per-second 3000\n"
-        "  keel simulate recipes/gpu_pool.toml --sweep engines=4,8,16 --sweep scheduler.max_off_policy_steps=1,4\n"
+        epilog="examples:\n  keel simulate gpu_pool --engines 16 --tokens-per-second 3000\n"
+        "  keel simulate gpu_pool --sweep engines=4,8,16 --sweep scheduler.max_off_policy_steps=1,4\n"
         "  keel simulate --from runs/larger_number --engines 2",
         usage="keel simulate [-h] [--from RUN] [--assume FILE] [--sweep NAME=VALUE,VALUE ...] [--what-if] [--json]\n"
         "                     [--engines N] [--tokens-per-second X] [...] [RECIPE] [--a.b VALUE ...]",
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     from keel.tools.simulate.prediction import predict
 
     if args.recipe is None and args.run_folder is None:
-        raise ConfigError("pass a RECIPE or --from RUN, for example: keel simulate recipes/gpu_pool.toml")
+        raise ConfigError("pass a RECIPE or --from RUN, for example: keel simulate gpu_pool")
     origins, table, measured, run_recipe = _assumptions(args)
     cases = _build_cases(args, args.recipe or run_recipe, table)
     results: list[tuple[SimulationCase, Prediction, str]] = []
@@ -140,7 +140,7 @@ def _assumptions(args: argparse.Namespace) -> "tuple[dict[str, str], dict[str, A
         text = getattr(args, f"own_{name}")
         if text is not None:
             table[name] = _parse_value(name, text)
-            origins[name] = "given"
+            origins[name] = "flags"
     return origins, table, measured, recipe
 
 

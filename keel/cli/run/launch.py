@@ -30,10 +30,10 @@ def add(subparsers: Any) -> None:
         "launch",
         help="train on a Ray cluster with several engines and trainer ranks",
         description="Train with RECIPE on a Ray cluster: engine servers and trainer ranks are processes, placed by"
-        " their resources and\nrestarted if they fail. The [launch] table of the recipe sets how many there are and what each"
-        " needs.",
-        epilog="examples:\n  keel launch recipes/larger_number.toml --engines 2\n"
-        "  keel launch recipes/gpu_pool.toml --cluster 10.0.0.1:6379 --engines 8 --launch.engine.gpus 1\n"
+        " their resources and\nrestarted if they fail. The [launch] table of the recipe sets how many there are and"
+        " what each needs.",
+        epilog="examples:\n  keel launch larger_number --engines 2\n"
+        "  keel launch gpu_pool --cluster 10.0.0.1:6379 --engines 8 --launch.engine.gpus 1\n"
         "  keel launch --resume runs/larger_number",
         usage="keel launch [-h] [--run DIR | --resume RUN] [--allow-changes] [--cluster ADDRESS]"
         " [--engines N]\n                   [RECIPE] [--a.b VALUE ...]",
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from keel.tools.launch.supervisor import Supervisor
 
     if (args.recipe is None) == (args.resume is None):
-        raise ConfigError("pass either RECIPE or --resume RUN, for example: keel launch recipes/larger_number.toml")
+        raise ConfigError("pass either RECIPE or --resume RUN, for example: keel launch larger_number")
     if args.allow_changes and args.resume is None:
         raise ConfigError("--allow-changes has no effect without --resume")
     require_ray()

@@ -1,6 +1,6 @@
-"""`keel pool`: how the members of a pool are doing, and with --load new weights for all of them.
+"""`keel pool`: show the state of a pool's engine servers, and load weights into all of them with --load.
 
-Without --load it only asks: nothing is loaded. It starts and stops no server.
+Without --load the servers are only probed. Servers are never started or stopped.
 """
 
 import argparse
@@ -37,73 +37,73 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "pool",
         help="show the state of engine servers",
-        description="Ask every member of a pool how it is doing and print its state, version, load and errors.\n\nThe"
-        " members are URLs, every address of a DNS name, the lines of a file, or a JSON list at an address.\nA member"
-        " behind the newest version is shown as syncing. Nothing is changed on any of them, unless weights are loaded"
-        " with --load:\nthe folder is one that every member sees, of all weights or of an adapter.\n\nExit code 0: all"
-        " members are ready; 1: some are not, or none was found; 2: refused.",
+        description="Probe every member of a pool and print its state, version, load and errors.\n\nThe members are"
+        " URLs, every address of a DNS name, the lines of a file, or a JSON list at a URL.\nA member that holds an"
+        " older version than another is shown as syncing. Members are not changed, except with\n--load DIR, which loads"
+        " weights or an adapter from a folder that every member can read.\n\nThe exit code is 0 if all members are"
+        " ready, 1 if some are not or none was found, and 2 after an error.",
         epilog="examples:\n  keel pool http://127.0.0.1:8000 http://127.0.0.1:8001\n"
         "  keel pool --dns engines.internal:8000 --watch\n  keel pool --file members.txt --json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("urls", metavar="URL", nargs="*")
+    parser.add_argument("urls", metavar="URL", nargs="*", help="address of a member, such as http://10.0.0.1:8000")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--dns", metavar="NAME:PORT", help="every address of this name is a member")
-    source.add_argument("--file", metavar="FILE", help="a file with one URL a line")
-    source.add_argument("--discovery-url", metavar="URL", help="an address that answers with a JSON list of URLs")
-    parser.add_argument("--watch", action="store_true", help="go on until interrupted")
-    parser.add_argument("--json", action="store_true", help="for machines: one object, or one a look with --watch")
+    source.add_argument("--file", metavar="FILE", help="a file with one URL per line")
+    source.add_argument("--discovery-url", metavar="URL", help="a URL that returns a JSON list of member URLs")
+    parser.add_argument("--watch", action="store_true", help="repeat until interrupted")
+    parser.add_argument("--json", action="store_true", help="print JSON: one object, or one per probe with --watch")
     parser.add_argument(
-        "--poll-interval", type=float, default=5.0, metavar="S", help="seconds between looks (default: 5)"
+        "--poll-interval", type=float, default=5.0, metavar="S", help="seconds between probes (default: 5)"
     )
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds for an answer (default: 5)")
+    parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds to answer (default: 5)")
     parser.add_argument(
-        "--backend", choices=("keel", "vllm"), default="keel", help="what the members are (default: keel)"
+        "--backend", choices=("keel", "vllm"), default="keel", help="server software of the members (default: keel)"
     )
     parser.add_argument("--load", metavar="DIR", type=Path, help="load weights or an adapter into all members first")
-    parser.add_argument("--version", type=int, metavar="N", help="with --load: what answers say they were sampled by")
-    parser.add_argument("--drain", action="store_true", help="with --load: answers under way end before the change")
+    parser.add_argument("--version", type=int, metavar="N", help="with --load: version number of the loaded weights")
+    parser.add_argument("--drain", action="store_true", help="with --load: finish requests in flight before loading")
     key = parser.add_mutually_exclusive_group()
-    key.add_argument("--api-key", metavar="KEY", help="sent to the members; other users can see it in `ps`")
-    key.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file that holds the key")
+    key.add_argument("--api-key", metavar="KEY", help="key sent to the members; other users can see it in `ps`")
+    key.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file with the key")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look once, or until interrupted; the exit code is that of the last look."""
+    """Probe once, or until interrupted; the exit code is that of the last probe."""
     from keel.inference.pool.http_engine import HttpEngine
     from keel.inference.pool.pool import Pool
     from keel.inference.pool.vllm_engine import VllmEngine
 
     settings = make_pool_settings(args)
     key = read_key(args.api_key, args.api_key_file)
-    server = VllmEngine if settings.backend == "vllm" else HttpEngine
-    pool = Pool(settings, lambda url: server(url, api_key=key), version=None)
-    # what goes wrong is in the table; without a handler it would also be on standard error
-    silent, logger = logging.NullHandler(), logging.getLogger("keel")
-    logger.addHandler(silent)
-    last = ExitCode()
+    engine_class = VllmEngine if settings.backend == "vllm" else HttpEngine
+    pool = Pool(settings, lambda url: engine_class(url, api_key=key), version=None)
+    # errors are shown in the table; without a handler they would also go to standard error
+    null_handler, logger = logging.NullHandler(), logging.getLogger("keel")
+    logger.addHandler(null_handler)
+    exit_code = ExitCode()
     try:
-        asyncio.run(show_pool(pool, last, make_weight_load(args), json_lines=args.json, watch=args.watch))
+        asyncio.run(show_pool(pool, exit_code, make_weight_load(args), json_lines=args.json, watch=args.watch))
     except KeyboardInterrupt:
         if not args.watch:
             raise
     finally:
-        logger.removeHandler(silent)
-    return last.value
+        logger.removeHandler(null_handler)
+    return exit_code.value
 
 
 def make_pool_settings(args: argparse.Namespace) -> "PoolSettings":
-    """The arguments as settings; what cannot be is a `ConfigError`."""
+    """Return the arguments as settings, or raise `ConfigError`."""
     from pydantic import ValidationError
 
     from keel.common.settings import to_config_error
     from keel.config import PoolSettings
 
-    given = [name for name in ("urls", "dns", "file", "discovery_url") if getattr(args, name)]
-    if len(given) != 1:
-        raise ConfigError("give the members as URLs, or with one of --dns, --file and --discovery-url")
+    sources = [name for name in ("urls", "dns", "file", "discovery_url") if getattr(args, name)]
+    if len(sources) != 1:
+        raise ConfigError("pass the members as URLs, or with one of --dns, --file and --discovery-url")
     try:
         return PoolSettings(
             urls=args.urls,
@@ -119,17 +119,17 @@ def make_pool_settings(args: argparse.Namespace) -> "PoolSettings":
 
 
 def make_weight_load(args: argparse.Namespace) -> "WeightLoad | None":
-    """What is to be loaded; what cannot be is a `ConfigError`."""
+    """Return the weights to load, if any, or raise `ConfigError`."""
     from keel.inference.pool.target_weights import WeightLoad
     from keel.inference.protocol import WeightSource
 
     if args.load is None:
         for name in ("version", "drain"):
             if getattr(args, name):
-                raise ConfigError(f"--{name} cannot act without --load DIR")
+                raise ConfigError(f"--{name} has no effect without --load DIR")
         return None
     if args.version is None:
-        raise ConfigError("--load needs --version N, which answers will say that they were sampled by")
+        raise ConfigError("--load needs --version N, the version that sampled tokens are recorded with")
     if not args.load.is_dir():
         raise ConfigError(f"--load {args.load} is not a folder")
     is_adapter = (args.load / "adapter_config.json").is_file()
@@ -138,7 +138,7 @@ def make_weight_load(args: argparse.Namespace) -> "WeightLoad | None":
 
 
 class ExitCode:
-    """The exit code of the last look."""
+    """Holds the exit code of the last probe."""
 
     value = 1
 
@@ -146,9 +146,9 @@ class ExitCode:
 async def show_pool(
     pool: "Pool", exit_code: ExitCode, load: "WeightLoad | None", *, json_lines: bool, watch: bool
 ) -> None:
-    """Show the pool once, or again and again, after all members were given what is to be loaded."""
+    """Load weights into all members if requested, then show the pool once or repeatedly."""
 
-    def look() -> "list[MemberStatus]":
+    def probe() -> "list[MemberStatus]":
         rows = mark_outdated(pool.status())
         exit_code.value = 0 if rows and all(row.state == "ready" for row in rows) else 1
         return rows
@@ -156,16 +156,16 @@ async def show_pool(
     try:
         await pool.wait_until_probed()
         if load is not None:
-            # an error when nobody took it; what one member has against it is in the table
+            # raises if no member loaded it; the error of a single member is shown in the table
             await load.apply_to(pool)
         if json_lines:
-            await repeat(lambda: print_json(look(), pool.discovery_error), watch, pool.settings.poll_interval)
+            await repeat(lambda: print_json(probe(), pool.discovery_error), watch, pool.settings.poll_interval)
         elif watch and sys.stdout.isatty():
             with Live(console=console(), auto_refresh=False) as live:
-                await repeat(lambda: live.update(status_view(look(), pool.discovery_error), refresh=True), watch, 1.0)
+                await repeat(lambda: live.update(status_view(probe(), pool.discovery_error), refresh=True), watch, 1.0)
         else:
             await repeat(
-                lambda: console().print(status_view(look(), pool.discovery_error)), watch, pool.settings.poll_interval
+                lambda: console().print(status_view(probe(), pool.discovery_error)), watch, pool.settings.poll_interval
             )
     finally:
         await pool.close()
@@ -179,7 +179,7 @@ async def repeat(print_status: Callable[[], None], watch: bool, interval: float)
 
 
 def mark_outdated(rows: "list[MemberStatus]") -> "list[MemberStatus]":
-    """Members that hold an older version than another are not ready for a pool: whoever keeps them has yet to sync."""
+    """Mark members that hold an older version than another as syncing: a pool would have to update them first."""
     newest = max((row.version or 0 for row in rows if row.state == "ready"), default=0)
     return [
         replace(row, state="syncing", last_error=f"holds version {row.version}, the newest is {newest}")
@@ -196,7 +196,7 @@ def print_json(rows: "list[MemberStatus]", discovery_error: str) -> None:
 
 
 def status_view(rows: "list[MemberStatus]", discovery_error: str) -> Group:
-    """A table of the members and a sentence about them."""
+    """Return a table of the members and a line that counts them by state."""
     table = Table(box=None, pad_edge=False)
     table.add_column("member", overflow="fold")
     table.add_column("state", no_wrap=True)
@@ -204,26 +204,26 @@ def status_view(rows: "list[MemberStatus]", discovery_error: str) -> Group:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("last error", overflow="fold")
     for row in rows:
-        # everything is Text: what servers say is never read as markup
+        # every cell is a Text, so that text from servers is never read as markup
         table.add_row(
             Text(row.url),
-            Text(row.state + (", leaving" if row.retiring else ""), style=STYLES[row.state]),
+            Text(row.state + (", retiring" if row.retiring else ""), style=STYLES[row.state]),
             Text("-" if row.version is None else str(row.version)),
             *(Text(str(number)) for number in (row.running, row.waiting, row.errors)),
             Text(format_age(row.age)),
             Text(row.last_error),
         )
     counts: Counter[str] = Counter(row.state for row in rows)
-    said = ", ".join(f"{counts[state]} {state}" for state in STYLES if counts[state]) or "none found"
+    summary = ", ".join(f"{counts[state]} {state}" for state in STYLES if counts[state]) or "none found"
     lines: list[Any] = [table] if rows else []
-    lines.append(Text(f"{len(rows)} member{'s' * (len(rows) != 1)}: {said}"))
+    lines.append(Text(f"{len(rows)} member{'s' * (len(rows) != 1)}: {summary}"))
     if discovery_error:
-        lines.append(Text(f"members could not be found out: {discovery_error}", style="red"))
+        lines.append(Text(f"discovery failed: {discovery_error}", style="red"))
     return Group(*lines)
 
 
 def format_age(seconds: float) -> str:
-    """Seconds for people."""
+    """Format a duration, such as "5 min"."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

@@ -1,6 +1,6 @@
-"""`keel serve`: a model behind an OpenAI-compatible server, on this machine only unless there is a key.
+"""`keel serve`: serve a model with an OpenAI-compatible API, on loopback only unless an API key is set.
 
-Ends without an error on SIGINT and SIGTERM, after answering what is under way as long as its patience lasts.
+Shuts down without an error on SIGINT and SIGTERM, after finishing the requests in flight within `--patience` seconds.
 """
 
 import argparse
@@ -20,61 +20,70 @@ def add(subparsers: Any) -> None:
     """Register the command."""
     parser = subparsers.add_parser(
         "serve",
-        help="sample from a model over HTTP",
+        help="serve a model over HTTP with an OpenAI-compatible API",
         description="Serve MODEL with an OpenAI-compatible API: /v1/completions and /v1/chat/completions with"
         " streaming,\nlog-probs and token ids; /v1/models, /health, /version; /v1/load_weights and"
-        " /v1/load_lora_adapter.\n\nMODEL is a built-in name, a Hugging Face folder, or a hub name. Without a key only"
-        " this machine is answered.",
+        " /v1/load_lora_adapter.\n\nMODEL is a built-in name, a Hugging Face folder, or a hub name. Without an API key"
+        " the server must listen on loopback.",
         epilog="examples:\n  keel serve smollm2-135m\n  keel serve tiny --port 0 --max-batch 8\n"
         "  keel serve out --host 0.0.0.0 --api-key-file key.txt",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--name", help="what requests call the model (default: MODEL)")
+    parser.add_argument("model", metavar="MODEL", help="a built-in name, a Hugging Face folder, or a hub name")
+    parser.add_argument("--name", help="name of the model in requests (default: MODEL)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one (default: 8000)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port (default: 8000)")
     key = parser.add_mutually_exclusive_group()
-    key.add_argument("--api-key", metavar="KEY", help="what clients must send; other users can see it in `ps`")
-    key.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file that holds the key")
+    key.add_argument("--api-key", metavar="KEY", help="key that clients must send; other users can see it in `ps`")
+    key.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file with the key")
     number = {"type": int, "metavar": "N"}
-    parser.add_argument("--max-batch", default=64, help="answers that are decoded together (default: 64)", **number)
+    parser.add_argument("--max-batch", default=64, help="completions decoded together (default: 64)", **number)
     parser.add_argument(
-        "--max-requests", default=1024, help="answers under way, 429 beyond it (default: 1024)", **number
+        "--max-requests",
+        default=1024,
+        help="most completions in flight; further ones get 429 (default: 1024)",
+        **number,
     )
-    parser.add_argument("--max-tokens", default=32768, help="tokens of one answer (default: 32768)", **number)
+    parser.add_argument("--max-tokens", default=32768, help="most tokens of one completion (default: 32768)", **number)
     parser.add_argument(
-        "--max-rate", default=1000, help="requests a second of one client, 429 beyond it (default: 1000)", **number
+        "--max-rate",
+        default=1000,
+        help="most requests per second of one client; further ones get 429 (default: 1000)",
+        **number,
     )
     parser.add_argument(
         "--weights-from",
         metavar="DIR",
         type=Path,
         action="append",
-        help="a folder below which requests may load weights and adapters; may be given again (default: runs)",
+        help="a folder from which requests may load weights and adapters; may be repeated (default: runs)",
     )
-    parser.add_argument("--int8", action="store_true", help="linear layers in int8: not quite the same model")
+    parser.add_argument("--int8", action="store_true", help="quantize linear layers to int8, which changes log-probs")
     parser.add_argument(
         "--native-kernels",
         default="auto",
         choices=("auto", "off"),
-        help="float32 on CPU: auto: in C where there is a compiler, which holds weights twice; torch: torch's own",
+        help="float32 on CPU; auto: compiled C kernels if a compiler is found (they hold the weights twice);"
+        " off: torch only (default: auto)",
     )
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float64 (default: auto)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: what torch finds)")
-    parser.add_argument("--patience", type=int, default=30, metavar="S", help="seconds to answer in when asked to stop")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: auto)")
+    parser.add_argument(
+        "--patience", type=int, default=30, metavar="S", help="seconds to finish requests at shutdown (default: 30)"
+    )
     parser.add_argument(
         "--keep-memory",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="keep what tensors free for the next ones (Linux): faster, and the process stays as large as it once was",
+        help="keep freed memory for later tensors (Linux): faster, but the process does not shrink (default: on)",
     )
-    parser.add_argument("--with-parent", action="store_true", help="end when the process that started it does")
+    parser.add_argument("--with-parent", action="store_true", help="exit when the parent process exits")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the model and serve it until told to stop."""
+    """Load the model and serve it until a signal arrives."""
     from keel.inference.server.access import check_binding
 
     key = read_key(args.api_key, args.api_key_file)
@@ -85,21 +94,21 @@ def run(args: argparse.Namespace) -> int:
             threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
         app = build_model_app(args, key)
         host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        console().print(f"serving {args.name or args.model} at http://{shown}:{port}/v1", soft_wrap=True)
+        url_host = f"[{host}]" if ":" in host else host
+        console().print(f"serving {args.name or args.model} at http://{url_host}:{port}/v1", soft_wrap=True)
         run_server(app, listener, args.patience)
     return 0
 
 
 def _exit_with_parent(parent_pid: int) -> None:
-    """A parent that was killed cannot say so: whoever takes its children over has another id."""
+    """Terminate this process when its parent is gone, which is when its parent id changes."""
     while os.getppid() == parent_pid:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def build_model_app(args: argparse.Namespace, key: str | None) -> Any:
-    """The application with its model loaded."""
+    """Load the model and return the application."""
     from pydantic import ValidationError
 
     from keel.common.settings import to_config_error
@@ -117,12 +126,12 @@ def build_model_app(args: argparse.Namespace, key: str | None) -> Any:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     try:
         settings = EngineSettings(int8=args.int8, native_kernels=args.native_kernels, max_batch=args.max_batch)
-        wanted = ModelSettings(name=args.model, dtype=args.dtype, device=args.device)
+        model_settings = ModelSettings(name=args.model, dtype=args.dtype, device=args.device)
     except ValidationError as error:
         raise to_config_error(error) from None
     if args.keep_memory:
         retain_freed_memory()
-    model = load_model(wanted)
+    model = load_model(model_settings)
     return build_app(
         LocalEngine(model.network, model.tokenizer, settings),
         model.tokenizer,
@@ -139,18 +148,18 @@ def build_model_app(args: argparse.Namespace, key: str | None) -> Any:
 
 
 def read_key(value: str | None, file: Path | None) -> str | None:
-    """The key, from the command line or a file."""
+    """Return the API key from the command line or a file."""
     from keel.inference.server import api_key
 
     if file is not None:
         return api_key.read_api_key("--api-key-file", file)
     if value is not None and (not value or not value.isascii() or value.split() != [value]):
-        raise ConfigError("the API key is empty, not ASCII or holds a space; make it one word of letters and digits")
+        raise ConfigError("the API key is empty, not ASCII or contains a space; use letters and digits only")
     return value
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A bound socket, before anything slow is done."""
+    """Return a bound socket, so that a port in use is an error before the model is loaded."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -159,11 +168,11 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def run_server(app: Any, listener: socket.socket, shutdown_timeout: int) -> None:
-    """Answer until SIGINT or SIGTERM, then finish what is under way."""
+    """Serve until SIGINT or SIGTERM, then finish the requests in flight."""
     from keel.inference.server.uvicorn_server import make_server
 
     server = make_server(app, shutdown_timeout=shutdown_timeout)
-    # uvicorn raises the signal again when it is done: it has been dealt with, and ends nothing but the server
+    # uvicorn raises the signal again after its shutdown: ignore it, so that the process exits with code 0
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         server.run(sockets=[listener])

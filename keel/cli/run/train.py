@@ -1,7 +1,7 @@
-"""`keel train`: run a recipe, or go on with a run.
+"""`keel train`: train with a recipe, or resume a run.
 
-Ctrl-C finishes the step, saves and says how to go on; a second one stops at once, and what is on the disk is as good as
-after a crash, which is good.
+Ctrl-C finishes the step, saves and prints how to resume; a second Ctrl-C exits immediately, and the run can be resumed
+as after a crash.
 """
 
 import argparse
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from keel.training.distributed.world import RankInfo
 
 SIGNAL_DEBOUNCE_SECONDS = 1.0
-"""Seconds within which a second signal is the same request: wrappers pass on what the terminal has sent already."""
+"""Seconds within which a second signal is ignored: wrappers forward signals that the terminal has already sent."""
 
 FLAGS = ("--run", "--resume", "--allow-changes", "--json", "--metrics-port", "--metrics-host", "--metrics-key-file")
 
 
 class MetricsListener(NamedTuple):
-    """Where the run's numbers are asked for, and the key that asks for them."""
+    """Socket of the metrics endpoint, and the key that it requires."""
 
     listener: socket.socket
     key: str | None
@@ -40,11 +40,11 @@ def add(subparsers: Any) -> None:
     """Register the command."""
     parser = subparsers.add_parser(
         "train",
-        help="train a model by a recipe, or go on with a run",
-        description="Train by RECIPE, a TOML file (see recipes/), with overrides. Everything of the run is in its"
-        " folder.\nAfter a crash, a kill or Ctrl-C, --resume goes on from the last step that was written down.",
-        epilog="examples:\n  keel train recipes/larger_number.toml\n"
-        "  keel train recipes/larger_number.toml --steps 5 --objective.name ipo_kl --run runs/ipo\n"
+        help="train a model with a recipe, or resume a run",
+        description="Train with RECIPE, a TOML file (see recipes/), and overrides. Everything the run writes is in its"
+        " folder.\nAfter a crash, a kill or Ctrl-C, --resume continues from the last recorded step.",
+        epilog="examples:\n  keel train larger_number\n"
+        "  keel train larger_number --steps 5 --objective.name ipo_kl --run runs/ipo\n"
         "  keel train --resume runs/ipo",
         usage="keel train [-h] [--run DIR | --resume RUN] [--allow-changes] [--json]"
         " [--metrics-port N]\n                  [--metrics-host HOST] [--metrics-key-file FILE]"
@@ -53,67 +53,74 @@ def add(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
+    folder_group = parser.add_mutually_exclusive_group()
+    folder_group.add_argument(
         "--run", dest="folder", metavar="DIR", type=Path, help="folder of the run (default: runs/RECIPE)"
     )
-    where.add_argument("--resume", metavar="RUN", type=Path, help="go on with this run, by its own settings")
-    parser.add_argument("--allow-changes", action="store_true", help="with --resume: go on with other settings")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, for machines")
+    folder_group.add_argument("--resume", metavar="RUN", type=Path, help="resume this run with its recorded settings")
+    parser.add_argument("--allow-changes", action="store_true", help="with --resume: allow changed settings")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument(
-        "--metrics-port", metavar="N", type=int, default=0, help="Prometheus metrics on this port (default: 0, none)"
+        "--metrics-port",
+        metavar="N",
+        type=int,
+        default=0,
+        help="serve Prometheus metrics on this port (default: 0, off)",
     )
     parser.add_argument(
-        "--metrics-host", metavar="HOST", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
+        "--metrics-host",
+        metavar="HOST",
+        default="127.0.0.1",
+        help="address of the metrics endpoint (default: 127.0.0.1)",
     )
-    parser.add_argument("--metrics-key-file", metavar="FILE", type=Path, help="a file that holds the key")
+    parser.add_argument("--metrics-key-file", metavar="FILE", type=Path, help="a file with the key of the endpoint")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train to the end, or to where it was told to stop."""
-    place = _rank_info()
-    if place is not None and place.rank:
-        return _run_rank_worker(place)
+    """Train until the run ends or is stopped."""
+    rank_info = _rank_info()
+    if rank_info is not None and rank_info.rank:
+        return _run_rank_worker(rank_info)
     if args.recipe is None and args.resume is None:
-        raise ConfigError("give a RECIPE, or --resume RUN; recipes/larger_number.toml is one to begin with")
+        raise ConfigError("pass a RECIPE or --resume RUN, for example: keel train larger_number")
     if args.allow_changes and args.resume is None:
-        raise ConfigError("--allow-changes cannot act without --resume")
+        raise ConfigError("--allow-changes has no effect without --resume")
     add_module_folders(args.recipe, args.resume)
-    # asked for and refused before there is a folder: a run that cannot begin leaves nothing
-    with _bind_metrics_port(args) as bound:
-        folder = _open_run_folder(args, place)
+    # the port is bound before the folder is created, so that an error leaves no folder behind
+    with _bind_metrics_port(args) as metrics_listener:
+        folder = _open_run_folder(args, rank_info)
         try:
-            return _train(folder, args.json, bound, place)
+            return _train(folder, args.json, metrics_listener, rank_info)
         finally:
             folder.close()
 
 
 def _rank_info() -> "RankInfo | None":
-    """Where torchrun, or whoever speaks as it does, has put this process; None: it was started alone."""
+    """Return the rank that torchrun or a similar launcher gave this process, or None without one."""
     if "RANK" not in os.environ:
-        return None  # without asking torch, so that a refusal is quick
+        return None  # without importing torch, so that errors are reported quickly
     from keel.training.distributed.world import RankInfo, end_with_parent
 
-    place = RankInfo.from_environment(os.environ)
-    if place is not None and (place.rank or place.has_agent_store):
-        end_with_parent()  # a launcher that was killed must not leave its ranks behind
-    return place
+    rank_info = RankInfo.from_environment(os.environ)
+    if rank_info is not None and (rank_info.rank or rank_info.has_agent_store):
+        end_with_parent()  # a launcher that was killed must not leave its ranks running
+    return rank_info
 
 
 def _run_rank_worker(rank_info: "RankInfo") -> int:
-    """This process is another rank of a run: it does what rank 0 says, and ends with it."""
+    """Run this process as a rank other than 0: execute the commands of rank 0 until it ends."""
     from keel.training.distributed.rank_worker import run_rank_worker
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        # rank 0 gets them too, and finishes the step with all ranks
+        # rank 0 also receives the signal, and finishes the step with all ranks
         signal.signal(number, signal.SIG_IGN)
     run_rank_worker(rank_info)
     return 0
 
 
 def _open_run_folder(args: argparse.Namespace, rank_info: "RankInfo | None") -> "RunFolder":
-    """The folder of the run, new or to go on with."""
+    """Create the folder of a new run, or open that of a resumed one."""
     from keel.config import load_settings
     from keel.rollout.episode_runner import build_environments
     from keel.run.folder import RunFolder, unused_path
@@ -123,7 +130,7 @@ def _open_run_folder(args: argparse.Namespace, rank_info: "RankInfo | None") -> 
     if args.resume is not None:
         return RunFolder.open(args.resume, file=args.recipe, overrides=args.overrides, allow_changes=args.allow_changes)
     loaded = load_settings(args.recipe, args.overrides)
-    build_environments(loaded.settings)  # whatever it refuses leaves no folder behind
+    build_environments(loaded.settings)  # errors here leave no folder behind
     resolve_sinks(loaded.settings.metrics)
     RankProcesses(loaded.settings.trainer, rank_info)
     return RunFolder.create(args.folder or unused_path(Path("runs"), Path(args.recipe).stem), loaded)
@@ -139,26 +146,28 @@ def _train(
     from keel.run.monitor.sinks import open_sinks
     from keel.run.summary import summarize_run
 
-    text = ""
+    summary = ""
     with _serve_metrics(metrics_listener) as exporter:
-        shown = make_run_display(json=json)
-        # sinks before the display: how they end is shown
-        observer = CallbackList(open_sinks(folder, shown.notice), exporter, shown)
-        if folder.settings.launch is not None and rank_info is None:
-            shown.notice("the table launch is for `keel launch`: this run uses this machine alone")
+        display = make_run_display(json=json)
+        # the display comes last, so that it can still show notices of sinks that are closing
+        callbacks = CallbackList(open_sinks(folder, display.notice), exporter, display)
+        if folder.settings.launch is not None and rank_info is None and "KEEL_LAUNCHED" not in os.environ:
+            display.notice("the [launch] table has no effect with `keel train`: this run uses this machine only")
         try:
-            going = TrainingRun(folder, observer, on_hang=_exit_hung_run, rank_info=rank_info)
-            run_to_completion(_train_until_signal(going))
-            text = summarize_run(folder)
+            training_run = TrainingRun(folder, callbacks, on_hang=_exit_hung_run, rank_info=rank_info)
+            run_to_completion(_train_until_signal(training_run))
+            summary = summarize_run(folder) + f"\nview       keel lens {folder.path}"
             if folder.ledger.get_meta("status") == "stopped":
-                text += f"\nstopped    after step {going.step}; go on with: keel train --resume {folder.path}"
+                summary += (
+                    f"\nstopped    after step {training_run.step}; resume with: keel train --resume {folder.path}"
+                )
         finally:
-            observer.ended(text)
+            callbacks.ended(summary)
     return 0
 
 
 def _exit_hung_run(reason: str) -> None:
-    """The end of a run that hangs where nothing can reach it: no clean-up would return either."""
+    """Exit immediately from a run that hangs: cleaning up would hang as well."""
     sys.stderr.write(f"keel: {reason}\n")
     sys.stderr.flush()
     os._exit(2)
@@ -166,14 +175,14 @@ def _exit_hung_run(reason: str) -> None:
 
 @contextmanager
 def _bind_metrics_port(args: argparse.Namespace) -> Iterator[MetricsListener | None]:
-    """A socket for the metrics, on this machine's own address unless there is a key; none for port 0."""
+    """Yield the socket of the metrics endpoint, or None for port 0. Addresses other than loopback require a key."""
     from keel.cli.run.serve import read_key
     from keel.inference.server.access import check_binding
 
     host, port = args.metrics_host, args.metrics_port
     if port == 0:
         if host != "127.0.0.1" or args.metrics_key_file is not None:
-            raise ConfigError("--metrics-host and --metrics-key-file cannot act without --metrics-port")
+            raise ConfigError("--metrics-host and --metrics-key-file have no effect without --metrics-port")
         yield None
         return
     key = read_key(None, args.metrics_key_file)
@@ -182,14 +191,14 @@ def _bind_metrics_port(args: argparse.Namespace) -> Iterator[MetricsListener | N
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--metrics-port {port}: cannot listen on {host}: {error}; choose another") from error
+        raise ConfigError(f"--metrics-port {port}: cannot listen on {host}: {error}; choose another port") from error
     with listener:
         yield MetricsListener(listener, key)
 
 
 @contextmanager
 def _serve_metrics(metrics_listener: MetricsListener | None) -> Iterator["RunCallback"]:
-    """What the run's numbers are served from, while the block lasts."""
+    """Serve the metrics of the run while the context is open; yields the callback that receives them."""
     from keel.run.monitor.callbacks import NullCallback
 
     if metrics_listener is None:
@@ -207,16 +216,16 @@ def _serve_metrics(metrics_listener: MetricsListener | None) -> Iterator["RunCal
 
 
 async def _train_until_signal(training_run: Any) -> None:
-    """Train, with Ctrl-C and SIGTERM as requests to stop: the first is patient, the second is not."""
+    """Train; the first Ctrl-C or SIGTERM stops after the step, the second exits immediately."""
     loop = asyncio.get_running_loop()
-    asked: float | None = None
+    first_signal: float | None = None
 
     def interrupted() -> None:
-        nonlocal asked
-        if asked is None:
-            asked = loop.time()
+        nonlocal first_signal
+        if first_signal is None:
+            first_signal = loop.time()
             training_run.stop()
-        elif loop.time() - asked > SIGNAL_DEBOUNCE_SECONDS:
+        elif loop.time() - first_signal > SIGNAL_DEBOUNCE_SECONDS:
             os._exit(130)
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -24,6 +24,8 @@ from keel.training.model import model_source, tiny_models
 
 LAUNCH_FOLDER, ENGINES_FILE, KEY_FILE = "launch", "engines.txt", "key"
 """In the run's folder: the folder of the launch; in it the URLs of the engines and the API key, next to the logs."""
+LAUNCHED_VARIABLE = "KEEL_LAUNCHED"
+"""Environment variable that tells `keel train` that it was started by a launch."""
 POOL_SOURCES = ("urls", "dns", "file", "discovery_url")
 """Settings of `pool` that name servers."""
 
@@ -126,6 +128,7 @@ class LaunchPlan:
         """Return the command of a trainer rank. The run's folder already exists, so the first start resumes it too."""
         ranks = self.settings.trainer.ranks
         environment = {
+            LAUNCHED_VARIABLE: "1",
             "RANK": str(rank),
             "WORLD_SIZE": str(ranks),
             # Ray shows each rank only its own GPUs, so device 0 is always the rank's own
@@ -136,7 +139,7 @@ class LaunchPlan:
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
         }
         argv = ("-m", "keel.cli", "train", "--resume", str(self.run_folder))
-        return Command(argv, environment=environment if ranks > 1 else {})
+        return Command(argv, environment=environment if ranks > 1 else {LAUNCHED_VARIABLE: "1"})
 
 
 def make_plan(file: Path, overrides: Sequence[str], run_folder: Path) -> LaunchPlan:

@@ -49,7 +49,7 @@ def describe_bottleneck(prediction: Prediction, settings: RunSettings, assumed: 
     scheduler, capacity = settings.scheduler, assumed.engines * resolve_max_batch(settings, assumed)
     if scheduler.max_off_policy_steps == 0:
         return (
-            f"scheduler.max_off_policy_steps = 0: {waits}, and the engines are idle"
+            f"synchronous training: with scheduler.max_off_policy_steps = 0 {waits}, and the engines are idle"
             f" {_percent(1 - prediction.engine_busy)} of the time"
         )
     if prediction.wasted_share - prediction.wasted.get("zero_variance", 0.0) > 0.25:

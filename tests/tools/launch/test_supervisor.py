@@ -153,7 +153,7 @@ def test_the_cluster_examples_use_valid_arguments(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", str(EXAMPLES / "slurm.sbatch")], check=False).returncode == 0
     line = re.search(r"^keel launch .*(?= &$)", (EXAMPLES / "slurm.sbatch").read_text(), re.MULTILINE)
     assert line is not None
-    slurm = shlex.split(line[0].replace('"${words[@]}"', "recipe.toml --run one").replace("$SLURM_NNODES", "3"))
+    slurm = shlex.split(line[0].replace('"${args[@]}"', "recipe.toml --run one").replace("$SLURM_NNODES", "3"))
     for argv in (kubernetes, slurm):
         args, overrides = build_parser().parse_known_args(join_overrides(argv[1:]))
         engines = [] if args.engines is None else [f"--launch.engines={args.engines}"]

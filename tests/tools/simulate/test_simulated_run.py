@@ -222,6 +222,7 @@ def test_a_crash_drops_rollouts_only_without_retries() -> None:
     assert alone.dropped["engine"] > 2 * retried.dropped.get("engine", 0.0)
 
 
+@pytest.mark.fuzz
 @given(
     data=st.fixed_dictionaries(
         {
