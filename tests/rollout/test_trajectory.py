@@ -162,7 +162,10 @@ def test_two_interleaved_conversations_are_two_samples():
     recorded.add_turn([5], generation([6], first=1), "compaction")
     recorded.add_turn([1, 2, 3], generation([4], first=2))
     recorded.add_turn([5, 6, 7], generation([8], first=3))
-    assert [sample.token_ids.tolist() for sample in recorded.build_samples(LONG).samples] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert [sample.token_ids.tolist() for sample in recorded.build_samples(LONG).samples] == [
+        [1, 2, 3, 4],
+        [5, 6, 7, 8],
+    ]
 
 
 def test_a_new_temperature_starts_a_new_sample():

@@ -33,7 +33,9 @@ from keel.inference.pool.vllm_process import server_env
 from keel.inference.protocol import EngineError, Generation, WeightSource
 from keel.training import load_model
 from keel.training.model import tiny_models
-from keel.training.publish.publisher import FolderTransport, Publisher
+from keel.training.publish.adapter import AdapterTransport
+from keel.training.publish.folder import FolderTransport
+from keel.training.publish.publisher import Publisher
 from tests.support.paths import ROOT
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"

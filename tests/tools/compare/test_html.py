@@ -8,8 +8,8 @@ import pytest
 
 from keel.tools.compare.chart_data import MAX_POINTS, bar_chart, has_values, line_chart
 from keel.tools.compare.html import chart_figures, html_document, render_report
-from tests.support.recorded_rows import compare, random_rows, write_json
 from tests.support.lens_browser import Browser, browser, missing
+from tests.support.recorded_rows import compare, random_rows, write_json
 
 needs_browser = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a browser")
 
