@@ -21,6 +21,7 @@ def find_recipe(recipe: str | Path) -> Path:
     packaged = RECIPES_FOLDER / f"{path.name}.toml"
     if not packaged.is_file():
         raise ConfigError(
-            f'recipe "{recipe}" is neither a file nor a recipe of the package; {suggest_name(path.name, recipe_names())}'
+            f'recipe "{recipe}" is neither a file nor a recipe of the package;'
+            f" {suggest_name(path.name, recipe_names())}"
         )
     return packaged

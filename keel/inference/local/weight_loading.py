@@ -39,7 +39,7 @@ class WeightSlot:
     def __init__(self, network: Any, *, int8: bool, fused: FusedLinears | None = None) -> None:
         if any(isinstance(layer, BaseTunerLayer) for layer in network.modules()):
             raise EngineError(
-                "the network already has an adapter: give the engine the base model, then load the adapter with load_weights",
+                "the network already has an adapter: pass the base model, then load the adapter with load_weights",
                 retryable=False,
             )
         if int8 and network.device.type != "cpu":
