@@ -42,7 +42,8 @@ def add(subparsers: Any) -> None:
         "train",
         help="train a model with a recipe, or resume a run",
         description="Train with RECIPE, a TOML file or the name of a packaged recipe, and overrides.\n"
-        "Everything the run writes is in its folder.\nAfter a crash, a kill or Ctrl-C, --resume continues from the last recorded step.",
+        "Everything the run writes is in its folder.\n"
+        "After a crash, a kill or Ctrl-C, --resume continues from the last recorded step.",
         epilog="examples:\n  keel train larger_number\n"
         "  keel train larger_number --steps 5 --objective.name ipo_kl --run runs/ipo\n"
         "  keel train --resume runs/ipo",
