@@ -131,7 +131,7 @@ async def run(args: argparse.Namespace, folder: Path) -> list[Row]:
     full = load_model(ModelSettings(name=args.model))
     adapted = load_model(ModelSettings.model_validate({"name": args.model, "lora": {"rank": 8}}))
     rows = []
-    with serving(args.members, args.model, folder) as urls:
+    with serving(args.servers, args.model, folder) as urls:
         transports: list[tuple[str, Model, WeightTransport]] = [
             ("folder", full, FolderTransport(full, folder / "folder")),
             ("broadcast", full, BroadcastTransport(full, "127.0.0.1")),
@@ -141,7 +141,7 @@ async def run(args: argparse.Namespace, folder: Path) -> list[Row]:
             # wait for slow servers, because here `live` means every server
             settings = PoolSettings(urls=urls, poll_interval=60.0)
             pool = Pool(settings, HttpEngine)
-            rows.append(await measure(name, f"{args.members} keel serve", pool, transport, model, args.rounds))
+            rows.append(await measure(name, f"{args.servers} keel serve", pool, transport, model, args.rounds))
             show(rows[-1])
             await pool.close()
     if args.vllm:
@@ -165,7 +165,7 @@ def show(row: Row) -> None:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--members", type=int, default=2)
+    parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vllm", help="Python interpreter of an environment with vLLM")
     args = parser.parse_args(argv)

@@ -139,11 +139,11 @@ class FusedGroup(PackedWeight):
     @property
     def views_intact(self) -> bool:
         """Whether the layers' weights are still views of the fused weight."""
-        place = self.weight.data_ptr()
+        address = self.weight.data_ptr()
         for layer in self.layers:
-            if layer.weight.data_ptr() != place:
+            if layer.weight.data_ptr() != address:
                 return False
-            place += layer.weight.numel() * layer.weight.element_size()
+            address += layer.weight.numel() * layer.weight.element_size()
         return True
 
     @torch.no_grad()

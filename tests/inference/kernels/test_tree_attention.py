@@ -66,11 +66,14 @@ def check(tree: PrefixTree, heads: int = 6, key_heads: int = 2, width: int = 16)
 
 
 def compare(results: list[Tensor], references: list[Tensor]) -> None:
+    # a key's gradient sums over the query heads that read it: the rounding error grows with the root of their number
+    heads_per_group = len(results[1]) // len(results[2])
+    absolute = 1e-6 * max(1.0, heads_per_group / 16) ** 0.5
     for actual, expected in zip(results, references, strict=True):
         assert actual.shape == expected.shape
         # gradients of scores are differences of values of order one, and may be zero
         error = actual - expected
-        assert float(error.norm()) <= 2e-6 * float(expected.norm()) + 1e-6 * error.numel() ** 0.5
+        assert float(error.norm()) <= 2e-6 * float(expected.norm()) + absolute * error.numel() ** 0.5
         if error.numel():
             assert float(error.abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
 
