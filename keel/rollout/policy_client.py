@@ -105,7 +105,7 @@ class PolicyClient:
     async def _generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
         try:
             generation = await self._engine.generate(prompt.ids, sampling, group=self.group)
-            if generation.finish_reason == "cancelled":
+            if generation.finish_reason not in ("stop", "length"):
                 raise EngineError("the engine aborted the request before it completed")
             if problem := _find_problem(generation, sampling, self._vocab_size):
                 raise EngineError(f"the engine returned an invalid completion: {problem}")

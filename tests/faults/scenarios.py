@@ -14,7 +14,7 @@ from .processes import ForkServer, KeelProcess, awake_seconds
 from .proxy import Proxy
 from .target_run import RUN_TIMEOUT, Result, TargetRun
 
-MISMATCH, MISMATCH_WARNING = "log-probs that do not match", "the sampler's log-probs are not those of the policy"
+MISMATCH, MISMATCH_WARNING = "log-probs that do not match", "the sampler's log-probs"
 
 
 def expect_completion(target: TargetRun, process: KeelProcess, result: Result) -> bool:
@@ -128,7 +128,7 @@ def ranks(fork_server: ForkServer, folder: Path, kills: int) -> Result:
         process, before = target.start(), target.recorded_steps()
         process.wait(RUN_TIMEOUT, lambda process=process, before=before: target.recorded_steps() > before)  # type: ignore[misc]
         result.injected += process.kill_child("train")
-        expect_error(process, result, r"rank 1 of the trainer ended .*--resume")
+        expect_error(process, result, r"rank 1 of the trainer .*--resume")
     expect_completion(target, target.start(), result)
     return result
 

@@ -114,7 +114,7 @@ def test_an_engine_error_is_recorded_until_a_later_request_succeeds():
 def test_an_aborted_completion_is_an_engine_error():
     class AbortingEngine(ScriptedEngine):
         async def generate(self, prompt, sampling, *, group=None):
-            return Generation((1,), (0.0,), (0,), "cancelled", 1.0)
+            return Generation((1,), (0.0,), (0,), "abort", 1.0)
 
     with pytest.raises(EngineError, match="aborted the request"):
         asyncio.run(client(AbortingEngine()).chat([user("a")]))

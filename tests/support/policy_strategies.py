@@ -189,7 +189,7 @@ def gradients(model: Model) -> dict[str, Tensor | None]:
 
 
 def difference(actual_gradients: dict[str, Tensor | None], expected_gradients: dict[str, Tensor | None]) -> float:
-    """Return the largest relative difference of a parameter's gradient; a missing one must be zero on the other side."""
+    """Return the largest relative difference of the gradients; if one side has none, the other must be zero."""
     assert actual_gradients.keys() == expected_gradients.keys()
     largest = 0.0
     for name, expected in expected_gradients.items():
