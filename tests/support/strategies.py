@@ -100,7 +100,7 @@ def batch(
 def run(
     objective: keel.Objective, step: keel.TokenBatch, totals: keel.StepTotals | None = None
 ) -> tuple[Tensor, Tensor, keel.ObjectiveResult]:
-    """Loss, gradient by autograd, and the whole result."""
+    """Return the loss, its gradient by autograd, and the full result."""
     leaf = step.logprobs.detach().clone().requires_grad_()
     result = objective(step.replace(logprobs=leaf), totals)
     (gradient,) = torch.autograd.grad(result.loss, leaf)

@@ -92,7 +92,7 @@ class RaisingEnvironment:
     async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         reply = await client.chat([{"role": "user", "content": task.id}])
         if len(reply.generation.token_ids) and random.random() < 0.2:
-            raise LookupError("no such answer")
+            raise LookupError("no such reply")
         return EpisodeResult(1.0)
 
 
