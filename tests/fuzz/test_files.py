@@ -32,7 +32,7 @@ from keel.config import load_settings
 from keel.errors import KeelError
 from keel.run import records
 from keel.run.ledger import Ledger
-from keel.run.monitor.sinks import DeliveryLog
+from keel.run.monitor.sinks import DeliveryLog, PendingMetrics
 from keel.tools.compare.readers import Recording
 from keel.tools.lens.queries import QUERIES, Lens
 from keel.tools.lens.server import respond
@@ -132,10 +132,10 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model/model.safetensors.index.json").write_text('{"weight_map": {"w": "model-00001.safetensors"}}')
     (folder / "model/config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
     (folder / "model/tokenizer.json").write_text("{}")
-    told = {"custom": {"step": 1, "evaluations": [[0, "sums"]]}}
-    (folder / "sinks.json").write_text(json.dumps({"format": 1, "key": "abcd", "told": told}))
-    trial = {"name": "a-0", "variant": "a", "seed": 0, "words": ["--steps", "2"]}
-    (folder / "trials.json").write_text(json.dumps({"format": 1, "recipe": "r.toml", "trials": [trial]}))
+    delivered = [PendingMetrics(1, "", {}), PendingMetrics(0, "sums", {})]
+    DeliveryLog(folder / "sinks.json").mark_delivered("custom", delivered)
+    trial = {"name": "a-0", "variant": "a", "seed": 0, "overrides": ["--steps", "2"]}
+    (folder / "trials.json").write_text(json.dumps({"format": 2, "recipe": "r.toml", "trials": [trial]}))
     return folder
 
 
@@ -310,7 +310,8 @@ def test_a_ledger_with_an_endless_view_is_rejected(intact: Path, tmp_path: Path)
     folder = shutil.copytree(intact, tmp_path / "run")
     with closing(sqlite3.connect(folder / "run.db")) as db:
         endless = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x, x, x, x, '{}' FROM n"
-        db.executescript(f"DROP TABLE steps; CREATE VIEW steps (step, version, stepped, time, numbers) AS {endless};")
+        columns = ", ".join(column[1] for column in db.execute("PRAGMA table_info(steps)"))
+        db.executescript(f"DROP TABLE steps; CREATE VIEW steps ({columns}) AS {endless};")
     with bounded(), pytest.raises(KeelError):
         Lens(folder).query("run", {"run": "run"})
     with bounded(), pytest.raises(KeelError, match="view"):

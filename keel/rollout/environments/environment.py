@@ -74,7 +74,7 @@ async def run_episode(
             raise
         # the episode was not cancelled from outside: a task inside it cancelled itself
         error = "exception", _format_exception(cancelled)
-    except (Exception, SystemExit) as raised:  # noqa: BLE001  whatever an environment raises is data
+    except (Exception, SystemExit) as raised:  # noqa: BLE001 - every failure of an environment is data
         error = _classify_error(raised, timed_out=scope.expired(), seconds=limits.timeout)
     if error is None and scope.expired():
         # the environment suppressed the cancellation and returned late

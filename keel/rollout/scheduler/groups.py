@@ -16,7 +16,7 @@ DropReason = str
 closed first."""
 
 SlotState = Literal["queued", "in_flight", "done"]
-GroupState = Literal["open", "ready", "dropped", "gone"]
+GroupState = Literal["open", "ready", "dropped", "removed"]
 
 
 class RolloutLike(Protocol):

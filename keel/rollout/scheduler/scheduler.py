@@ -143,7 +143,7 @@ class Scheduler:
         self._closed = True
         for group in list(self._group_queue):
             self._drop_group(group, "run_ended")
-            group.clear("gone")
+            group.clear("removed")
             self._group_queue.remove(group)
         self._slot_queue, self._new_slots = [], []
         if self._waiter is not None and not self._waiter.done():
@@ -231,7 +231,7 @@ class Scheduler:
         self._group_queue.pop(chosen)
         groups = [group.to_group() for group in chosen if group.state == "ready"]
         for group in chosen:
-            group.clear("gone")
+            group.clear("removed")
         return self._accounts.close_batch(self._trainer_version, groups, capacity=len(chosen))
 
     def _is_stale(self, group: PendingGroup) -> bool:
@@ -248,7 +248,7 @@ class Scheduler:
             group.clear("dropped")
             return False
         if self.settings.on_stale == "drop":
-            group.clear("gone")
+            group.clear("removed")
             self._group_queue.remove(group)
             return True
         self._accounts.counts["groups_resampled"] += 1
@@ -317,7 +317,7 @@ class Scheduler:
     # -- handling results ---------------------------------------------------------------------------------------------
 
     def _on_done(self, slot: RolloutSlot, task: asyncio.Future[Any]) -> None:
-        """Handle the end of a task. If its group is gone, it was emitted on cancellation and only its slot is freed."""
+        """Handle the end of a task. A removed group emitted it on cancellation; then only its slot is freed."""
         rollout, kind, error, version = read_result(task)
         if not task.cancelled() and isinstance(raised := task.exception(), StorageError):
             self._failure = raised  # not a rollout's error: retries would sample indefinitely and store nothing

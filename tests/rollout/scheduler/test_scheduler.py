@@ -54,18 +54,18 @@ class Script:
         return FakeRollout(*name, version)
 
 
-def scheduler(run: Runner, tasks: Any = None, **settings: Any) -> Scheduler:
+def make_scheduler(run: Runner, tasks: Any = None, **settings: Any) -> Scheduler:
     defaults = {"groups_per_step": 2, "group_size": 2, "max_off_policy_steps": 0, **settings}
     return Scheduler(run, [TaskSource("a", fake_tasks(100) if tasks is None else tasks)], SchedulerSettings(**defaults))
 
 
-def batches(scheduled: Scheduler, versions: Any = (0,)) -> list[RolloutBatch]:
+def batches(scheduler: Scheduler, versions: Any = (0,)) -> list[RolloutBatch]:
     """Return the batches of a trainer that publishes each version before it requests the next batch."""
 
     async def main() -> list[RolloutBatch]:
         cut = []
-        for scheduled._run_rollout.version in versions:
-            cut.append(await scheduled.next_batch(scheduled._run_rollout.version))
+        for scheduler._run_rollout.version in versions:
+            cut.append(await scheduler.next_batch(scheduler._run_rollout.version))
         return cut
 
     return run_virtually(main())
@@ -84,7 +84,7 @@ def dropped(batch: RolloutBatch) -> list[tuple[str, int, int, str]]:
 
 def test_a_batch_holds_complete_groups_in_order_of_dispatch() -> None:
     script = Script({("task0", 1, 0): 9.0})
-    (batch,) = batches(scheduler(script, group_size=3))
+    (batch,) = batches(make_scheduler(script, group_size=3))
     assert ids(batch) == ["task0", "task1"]
     assert [member.member for member in batch.groups[0].members] == [0, 1, 2]
     assert all(member.valid for group in batch.groups for member in group.members)
@@ -94,7 +94,7 @@ def test_a_batch_holds_complete_groups_in_order_of_dispatch() -> None:
 
 def test_one_reschedule_attempt_is_one_retry() -> None:
     script = Script({("task0", 0, 0): "timeout", ("task1", 1, 0): "empty", ("task1", 1, 1): "empty"})
-    (batch,) = batches(scheduler(script, max_error_reschedule_attempts=1))
+    (batch,) = batches(make_scheduler(script, max_error_reschedule_attempts=1))
     assert ids(batch) == ["task0"]
     assert [member.attempt for member in batch.groups[0].members] == [1, 0]
     assert dropped(batch) == [
@@ -108,10 +108,10 @@ def test_one_reschedule_attempt_is_one_retry() -> None:
 
 def test_members_that_fail_in_the_same_round_count_as_one_retry_round() -> None:
     results: dict[Any, Any] = {("task0", member, 0): "engine" for member in range(4)}
-    scheduled = scheduler(
+    scheduler = make_scheduler(
         Script(results), groups_per_step=1, group_size=4, max_error_reschedule_attempts=1, max_in_flight=1
     )
-    (batch,) = batches(scheduled)
+    (batch,) = batches(scheduler)
     assert ids(batch) == ["task0"]
     assert batch.counters["retry_rounds"] == 1
     assert batch.counters["failed"] == 4
@@ -119,7 +119,7 @@ def test_members_that_fail_in_the_same_round_count_as_one_retry_round() -> None:
 
 def test_without_retries_the_first_failure_drops_the_group_and_cancels_the_rest() -> None:
     script = Script({("task0", 0, 0): "exception", ("task0", 1, 0): 50.0})
-    (batch,) = batches(scheduler(script, max_error_reschedule_attempts=0))
+    (batch,) = batches(make_scheduler(script, max_error_reschedule_attempts=0))
     assert ids(batch) == ["task1"]
     assert dropped(batch) == [("task0", 0, 0, "exception"), ("task0", 1, 0, "group_dropped")]
     assert script.cancelled == [("task0", 1, 0)]
@@ -130,7 +130,7 @@ def test_by_default_failures_are_retried_without_limit_with_backoff() -> None:
     results: dict[Any, Any] = {("task0", 0, attempt): "engine" for attempt in range(40)}
 
     async def main() -> tuple[RolloutBatch, float]:
-        batch = await scheduler(Script(results)).next_batch(0)
+        batch = await make_scheduler(Script(results)).next_batch(0)
         return batch, asyncio.get_running_loop().time()
 
     batch, seconds = run_virtually(main())
@@ -142,7 +142,7 @@ def test_by_default_failures_are_retried_without_limit_with_backoff() -> None:
 
 def test_a_group_trains_without_its_failed_members() -> None:
     script = Script({("task0", 1, 0): "timeout", ("task1", 0, 0): "empty", ("task1", 1, 0): "empty"})
-    (batch,) = batches(scheduler(script, group_size=3, max_error_reschedule_attempts=0, min_group_size=2))
+    (batch,) = batches(make_scheduler(script, group_size=3, max_error_reschedule_attempts=0, min_group_size=2))
     assert ids(batch) == ["task0"]
     group = batch.groups[0]
     assert [member.valid for member in group.members] == [True, False, True]
@@ -156,10 +156,10 @@ def test_a_group_is_dropped_as_soon_as_too_few_members_can_succeed() -> None:
     script = Script({("task0", 0, 0): "empty", ("task0", 1, 0): 60.0, ("task0", 2, 0): 60.0})
 
     async def main() -> float:
-        scheduled = scheduler(
+        scheduler = make_scheduler(
             script, groups_per_step=1, group_size=3, max_error_reschedule_attempts=0, min_group_size=3
         )
-        await scheduled.next_batch(0)
+        await scheduler.next_batch(0)
         return asyncio.get_running_loop().time()
 
     assert run_virtually(main()) == 1.0
@@ -174,18 +174,18 @@ def test_consecutive_empty_batches_raise_with_the_reasons() -> None:
     results: dict[Any, Any] = {
         (f"task{task}", member, 0): kind for task in (0, 1, 4, 5, 6, 7) for member, kind in enumerate(["timeout", 9.0])
     }
-    scheduled = scheduler(Script(results), max_error_reschedule_attempts=0, max_empty_steps=2)
+    scheduler = make_scheduler(Script(results), max_error_reschedule_attempts=0, max_empty_steps=2)
 
     async def main() -> None:
-        assert (await scheduled.next_batch(0)).groups == []
-        assert len((await scheduled.next_batch(0)).groups) == 2, "a batch that trains resets the count"
-        assert (await scheduled.next_batch(0)).groups == []
+        assert (await scheduler.next_batch(0)).groups == []
+        assert len((await scheduler.next_batch(0)).groups) == 2, "a batch that trains resets the count"
+        assert (await scheduler.next_batch(0)).groups == []
         with pytest.raises(NothingToTrain, match="2 consecutive batches") as halt:
-            await scheduled.next_batch(0)
+            await scheduler.next_batch(0)
         assert halt.value.reasons == {"timeout": 4, "group_dropped": 4}
         assert len(halt.value.batch.dropped) == 4
         assert "dropped: timeout 4, group_dropped 4; the last error: ('task7', 0, 0) failed" in str(halt.value)
-        assert len((await scheduled.next_batch(0)).groups) == 2, "the scheduler continues if the error is caught"
+        assert len((await scheduler.next_batch(0)).groups) == 2, "the scheduler continues if the error is caught"
 
     run_virtually(main())
 
@@ -196,7 +196,7 @@ def test_consecutive_empty_batches_raise_with_the_reasons() -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_an_exception_of_the_runner_is_the_rollouts_error(raised: BaseException) -> None:
-    (batch,) = batches(scheduler(Script({("task0", 0, 0): raised})))
+    (batch,) = batches(make_scheduler(Script({("task0", 0, 0): raised})))
     assert ids(batch) == ["task0", "task1"]
     assert dropped(batch) == [("task0", 0, 0, "exception")]
     assert type(raised).__name__ in str(batch.dropped[0].error)
@@ -219,7 +219,7 @@ def test_invalid_results_and_failures_to_start_are_failed_rollouts() -> None:
             raise OSError("no socket")
         return junk() if request.member == 1 else "no awaitable"
 
-    (batch,) = batches(scheduler(run, groups_per_step=1, group_size=3))
+    (batch,) = batches(make_scheduler(run, groups_per_step=1, group_size=3))
     assert len(batch.groups) == 1
     assert [r.reason for r in batch.dropped] == ["exception"] * 3
     assert "no socket" in str([r.error for r in batch.dropped])
@@ -230,36 +230,38 @@ def test_invalid_results_and_failures_to_start_are_failed_rollouts() -> None:
 
 def test_rollouts_in_flight_never_exceed_the_limit() -> None:
     engine = FaultyRunner()
-    batches(scheduler(engine, groups_per_step=5, group_size=4, max_in_flight=7, max_off_policy_steps=3), range(4))
+    batches(make_scheduler(engine, groups_per_step=5, group_size=4, max_in_flight=7, max_off_policy_steps=3), range(4))
     assert engine.max_running == 7
 
 
 def test_environments_share_groups_by_weight() -> None:
     engine = FaultyRunner()
-    scheduled = Scheduler(
+    scheduler = Scheduler(
         engine, task_sources(1.0, 3.0), SchedulerSettings(groups_per_step=8, group_size=1, max_off_policy_steps=0)
     )
-    for batch in batches(scheduled, range(3)):
+    for batch in batches(scheduler, range(3)):
         assert Counter(group.environment for group in batch.groups) == {"a": 2, "b": 6}
 
 
 def test_groups_are_found_by_id_until_they_are_cut() -> None:
     async def main() -> None:
-        scheduled = scheduler(Script(), group_size=1)
-        waiting = asyncio.ensure_future(scheduled.next_batch(0))
+        scheduler = make_scheduler(Script(), group_size=1)
+        waiting = asyncio.ensure_future(scheduler.next_batch(0))
         await asyncio.sleep(0.5)
-        group = scheduled.find_group("a#1")
+        group = scheduler.find_group("a#1")
         assert group is not None and group.task_id == "task1" and group.pending == 1
         await waiting
-        assert scheduled.find_group("a#1") is None
+        assert scheduler.find_group("a#1") is None
 
     run_virtually(main())
 
 
 def slow_first(window: int, batch_count: int, slow: float = 3.5) -> list[list[str]]:
     """Return the task ids of batches with one slow group among fast ones."""
-    scheduled = scheduler(Script({("task0", 0, 0): slow}), group_size=1, window_batches=window, max_off_policy_steps=8)
-    return [ids(batch) for batch in batches(scheduled, range(batch_count))]
+    scheduler = make_scheduler(
+        Script({("task0", 0, 0): slow}), group_size=1, window_batches=window, max_off_policy_steps=8
+    )
+    return [ids(batch) for batch in batches(scheduler, range(batch_count))]
 
 
 def test_without_a_window_batches_are_in_order_of_dispatch() -> None:
@@ -273,8 +275,8 @@ def test_fast_groups_overtake_a_slow_one_by_at_most_the_window() -> None:
 
 def test_a_late_group_overtakes_at_most_the_window() -> None:
     results = {(f"task{task}", 0, 0): 9.0 for task in range(5)}
-    scheduled = scheduler(Script(results), group_size=1, window_batches=1, max_off_policy_steps=8)
-    first, second = batches(scheduled, range(2))
+    scheduler = make_scheduler(Script(results), group_size=1, window_batches=1, max_off_policy_steps=8)
+    first, second = batches(scheduler, range(2))
     assert ids(first) == ["task0", "task1"], "task5 and later have to wait: they may overtake two groups, not four"
     assert ids(second) == ["task2", "task3"]
 
@@ -285,12 +287,12 @@ def test_a_late_group_overtakes_at_most_the_window() -> None:
 def test_staleness_is_checked_when_the_batch_is_cut() -> None:
     async def main() -> None:
         script = Script()
-        scheduled = scheduler(script, group_size=1, max_off_policy_steps=1, on_stale="drop")
-        await scheduled.next_batch(0)
+        scheduler = make_scheduler(script, group_size=1, max_off_policy_steps=1, on_stale="drop")
+        await scheduler.next_batch(0)
         await asyncio.sleep(5)
-        assert scheduled.status().ready_groups == 2, "sampled ahead with version 0"
+        assert scheduler.status().ready_groups == 2, "sampled ahead with version 0"
         script.version = 2
-        batch = await scheduled.next_batch(2)
+        batch = await scheduler.next_batch(2)
         assert dropped(batch) == [("task2", 0, 0, "stale"), ("task3", 0, 0, "stale")]
         assert ids(batch) == ["task4", "task5"]
         assert batch.counters["groups_stale"] == 2
@@ -301,20 +303,20 @@ def test_staleness_is_checked_when_the_batch_is_cut() -> None:
 
 def test_a_group_at_the_staleness_limit_is_not_stale() -> None:
     script = Script()
-    scheduled = scheduler(script, group_size=1, max_off_policy_steps=1)
-    assert [ids(batch) for batch in batches(scheduled, (0, 1))] == [["task0", "task1"], ["task2", "task3"]]
+    scheduler = make_scheduler(script, group_size=1, max_off_policy_steps=1)
+    assert [ids(batch) for batch in batches(scheduler, (0, 1))] == [["task0", "task1"], ["task2", "task3"]]
 
 
 def test_a_resampled_group_keeps_its_position_and_gets_all_retries() -> None:
     async def main() -> None:
         script = Script({("task2", 0, 0): "empty", ("task2", 0, 2): "empty"})
-        scheduled = scheduler(
+        scheduler = make_scheduler(
             script, group_size=1, max_off_policy_steps=1, max_error_reschedule_attempts=1, window_batches=0
         )
-        await scheduled.next_batch(0)
+        await scheduler.next_batch(0)
         await asyncio.sleep(5)
         script.version = 2
-        batch = await scheduled.next_batch(2)
+        batch = await scheduler.next_batch(2)
         assert ids(batch) == ["task2", "task3"]
         assert [group.members[0].attempt for group in batch.groups] == [3, 1]
         assert dropped(batch) == [
@@ -328,14 +330,14 @@ def test_a_resampled_group_keeps_its_position_and_gets_all_retries() -> None:
 
 @pytest.mark.parametrize("stale", ["drop", "resample"])
 def test_an_engine_that_always_lags_gives_empty_batches_and_does_not_hang(stale: str) -> None:
-    scheduled = scheduler(Script(version=0), on_stale=stale, max_empty_steps=3)
+    scheduler = make_scheduler(Script(version=0), on_stale=stale, max_empty_steps=3)
 
     async def main() -> None:
         for _ in range(2):
-            batch = await scheduled.next_batch(5)
+            batch = await scheduler.next_batch(5)
             assert batch.groups == [] and {r.reason for r in batch.dropped} == {"stale"}
         with pytest.raises(NothingToTrain, match="stale 12"):
-            await scheduled.next_batch(5)
+            await scheduler.next_batch(5)
 
     run_virtually(main())
 
@@ -343,10 +345,10 @@ def test_an_engine_that_always_lags_gives_empty_batches_and_does_not_hang(stale:
 def test_a_synchronous_scheduler_has_nothing_in_flight_between_batches() -> None:
     async def main() -> None:
         script = Script()
-        scheduled = scheduler(script)
+        scheduler = make_scheduler(script)
         for step in range(3):
-            await scheduled.next_batch(step)
-            assert scheduled.status().in_flight == 0
+            await scheduler.next_batch(step)
+            assert scheduler.status().in_flight == 0
             await asyncio.sleep(100)
             assert len(script.dispatched) == 4 * (step + 1)
 
@@ -356,8 +358,8 @@ def test_a_synchronous_scheduler_has_nothing_in_flight_between_batches() -> None
 def test_work_ahead_is_limited_to_the_allowed_staleness() -> None:
     async def main() -> None:
         script = Script()
-        scheduled = scheduler(script, max_off_policy_steps=2)
-        await scheduled.next_batch(0)
+        scheduler = make_scheduler(script, max_off_policy_steps=2)
+        await scheduler.next_batch(0)
         await asyncio.sleep(100)
         assert len(script.dispatched) == 3 * 4, "the batch that was cut and two more"
 
@@ -379,27 +381,27 @@ def test_the_watchdog_abandons_rollouts_that_cannot_be_cancelled() -> None:
         return FakeRollout(request.group, request.member, request.attempt)
 
     async def main() -> None:
-        scheduled = scheduler(run, rollout_timeout=30.0, max_in_flight=2)
-        batch = await scheduled.next_batch(0)
+        scheduler = make_scheduler(run, rollout_timeout=30.0, max_in_flight=2)
+        batch = await scheduler.next_batch(0)
         assert asyncio.get_running_loop().time() == 30.0
         assert len(batch.groups) == 2
         assert dropped(batch) == [("task0", 0, 0, "timeout"), ("task1", 0, 0, "timeout")]
         assert "scheduler.rollout_timeout = 30 s" in str(batch.dropped[0].error)
-        assert scheduled.status().abandoned == 2
+        assert scheduler.status().abandoned == 2
         release.set()
         await asyncio.sleep(0.1)
-        assert scheduled.status().abandoned == 0
-        assert scheduled.drain_dropped() == []
+        assert scheduler.status().abandoned == 0
+        assert scheduler.drain_dropped() == []
 
     run_virtually(main())
 
 
 def test_status_names_the_pending_group_and_the_oldest_rollout() -> None:
     async def main() -> None:
-        scheduled = scheduler(Script({("task1", 1, 0): 500.0}))
-        waiting = asyncio.ensure_future(scheduled.next_batch(0))
+        scheduler = make_scheduler(Script({("task1", 1, 0): 500.0}))
+        waiting = asyncio.ensure_future(scheduler.next_batch(0))
         await asyncio.sleep(60)
-        status = scheduled.status()
+        status = scheduler.status()
         assert (status.waiting, status.in_flight, status.ready_groups, status.missing_groups) == (True, 1, 1, 1)
         assert (status.first_pending_group, status.oldest_rollout, status.oldest_seconds) == ("a#1", "a#1/1/0", 60.0)
         assert "the oldest a#1/1/0 for 60 s" in str(status)
@@ -411,18 +413,18 @@ def test_status_names_the_pending_group_and_the_oldest_rollout() -> None:
 def test_a_cancelled_call_loses_no_rollout() -> None:
     async def main() -> None:
         engine, log = FaultyRunner(faults=Faults(error=0.3)), EmissionLog()
-        scheduled = scheduler(engine, max_off_policy_steps=2)
+        scheduler = make_scheduler(engine, max_off_policy_steps=2)
         for version in range(5):
             for patience in (0.0, 0.1, 0.2):
                 try:
-                    log.add_batch(await asyncio.wait_for(scheduled.next_batch(version), patience))
+                    log.add_batch(await asyncio.wait_for(scheduler.next_batch(version), patience))
                     break
                 except TimeoutError:
                     pass
             else:
-                log.add_batch(await scheduled.next_batch(version))
+                log.add_batch(await scheduler.next_batch(version))
             engine.version = version + 1
-        log.add_dropped(await scheduled.close())
+        log.add_dropped(await scheduler.close())
         log.check_against(engine.dispatched)
 
     run_virtually(main())
@@ -430,11 +432,11 @@ def test_a_cancelled_call_loses_no_rollout() -> None:
 
 def test_a_second_concurrent_call_is_rejected() -> None:
     async def main() -> None:
-        scheduled = scheduler(Script())
-        waiting = asyncio.ensure_future(scheduled.next_batch(0))
+        scheduler = make_scheduler(Script())
+        waiting = asyncio.ensure_future(scheduler.next_batch(0))
         await asyncio.sleep(0)
         with pytest.raises(KeelError, match="only one caller"):
-            await scheduled.next_batch(0)
+            await scheduler.next_batch(0)
         assert len((await waiting).groups) == 2
 
     run_virtually(main())
@@ -443,10 +445,10 @@ def test_a_second_concurrent_call_is_rejected() -> None:
 def test_closing_emits_everything_and_raises_in_a_waiting_call() -> None:
     async def main() -> None:
         script = Script({("task1", 1, 0): 500.0, ("task1", 0, 0): "empty"})
-        scheduled = scheduler(script, max_error_reschedule_attempts=0, min_group_size=1)
-        waiting = asyncio.ensure_future(scheduled.next_batch(0))
+        scheduler = make_scheduler(script, max_error_reschedule_attempts=0, min_group_size=1)
+        waiting = asyncio.ensure_future(scheduler.next_batch(0))
         await asyncio.sleep(60)
-        last = await scheduled.close()
+        last = await scheduler.close()
         assert sorted((r.task_id, r.member, r.reason) for r in last) == [
             ("task0", 0, "run_ended"),
             ("task0", 1, "run_ended"),
@@ -457,25 +459,25 @@ def test_closing_emits_everything_and_raises_in_a_waiting_call() -> None:
         with pytest.raises(SchedulerClosed):
             await waiting
         with pytest.raises(SchedulerClosed):
-            await scheduled.next_batch(0)
-        assert await scheduled.close() == []
+            await scheduler.next_batch(0)
+        assert await scheduler.close() == []
 
     run_virtually(main())
 
 
 def test_exhausted_tasks_give_a_smaller_last_batch_and_then_an_error() -> None:
     async def main() -> None:
-        scheduled = scheduler(Script(), iter(fake_tasks(3)))
-        assert ids(await scheduled.next_batch(0)) == ["task0", "task1"]
-        assert ids(await scheduled.next_batch(0)) == ["task2"]
+        scheduler = make_scheduler(Script(), iter(fake_tasks(3)))
+        assert ids(await scheduler.next_batch(0)) == ["task0", "task1"]
+        assert ids(await scheduler.next_batch(0)) == ["task2"]
         with pytest.raises(TasksExhausted, match="used up"):
-            await scheduled.next_batch(0)
+            await scheduler.next_batch(0)
 
     run_virtually(main())
 
 
 def test_a_sequence_of_tasks_is_repeated() -> None:
-    first, second = batches(scheduler(Script(), fake_tasks(3)), range(2))
+    first, second = batches(make_scheduler(Script(), fake_tasks(3)), range(2))
     assert ids(first) + ids(second) == ["task0", "task1", "task2", "task0"]
     assert len({group.id for group in first.groups + second.groups}) == 4
 
@@ -486,11 +488,11 @@ def test_an_exception_of_a_task_source_is_raised_by_next_batch() -> None:
         raise OSError("no such file")
 
     async def main() -> None:
-        scheduled = scheduler(Script(), failing())
+        scheduler = make_scheduler(Script(), failing())
         for _ in range(2):
             with pytest.raises(OSError, match="no such file"):
-                await scheduled.next_batch(0)
-        assert [r.reason for r in await scheduled.close()] == ["run_ended", "run_ended"]
+                await scheduler.next_batch(0)
+        assert [r.reason for r in await scheduler.close()] == ["run_ended", "run_ended"]
 
     run_virtually(main())
 
@@ -522,13 +524,13 @@ def interrupted() -> tuple[dict[str, Any], dict[tuple[str, int, int], FakeRollou
         return rollout
 
     async def main() -> Any:
-        scheduled = scheduler(run, max_error_reschedule_attempts=1)
-        waiting = asyncio.ensure_future(scheduled.next_batch(0))
+        scheduler = make_scheduler(run, max_error_reschedule_attempts=1)
+        waiting = asyncio.ensure_future(scheduler.next_batch(0))
         await asyncio.sleep(60)
-        snapshot = json.loads(json.dumps(scheduled.snapshot()))
+        snapshot = json.loads(json.dumps(scheduler.snapshot()))
         await asyncio.sleep(1000)
         waiting.cancel()
-        await scheduled.close()
+        await scheduler.close()
         return snapshot
 
     return run_virtually(main()), stored
@@ -601,9 +603,9 @@ def test_consecutive_empty_batches_are_counted_across_a_restart() -> None:
     )
 
     async def main() -> None:
-        scheduled = Scheduler(Script(results), [TaskSource("a", fake_tasks(100))], chosen)
-        await scheduled.next_batch(0)
-        resumed = Scheduler.restore(scheduled.snapshot(), Script(results), [TaskSource("a", fake_tasks(100))], chosen)
+        scheduler = Scheduler(Script(results), [TaskSource("a", fake_tasks(100))], chosen)
+        await scheduler.next_batch(0)
+        resumed = Scheduler.restore(scheduler.snapshot(), Script(results), [TaskSource("a", fake_tasks(100))], chosen)
         with pytest.raises(NothingToTrain, match="empty 2"):
             await resumed.next_batch(0)
 

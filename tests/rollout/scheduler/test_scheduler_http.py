@@ -92,7 +92,7 @@ class RaisingEnvironment:
     async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         reply = await client.chat([{"role": "user", "content": task.id}])
         if len(reply.generation.token_ids) and random.random() < 0.2:
-            raise LookupError("no such answer")
+            raise LookupError("no such reply")
         return EpisodeResult(1.0)
 
 
@@ -131,6 +131,7 @@ class EpisodeLog(EmissionLog):
             self.note(name_of(rollout), rollout.reason)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("off_policy", [0, 2])
 def test_every_rollout_is_emitted_once_over_a_failing_and_killed_server(off_policy: int, tmp_path: Path) -> None:
     settings = SchedulerSettings(

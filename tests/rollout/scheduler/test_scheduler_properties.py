@@ -217,6 +217,7 @@ def check_window(log: EmissionLog, chosen: SchedulerSettings) -> None:
         assert numbers == sorted(numbers)
 
 
+@pytest.mark.fuzz
 @settings(max_examples=2000)
 @given(scheduler_settings(), faults, st.integers(0, 2**32), st.sampled_from([None, None, 7]))
 def test_every_rollout_is_emitted_exactly_once(
