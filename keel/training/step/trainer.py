@@ -30,7 +30,7 @@ from keel.training.model.references import References, load_references
 from keel.training.step import optimizer as adamw
 from keel.training.step.forward import Forward
 from keel.training.step.malloc import retain_freed_memory
-from keel.training.step.optimizer_step import OptimizerStep, OptimizerStepResult
+from keel.training.step.optimizer_step import OptimizerStep
 from keel.training.step.step_report import StepColumns, StepReport
 from keel.training.step.trainable_tokens import TrainableTokens
 
@@ -83,7 +83,7 @@ class Trainer:
             columns.teacher_logprobs = self._frozen_logprobs(self.teacher, tokens)
         if len(parts) > 1 and objective.composition.reads("proximal"):
             columns.proximal_logprobs = self.forward.score(tokens).logprobs
-        results: list[OptimizerStepResult] = []
+        results = []
         for part in parts:
             step = OptimizerStep(self.forward, self.optimizer, self.settings, objective, columns, part, version)
             try:
