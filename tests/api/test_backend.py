@@ -1,4 +1,4 @@
-"""Claims of the Python API: what is sampled is recorded exactly, only that trains, and the new weights answer."""
+"""The Python API records exactly what is sampled, trains only on that, and then samples from the new weights."""
 
 import asyncio
 import itertools
@@ -16,11 +16,13 @@ from keel.errors import ModelError
 from keel.training import Checkpoints
 from tests.support.api_helpers import LORA, agent, attempt, attempts, furthest, replayed, run, say, trainer_at
 
-# --- what is sampled ---
+# --- sampling ---
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_a_choice_carries_the_trainers_own_logprobs_of_exactly_its_tokens(tmp_path: Path, temperature: float) -> None:
+def test_a_choice_carries_the_log_probs_that_the_trainer_computes_for_its_tokens(
+    tmp_path: Path, temperature: float
+) -> None:
     async def talk() -> Any:
         async with keel.LocalBackend(path=tmp_path) as backend:
             model = agent()
@@ -39,7 +41,7 @@ def test_a_choice_carries_the_trainers_own_logprobs_of_exactly_its_tokens(tmp_pa
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_what_is_sampled_after_train_comes_from_the_new_weights(tmp_path: Path, lora: dict[str, Any] | None) -> None:
+def test_after_train_the_endpoint_samples_from_the_new_weights(tmp_path: Path, lora: dict[str, Any] | None) -> None:
     async def train() -> Any:
         async with keel.LocalBackend(path=tmp_path) as backend:
             model = agent(lora=lora)
@@ -57,22 +59,22 @@ def test_what_is_sampled_after_train_comes_from_the_new_weights(tmp_path: Path, 
     assert choice.versions == [2] * len(choice.token_ids)
     assert furthest(*replayed(trainer_at(tmp_path, 2, model), choice)) < 1e-4
     assert furthest(*replayed(trainer_at(tmp_path, 0, model), choice)) > 0.01
-    # nothing was stale, so the trainer found the sampler's log-probs to be its own
+    # nothing was stale, so the sampler's log-probs equal the trainer's
     assert second.metrics["mismatch_kl"] == pytest.approx(0, abs=1e-6)
 
 
-def test_a_conversation_with_a_tool_is_one_sample_whatever_its_text_looked_like(tmp_path: Path) -> None:
+def test_a_conversation_of_several_turns_is_one_sample_even_if_its_text_is_not_valid(tmp_path: Path) -> None:
     async def talk() -> Any:
         async with keel.LocalBackend(path=tmp_path) as backend:
             model = agent()
             await backend.register(model)
-            said = await attempt(model, turns=3)
-            group = keel.TrajectoryGroup([said, await attempt(model, reward=-1.0)])
-            return said, await backend.train(model, [group])
+            first = await attempt(model, turns=3)
+            group = keel.TrajectoryGroup([first, await attempt(model, reward=-1.0)])
+            return first, await backend.train(model, [group])
 
-    said, result = run(talk())
-    choices = said.choices
-    # random bytes are seldom text: tokenising what the client saw again would give other tokens
+    first, result = run(talk())
+    choices = first.choices
+    # random bytes are rarely valid text: tokenising the client's text again would give other tokens
     assert any("\ufffd" in choice.message.content for choice in choices)
     for before, after in itertools.pairwise(choices):
         assert after.prompt_token_ids[: len(before.prompt_token_ids)] == before.prompt_token_ids
@@ -81,26 +83,26 @@ def test_a_conversation_with_a_tool_is_one_sample_whatever_its_text_looked_like(
     assert result.metrics["samples"] == 2 and result.metrics["rollout/turns"] == 4
 
 
-def test_a_conversation_that_was_changed_becomes_a_sample_more_and_every_token_trains_once(tmp_path: Path) -> None:
+def test_a_rewritten_conversation_becomes_another_sample_and_every_token_trains_once(tmp_path: Path) -> None:
     async def talk() -> Any:
         async with keel.LocalBackend(path=tmp_path) as backend:
             model = agent()
             await backend.register(model)
-            said = await attempt(model, turns=2, reward=1.0)
+            first = await attempt(model, turns=2, reward=1.0)
             summary = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a summary"}]
             changed = await say(model, [*summary, {"role": "user", "content": "more"}])
-            said.messages_and_choices.append(changed)
-            return said, await backend.train(
-                model, [keel.TrajectoryGroup([said, await attempt(model, reward=0.0, max_tokens=1)])]
+            first.messages_and_choices.append(changed)
+            return first, await backend.train(
+                model, [keel.TrajectoryGroup([first, await attempt(model, reward=0.0, max_tokens=1)])]
             )
 
-    said, result = run(talk())
+    first, result = run(talk())
     assert result.metrics["samples"] == 3 and result.metrics["rollout/split_branch"] == 1
-    sampled = sum(len(choice.token_ids) for choice in said.choices) + 1
+    sampled = sum(len(choice.token_ids) for choice in first.choices) + 1
     assert result.metrics["rollout/sampled_tokens"] == sampled
 
 
-def test_streamed_answers_are_gone_on_with_token_by_token(tmp_path: Path) -> None:
+def test_the_turn_after_a_streamed_completion_extends_its_tokens(tmp_path: Path) -> None:
     async def talk() -> Any:
         async with keel.LocalBackend(path=tmp_path) as backend:
             model = agent()
@@ -118,7 +120,7 @@ def test_streamed_answers_are_gone_on_with_token_by_token(tmp_path: Path) -> Non
     assert len(tokens) > 20 and choice.prompt_token_ids[: len(tokens)] == tokens
 
 
-def test_a_client_that_blocks_the_event_loop_is_answered(tmp_path: Path) -> None:
+def test_a_client_that_blocks_the_event_loop_gets_its_response(tmp_path: Path) -> None:
     async def talk() -> str:
         async with keel.LocalBackend(path=tmp_path) as backend:
             model = agent()
@@ -130,7 +132,7 @@ def test_a_client_that_blocks_the_event_loop_is_answered(tmp_path: Path) -> None
     assert run(talk()).startswith("chatcmpl-")
 
 
-def test_the_endpoint_wants_its_key_and_loads_no_weights_for_clients(tmp_path: Path) -> None:
+def test_the_endpoint_requires_its_key_and_does_not_load_weights_for_clients(tmp_path: Path) -> None:
     async def talk() -> None:
         async with keel.LocalBackend(path=tmp_path) as backend:
             model = agent()
@@ -148,8 +150,9 @@ def test_the_endpoint_wants_its_key_and_loads_no_weights_for_clients(tmp_path: P
 # --- references ---
 
 
-def test_the_reference_that_is_named_is_the_one_that_acts(tmp_path: Path) -> None:
-    """The same rollouts, trained from the same weights with another reference each."""
+@pytest.mark.model
+def test_the_penalty_is_computed_against_the_named_reference(tmp_path: Path) -> None:
+    """Train the same rollouts from the same weights with different references."""
 
     async def other() -> Path:
         async with keel.LocalBackend(path=tmp_path / "other") as backend:
@@ -162,29 +165,29 @@ def test_the_reference_that_is_named_is_the_one_that_acts(tmp_path: Path) -> Non
             model = agent(lora=lora)
             await backend.register(model)
             await backend.train(model, await attempts(model), learning_rate=2e-2)
-            groups, found = await attempts(model), []
+            groups, metrics = await attempts(model), []
             for reference in ({}, {"kl_penalty_reference_step": 1}, {"kl_ref_adapter_path": adapter}):
-                # a rate that moves nothing to speak of: every call has the same policy
+                # a rate so small that every call has practically the same policy
                 result = await backend.train(model, groups, learning_rate=1e-12, kl_penalty_coef=1.0, **reference)
-                found.append(result.metrics)
+                metrics.append(result.metrics)
             plain = await backend.train(model, groups, learning_rate=1e-12)
-            return [*found, plain.metrics]
+            return [*metrics, plain.metrics]
 
     adapter = run(other())
     for lora in (None, LORA):
-        base, step, given, plain = run(train(lora, adapter))
+        base, step, adapted, plain = run(train(lora, adapter))
         assert step["kl_ref/step_1"] == pytest.approx(0, abs=1e-5)
-        # how large they are is luck, for what was sampled is; that they differ by more than rounding is not
-        assert abs(base["kl_ref/base"]) > 1e-4 and abs(given["kl_ref/adapter"]) > 1e-4
-        assert base["kl_ref/base"] != pytest.approx(given["kl_ref/adapter"], abs=1e-5)
-        assert not any(name.startswith("drift/") for name in plain)
-        # a step that has not moved from its reference is trained as if there were no penalty
+        # their size depends on the samples, but they differ by more than rounding
+        assert abs(base["kl_ref/base"]) > 1e-4 and abs(adapted["kl_ref/adapter"]) > 1e-4
+        assert base["kl_ref/base"] != pytest.approx(adapted["kl_ref/adapter"], abs=1e-5)
+        assert not any(name.startswith("kl_ref/") for name in plain)
+        # a policy equal to its reference trains as if there were no penalty
         assert step["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-3)
         assert abs(base["grad_norm"] - plain["grad_norm"]) > 1e-5 * plain["grad_norm"]
-        assert abs(given["grad_norm"] - base["grad_norm"]) > 1e-5 * plain["grad_norm"]
+        assert abs(adapted["grad_norm"] - base["grad_norm"]) > 1e-5 * plain["grad_norm"]
 
 
-def test_a_reference_that_is_not_there_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+def test_a_missing_reference_is_an_error_and_nothing_changes(tmp_path: Path) -> None:
     async def train() -> None:
         async with keel.LocalBackend(path=tmp_path) as backend:
             model = agent(lora=LORA)
@@ -202,35 +205,35 @@ def test_a_reference_that_is_not_there_is_refused_and_nothing_changes(tmp_path: 
 
 def test_the_first_step_stays_on_disk_as_a_reference(tmp_path: Path) -> None:
     async def train() -> tuple[list[int], float]:
-        kept = keel.CheckpointSettings(keep_last=1)
-        async with keel.LocalBackend(path=tmp_path, checkpoints=kept) as backend:
+        settings = keel.CheckpointSettings(keep_last=1)
+        async with keel.LocalBackend(path=tmp_path, checkpoints=settings) as backend:
             model = agent()
             await backend.register(model)
             groups = await attempts(model)
             for _ in range(3):
                 await backend.train(model, groups, learning_rate=1e-2)
             last = await backend.train(model, groups, kl_penalty_coef=0.1, kl_penalty_reference_step=0)
-            return Checkpoints(tmp_path / "agent-1" / "checkpoints", kept).steps(), last.metrics["kl_ref/step_0"]
+            return Checkpoints(tmp_path / "agent-1" / "checkpoints", settings).steps(), last.metrics["kl_ref/step_0"]
 
-    steps, drift = run(train())
-    assert steps == [0, 4] and abs(drift) > 0.01
+    steps, kl = run(train())
+    assert steps == [0, 4] and abs(kl) > 0.01
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [{"zero_variance_groups": "train"}, {"advantages": AdvantageSettings(zero_variance_groups="train")}],
     ids=["parameter", "settings"],
 )
-def test_zero_variance_groups_train_wherever_it_is_asked_for(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_zero_variance_groups_train_if_either_parameter_says_so(tmp_path: Path, options: dict[str, Any]) -> None:
     async def train() -> Any:
         async with keel.LocalBackend(path=tmp_path) as backend:
             model = agent()
             await backend.register(model)
             groups = [keel.TrajectoryGroup([await attempt(model, reward=1.0) for _ in range(2)])]
-            # its gradient does not depend on advantages
+            # the gradient of this objective does not depend on advantages
             signal = {"policy": {"surrogate": "cross_entropy", "anchor": "none"}}
             dropped = await backend.train(model, groups, objective=signal)
-            return dropped, await backend.train(model, groups, objective=signal, **given)
+            return dropped, await backend.train(model, groups, objective=signal, **options)
 
     dropped, trained = run(train())
     assert dropped.step == 0 and "all advantages are zero" in dropped.skip_reason
@@ -239,33 +242,33 @@ def test_zero_variance_groups_train_wherever_it_is_asked_for(tmp_path: Path, giv
     assert trained.metrics["rollout/zero_variance_tokens"] == 0
 
 
-# --- steps that are whole, or were not ---
+# --- complete steps ---
 
 
-def test_a_model_that_is_registered_again_goes_on_where_it_was(tmp_path: Path) -> None:
-    async def once(rewards: float) -> Any:
+def test_a_model_that_is_registered_again_resumes_where_it_was(tmp_path: Path) -> None:
+    async def train_once(reward: float) -> Any:
         async with keel.LocalBackend(path=tmp_path) as backend:
             model = agent()
             await backend.register(model)
             before = await backend.step(model)
             live = (await say(model, [{"role": "user", "content": "hi"}])).choices[0]
             estimator = AdvantageSettings(name="moving_baseline", decay=0.5)
-            groups = [keel.TrajectoryGroup([await attempt(model, reward=rewards)])]
+            groups = [keel.TrajectoryGroup([await attempt(model, reward=reward)])]
             return model, before, live, await backend.train(model, groups, learning_rate=5e-3, advantages=estimator)
 
-    _, before, _, first = run(once(8.0))
-    model, again, live, second = run(once(8.0))
+    _, before, _, first = run(train_once(8.0))
+    model, again, live, second = run(train_once(8.0))
     assert (before, again, first.step, second.step) == (0, 1, 1, 2)
     assert live.versions == [1] * len(live.token_ids)
     assert furthest(*replayed(trainer_at(tmp_path, 1, model), live)) < 1e-4
-    # the optimizer's steps and the baseline came back: 8 -> 4 -> 6 at a decay of a half
+    # the optimizer steps and the baseline were restored: 8 -> 4 -> 6 with a decay of 0.5
     assert second.metrics["steps"] == 2
     state = keel.Trainer(model.settings).load(Checkpoints(second.checkpoint_path.parent, keel.CheckpointSettings()), 2)
     assert state == {"moving_baseline": {"0": 6.0}}
 
 
-def test_a_broken_checkpoint_is_passed_over_with_a_warning_and_no_other_is_touched(tmp_path: Path) -> None:
-    async def once(steps: int) -> Any:
+def test_a_broken_checkpoint_is_skipped_with_a_warning_and_left_unchanged(tmp_path: Path) -> None:
+    async def train_steps(steps: int) -> Any:
         async with keel.LocalBackend(path=tmp_path) as backend:
             model = agent()
             await backend.register(model)
@@ -273,14 +276,14 @@ def test_a_broken_checkpoint_is_passed_over_with_a_warning_and_no_other_is_touch
                 await backend.train(model, await attempts(model), learning_rate=1e-3)
             return await backend.step(model)
 
-    assert run(once(2)) == 2
+    assert run(train_steps(2)) == 2
     (tmp_path / "agent-1/checkpoints/step_2/model.safetensors").write_bytes(b"damaged")
     with pytest.warns(UserWarning, match="step 2 is corrupt and not used"):
-        assert run(once(0)) == 1
+        assert run(train_steps(0)) == 1
     assert (tmp_path / "agent-1/checkpoints/step_2/model.safetensors").read_bytes() == b"damaged"
 
 
-def test_a_step_that_could_not_be_saved_did_not_happen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_checkpoint_fails_did_not_happen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def train() -> Any:
         async with keel.LocalBackend(path=tmp_path) as backend:
             model = agent()
@@ -296,7 +299,7 @@ def test_a_step_that_could_not_be_saved_did_not_happen(tmp_path: Path, monkeypat
             return (await backend.train(model, groups, learning_rate=1e-2)).metrics, live, model
 
     metrics, live, model = run(train())
-    # the second try began from the same weights and the same optimizer as the first
+    # the second try started from the same weights and optimizer as the first
     assert metrics["steps"] == 1 and metrics["mismatch_kl"] == pytest.approx(0, abs=1e-6)
     assert furthest(*replayed(keel.Trainer(model.settings), live)) < 1e-4
 
@@ -313,16 +316,16 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
     run(both())
 
 
-def test_the_endpoint_answers_while_training_and_a_cancelled_call_goes_on_to_its_end(
+def test_the_endpoint_answers_during_training_and_a_cancelled_call_still_completes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    plain = keel.Trainer.step
+    started, proceed = threading.Event(), threading.Event()
+    original = keel.Trainer.step
 
     def slow(self: keel.Trainer, *args: Any, **options: Any) -> Any:
-        begun.set()
-        assert go_on.wait(30)
-        return plain(self, *args, **options)
+        started.set()
+        assert proceed.wait(30)
+        return original(self, *args, **options)
 
     async def train() -> int:
         async with keel.LocalBackend(path=tmp_path) as backend:
@@ -331,20 +334,20 @@ def test_the_endpoint_answers_while_training_and_a_cancelled_call_goes_on_to_its
             groups = await attempts(model)
             monkeypatch.setattr(keel.Trainer, "step", slow)
             call = asyncio.ensure_future(backend.train(model, groups))
-            await asyncio.to_thread(begun.wait, 30)
+            await asyncio.to_thread(started.wait, 30)
             response = await say(model, [{"role": "user", "content": "hi"}])
             assert response.choices[0].versions[0] == 0
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
-            go_on.set()
+            proceed.set()
             await backend.close()
             return Checkpoints(tmp_path / "agent-1" / "checkpoints", keel.CheckpointSettings()).latest() or 0
 
     assert run(train()) == 1
 
 
-def test_references_leave_nothing_behind_in_the_trained_network(tmp_path: Path) -> None:
+def test_references_leave_the_trained_network_unchanged(tmp_path: Path) -> None:
     async def train() -> None:
         async with keel.LocalBackend(path=tmp_path) as backend:
             model = agent(lora=LORA)
@@ -362,13 +365,13 @@ def test_references_leave_nothing_behind_in_the_trained_network(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("options", "setting"),
     [
         ({"engine": keel.config.EngineSettings(kind="process")}, "engine.kind = process"),
         ({"engine": keel.config.EngineSettings(vllm_python="python3")}, "engine.vllm_python = python3"),
         ({"checkpoints": keel.CheckpointSettings(every=5)}, "checkpoints.every = 5"),
     ],
 )
-def test_settings_that_mean_nothing_to_a_backend_are_refused(tmp_path: Path, given: dict[str, Any], name: str) -> None:
-    with pytest.raises(keel.ConfigError, match=f"{name} cannot act"):
-        keel.LocalBackend(path=tmp_path, **given)
+def test_settings_without_effect_in_a_backend_are_errors(tmp_path: Path, options: dict[str, Any], setting: str) -> None:
+    with pytest.raises(keel.ConfigError, match=f"{setting} has no effect"):
+        keel.LocalBackend(path=tmp_path, **options)

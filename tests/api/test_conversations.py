@@ -1,4 +1,4 @@
-"""Claims of an exact server: tool calls are read, and what was said is gone on with token by token, or says why not."""
+"""The endpoint parses tool calls, and later turns extend the exact tokens of earlier ones or say why they cannot."""
 
 from typing import Any
 
@@ -14,41 +14,41 @@ from tests.support.engine_fakes import END, TOKENIZER, FakeEngine
 HI = {"role": "user", "content": "hi"}
 
 
-def test_tool_calls_are_read_with_ids_of_their_own_and_the_next_turn_extends_their_tokens() -> None:
-    wrote = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    ids = (*TOKENIZER(wrote)["input_ids"], END)
+def test_tool_calls_get_unique_ids_and_the_next_turn_extends_their_tokens() -> None:
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    ids = (*TOKENIZER(text)["input_ids"], END)
     engine = FakeEngine()
     engine.answer = lambda _prompt, sampling: Generation(
         ids, (-0.5,) * len(ids), (3,) * len(ids), "stop", sampling.temperature
     )
-    talk = Conversations(Renderer(TOKENIZER)).open_session
-    app = build_app(engine, TOKENIZER, model="agent-1", training_fields=True, open_session=talk)
+    open_session = Conversations(Renderer(TOKENIZER)).open_session
+    app = build_app(engine, TOKENIZER, model="agent-1", training_fields=True, open_session=open_session)
 
-    async def both() -> list[Any]:
+    async def converse() -> list[Any]:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            answer = await client.post("/v1/chat/completions", json={"messages": [HI], "n": 2, "max_tokens": 99})
-            first, other = answer.json()["choices"]
+            response = await client.post("/v1/chat/completions", json={"messages": [HI], "n": 2, "max_tokens": 99})
+            first, other = response.json()["choices"]
             tool = {"role": "tool", "content": "2", "tool_call_id": first["message"]["tool_calls"][0]["id"]}
             messages = [HI, first["message"], tool]
             second = (await client.post("/v1/chat/completions", json={"messages": messages})).json()["choices"][0]
-            refused = await client.post(
+            rejected = await client.post(
                 "/v1/chat/completions", json={"messages": [HI], "tools": [{"type": "function"}]}
             )
-            return [first, other, second, refused]
+            return [first, other, second, rejected]
 
-    first, other, second, refused = run(both())
-    calls = [one["message"]["tool_calls"][0] for one in (first, other)]
+    first, other, second, rejected = run(converse())
+    calls = [choice["message"]["tool_calls"][0] for choice in (first, other)]
     assert calls[0]["function"] == {"name": "add", "arguments": '{"a": 1}'} and calls[0]["id"] != calls[1]["id"]
     assert first["finish_reason"] == "tool_calls" and first["message"]["content"] == ""
     before = [*first["prompt_token_ids"], *first["token_ids"]]
     assert second["prompt_token_ids"][: len(before)] == before and second["prompt_reason"] is None
     assert "2<|im_end|>" in TOKENIZER.decode(second["prompt_token_ids"][len(before) :])
-    # a template without a place for tools says so, and what to do
-    assert refused.status_code == 400 and "describe them in a system message" in refused.json()["error"]["message"]
+    # a template without support for tools is an error that says what to do
+    assert rejected.status_code == 400 and "describe them in a system message" in rejected.json()["error"]["message"]
 
 
-def test_what_a_server_forgot_is_rendered_anew() -> None:
+def test_a_forgotten_turn_is_rendered_again() -> None:
     conversations = Conversations(Renderer(TOKENIZER), max_turns=1)
     for text in ("one", "two"):
         conversations.open_session([{"role": "user", "content": text}], []).record_completion([5, 6, END], [])
@@ -66,10 +66,10 @@ def test_what_a_server_forgot_is_rendered_anew() -> None:
     )
 
 
-def test_a_stop_text_is_not_in_the_message_and_the_conversation_still_goes_on() -> None:
-    talk = Conversations(Renderer(TOKENIZER))
-    first = talk.open_session([HI], [])
+def test_a_stop_string_is_not_in_the_message_and_the_conversation_still_extends_its_tokens() -> None:
+    conversations = Conversations(Renderer(TOKENIZER))
+    first = conversations.open_session([HI], [])
     ids = TOKENIZER("yes. and")["input_ids"]
     assert first.record_completion(ids, ["."])["content"] == "yes"
-    second = talk.open_session([HI, {"role": "assistant", "content": "yes"}, HI], [])
+    second = conversations.open_session([HI, {"role": "assistant", "content": "yes"}, HI], [])
     assert list(second.prompt)[: len(first.prompt) + len(ids)] == [*first.prompt, *ids]

@@ -35,7 +35,7 @@ def test_the_code_of_the_page_prints_what_is_shown(
     exec(compile(code, "docs/api.md", "exec"), {})
     printed = capsys.readouterr().out
     assert shape(printed) == shape(shown)
-    assert "from step 0 +0.0000" in printed and printed.endswith("runs/demo/agent-1/checkpoints/step_3\n")
+    assert "KL from step 0 +0.0000" in printed and printed.endswith("runs/demo/agent-1/checkpoints/step_3\n")
     assert (tmp_path / "runs/demo/agent-1/checkpoints/step_3/model.safetensors").is_file()
     assert re.findall(r"step 0 (\S+)", printed)[-1] != "+0.0000"
 

@@ -1,4 +1,4 @@
-"""Evaluation: closed-form statistics, held-out tasks played exactly once each, failures that count and are counted."""
+"""Evaluation: closed-form intervals, every held-out task run as often as requested, failures counted."""
 
 import asyncio
 import itertools
@@ -21,7 +21,7 @@ from tests.support.scripted_engine import END, ScriptedEngine
 from tests.support.scripted_engine import load as load_environment
 
 # ---------------------------------------------------------------------------------------------------------------------
-# statistics
+# intervals
 
 
 @pytest.mark.parametrize(
@@ -37,31 +37,31 @@ from tests.support.scripted_engine import load as load_environment
     ],
 )
 def test_wilson_interval_is_the_closed_form(passed, count, low, high):
-    found = intervals.wilson_interval(passed, count)
-    assert found.mean == passed / count
-    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+    estimate = intervals.wilson_interval(passed, count)
+    assert estimate.mean == passed / count
+    assert (estimate.low, estimate.high) == pytest.approx((low, high), abs=5e-5)
 
 
 @pytest.mark.parametrize(
     ("freedom", "quantile"),
     [(1, 12.7062047), (2, 4.3026527), (3, 3.1824463), (10, 2.2281389), (63, 1.9983405), (1000, 1.9623391)],
 )
-def test_student_quantiles_are_those_of_the_tables(freedom, quantile):
+def test_student_quantiles_match_published_tables(freedom, quantile):
     assert intervals.t_quantile(freedom) == pytest.approx(quantile, abs=2e-7)
 
 
 def test_mean_of_graded_rewards_has_students_interval():
-    found = intervals.mean_reward_interval([[0.0], [0.5], [1.0], [2.5]])
+    estimate = intervals.mean_reward_interval([[0.0], [0.5], [1.0], [2.5]])
     # mean 1, variance (1 + 0.25 + 0 + 2.25) / 3, three degrees of freedom
     half = 3.1824463 * math.sqrt(3.5 / 3 / 4)
-    assert found == pytest.approx((1.0, 1.0 - half, 1.0 + half), abs=1e-6)
+    assert estimate == pytest.approx((1.0, 1.0 - half, 1.0 + half), abs=1e-6)
 
 
-def test_one_graded_reward_has_no_interval():
-    found = intervals.mean_reward_interval([[0.3]])
-    assert found.mean == 0.3
-    assert math.isnan(found.low)
-    assert math.isnan(found.high)
+def test_a_single_graded_reward_has_no_interval():
+    estimate = intervals.mean_reward_interval([[0.3]])
+    assert estimate.mean == 0.3
+    assert math.isnan(estimate.low)
+    assert math.isnan(estimate.high)
 
 
 def test_rewards_of_zero_and_one_have_wilsons_interval_over_tasks():
@@ -69,36 +69,36 @@ def test_rewards_of_zero_and_one_have_wilsons_interval_over_tasks():
     assert intervals.mean_reward_interval(rewards) == pytest.approx(intervals.wilson_interval(3, 8))
 
 
-def test_answers_that_repeat_each_other_do_not_narrow_the_interval():
+def test_identical_completions_of_a_task_do_not_narrow_the_interval():
     once = intervals.mean_reward_interval([[1.0]] * 3 + [[0.0]] * 5)
     eight_times = intervals.mean_reward_interval([[1.0] * 8] * 3 + [[0.0] * 8] * 5)
     assert eight_times == pytest.approx(once)
 
 
-def test_answers_that_do_not_depend_on_their_task_narrow_it_as_more_tasks_would():
-    found = intervals.mean_reward_interval([[1.0, 0.0, 0.0, 0.0]] * 8)
-    assert found == pytest.approx(intervals.wilson_interval(8, 32))
+def test_completions_independent_of_their_task_narrow_the_interval_like_more_tasks():
+    estimate = intervals.mean_reward_interval([[1.0, 0.0, 0.0, 0.0]] * 8)
+    assert estimate == pytest.approx(intervals.wilson_interval(8, 32))
 
 
 @pytest.mark.parametrize("draws", [1, 2, 5, 8])
-def test_pass_at_k_is_the_share_of_sets_of_k_that_hold_a_pass(draws):
+def test_pass_at_k_is_the_fraction_of_sets_of_k_that_contain_a_pass(draws):
     for passed, k in itertools.product(range(draws + 1), range(1, draws + 1)):
         sets = list(itertools.combinations(range(draws), k))
-        share = sum(any(one < passed for one in chosen) for chosen in sets) / len(sets)
-        assert intervals.pass_at_k_interval(k, [passed], draws).mean == pytest.approx(share, abs=1e-12)
+        fraction = sum(any(index < passed for index in chosen) for chosen in sets) / len(sets)
+        assert intervals.pass_at_k_interval(k, [passed], draws).mean == pytest.approx(fraction, abs=1e-12)
 
 
 def test_pass_at_k_is_finite_for_thousands_of_draws():
-    found = intervals.pass_at_k_interval(1000, [1, 0], 10_000)
-    assert found.mean == pytest.approx(0.05, abs=1e-12)
+    estimate = intervals.pass_at_k_interval(1000, [1, 0], 10_000)
+    assert estimate.mean == pytest.approx(0.05, abs=1e-12)
 
 
-def test_pass_at_more_than_was_drawn_is_refused():
-    with pytest.raises(ValueError, match="pass@5 cannot be told from 4 answers"):
+def test_pass_at_k_with_more_than_the_draws_is_an_error():
+    with pytest.raises(ValueError, match="pass@5 cannot be estimated from 4 completions"):
         intervals.pass_at_k_interval(5, [1], 4)
 
 
-def test_the_ladder_ends_with_all_draws():
+def test_the_reported_k_are_powers_of_two_and_all_draws():
     assert [intervals.pass_k_values(draws) for draws in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
 
 
@@ -107,26 +107,26 @@ def test_the_ladder_ends_with_all_draws():
 
 
 class Coins:
-    """Tasks by number; the reward is what a function says of the task and of the answer."""
+    """Numbered tasks; a function computes the reward from the task number and the completion."""
 
     name = "coins"
 
     def __init__(self, reward, count=10):
         self.reward, self.count = reward, count
-        self.under_way = self.most = 0
+        self.in_flight = self.max_in_flight = 0
 
     def tasks(self, split):
         return (Task(f"{split}/{number}", {"number": number}) for number in itertools.count() if number < self.count)
 
     async def episode(self, task, client):
-        self.under_way += 1
-        self.most = max(self.most, self.under_way)
+        self.in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
         try:
             reply = await client.chat([{"role": "user", "content": f"task {task.data['number']}"}])
             await asyncio.sleep(0)
             return EpisodeResult(self.reward(task.data["number"], reply.text))
         finally:
-            self.under_way -= 1
+            self.in_flight -= 1
 
 
 class Finite(Coins):
@@ -135,7 +135,7 @@ class Finite(Coins):
 
 
 class Digest:
-    """The reward is a function of the very tokens that were sampled: equal rewards mean equal answers."""
+    """The reward is a function of the sampled tokens: equal rewards mean equal completions."""
 
     name = "digest"
 
@@ -149,29 +149,29 @@ class Digest:
 
 def run(environment, engine=None, **options):
     engine = engine or ScriptedEngine(answer=lambda _: f"7{END}")
-    given = {
+    defaults = {
         "num_tasks": 4,
         "samples_per_task": 1,
         "sampling": Sampling(max_tokens=8),
         "limits": EpisodeLimits(),
         "seed": 3,
     }
-    return asyncio.run(evaluate(engine, Renderer(engine.tokenizer), environment, **given | options))
+    return asyncio.run(evaluate(engine, Renderer(engine.tokenizer), environment, **defaults | options))
 
 
-def test_the_first_held_out_tasks_are_played_as_often_as_asked():
+def test_the_first_held_out_tasks_run_as_often_as_requested():
     engine = ScriptedEngine(answer=lambda _: f"7{END}")
-    # an endless supply: only what is asked for may be drawn
-    found = run(Coins(lambda number, _: float(number % 2)), engine, num_tasks=4, samples_per_task=3)
+    # an infinite iterator: only the requested tasks may be drawn
+    result = run(Coins(lambda number, _: float(number % 2)), engine, num_tasks=4, samples_per_task=3)
     groups = [group for _, _, group in engine.requests]
     assert sorted(groups) == sorted(f"eval/eval/{number}" for number in range(4) for _ in range(3))
-    assert (found.num_tasks, found.samples_per_task, found.failed_episodes) == (4, 3, 0)
-    assert found.reward == 0.5
-    assert found.pass_at_k == {1: 0.5, 2: 0.5, 3: 0.5}
-    assert (found.low, found.high) == pytest.approx(intervals.wilson_interval(2, 4)[1:])
+    assert (result.num_tasks, result.samples_per_task, result.failed_episodes) == (4, 3, 0)
+    assert result.reward == 0.5
+    assert result.pass_at_k == {1: 0.5, 2: 0.5, 3: 0.5}
+    assert (result.low, result.high) == pytest.approx(intervals.wilson_interval(2, 4)[1:])
 
 
-def test_every_answer_has_a_seed_of_its_own_that_the_number_in_flight_does_not_change():
+def test_every_completion_has_its_own_seed_independent_of_the_number_in_flight():
     def seeds(**options):
         engine = ScriptedEngine(answer=lambda _: f"7{END}")
         run(Finite(lambda *_: 1.0), engine, samples_per_task=3, **options)
@@ -183,65 +183,68 @@ def test_every_answer_has_a_seed_of_its_own_that_the_number_in_flight_does_not_c
     assert not seeds(seed=4) & alone
 
 
-def test_no_more_than_in_flight_are_played_at_once():
+def test_at_most_max_in_flight_episodes_run_concurrently():
     environment = Finite(lambda *_: 1.0)
     run(environment, num_tasks=10, samples_per_task=2, max_in_flight=3)
-    assert environment.most == 3
+    assert environment.max_in_flight == 3
 
 
-def test_progress_is_told_of_every_episode():
-    told = []
+def test_progress_is_reported_for_every_episode():
+    reported = []
     run(
-        Finite(lambda *_: 1.0), num_tasks=3, samples_per_task=2, progress=lambda done, total: told.append((done, total))
+        Finite(lambda *_: 1.0),
+        num_tasks=3,
+        samples_per_task=2,
+        progress=lambda done, total: reported.append((done, total)),
     )
-    assert told == [(number, 6) for number in range(1, 7)]
+    assert reported == [(number, 6) for number in range(1, 7)]
 
 
-def test_a_failed_episode_is_worth_nothing_and_is_counted():
+def test_a_failed_episode_has_reward_zero_and_is_counted():
     def reward(number, _):
         if number == 1:
-            raise RuntimeError("the judge is away")
+            raise RuntimeError("no judge")
         return 1.0
 
-    found = run(Finite(reward))
-    assert (found.reward, found.failed_episodes) == (0.75, 1)
-    assert found.first_error.startswith("eval/1: RuntimeError: the judge is away")
-    assert found.scalars()["failed"] == 1.0
+    result = run(Finite(reward))
+    assert (result.reward, result.failed_episodes) == (0.75, 1)
+    assert result.first_error.startswith("eval/1: RuntimeError: no judge")
+    assert result.scalars()["failed"] == 1.0
 
 
-def test_when_all_fail_the_error_says_how_the_first_did():
+def test_if_all_episodes_fail_the_error_quotes_the_first_failure():
     engine = ScriptedEngine(answer=lambda _: EngineError("no memory left"))
     with pytest.raises(KeelError, match=r'"coins": all 4 episodes failed; the first, eval/0: no memory left'):
         run(Finite(lambda *_: 1.0), engine)
 
 
-def test_partial_credit_is_in_the_reward_and_not_in_pass_at_k():
-    found = run(Finite(lambda number, _: [0.0, 0.5, 0.9, 1.1][number]))
-    assert found.reward == pytest.approx(0.625)
-    assert found.pass_at_k == {1: 0.25}
+def test_partial_credit_counts_in_the_reward_and_not_in_pass_at_k():
+    result = run(Finite(lambda number, _: [0.0, 0.5, 0.9, 1.1][number]))
+    assert result.reward == pytest.approx(0.625)
+    assert result.pass_at_k == {1: 0.25}
 
 
-def test_fewer_tasks_than_asked_are_all_played_and_none_is_an_error():
+def test_fewer_tasks_than_requested_all_run_and_no_tasks_is_an_error():
     assert run(Finite(lambda *_: 1.0, count=2), num_tasks=64).num_tasks == 2
     with pytest.raises(ConfigError, match='"mine" has no tasks for evaluation'):
         run(Finite(lambda *_: 1.0, count=0), name="mine")
 
 
-def test_greedy_answers_to_one_task_are_asked_for_once():
+def test_greedy_sampling_allows_one_sample_per_task():
     greedy = Sampling(temperature=0, max_tokens=8)
     assert run(Finite(lambda *_: 1.0), sampling=greedy).reward == 1.0
-    with pytest.raises(ConfigError, match="samples = 2 cannot act"):
+    with pytest.raises(ConfigError, match="samples_per_task = 2 has no effect"):
         run(Finite(lambda *_: 1.0), sampling=greedy, samples_per_task=2)
 
 
-def test_numbers_leave_out_what_is_not_known():
-    numbers = run(Finite(lambda *_: 0.3), num_tasks=1).scalars()
-    assert numbers["reward"] == 0.3
-    assert not {"low", "high"} & numbers.keys()
-    assert {"pass@1", "pass@1/low", "pass@1/high", "tasks", "samples", "seconds"} <= numbers.keys()
+def test_metrics_omit_unknown_values():
+    metrics = run(Finite(lambda *_: 0.3), num_tasks=1).scalars()
+    assert metrics["reward"] == 0.3
+    assert not {"low", "high"} & metrics.keys()
+    assert {"pass@1", "pass@1/low", "pass@1/high", "tasks", "samples", "seconds"} <= metrics.keys()
 
 
-def test_a_built_in_environment_is_evaluated_by_its_own_answers():
+def test_a_built_in_environment_gives_full_reward_to_correct_completions():
     environment = load_environment("larger_number", shots=0, digits=1)
 
     def larger(prompt):
@@ -256,8 +259,8 @@ def test_a_built_in_environment_is_evaluated_by_its_own_answers():
 # keel eval
 
 
-def folder_of(tmp_path, *, lora=None, steps=(1, 2)):
-    """A run folder with real checkpoints, of which the last answers differently from the model it came from."""
+def make_run_folder(tmp_path, *, lora=None, steps=(1, 2)):
+    """Create a run folder with real checkpoints; the last samples differently from the base model."""
     settings = ModelSettings(name="tiny", lora=lora)
     trainer = Trainer(settings)
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointSettings(keep_last=9))
@@ -277,64 +280,64 @@ def folder_of(tmp_path, *, lora=None, steps=(1, 2)):
     return tmp_path / "run"
 
 
-def ask(capsys, *words):
-    code = main(["eval", *map(str, words)])
+def run_eval(capsys, *args):
+    code = main(["eval", *map(str, args)])
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 
 
-def test_eval_of_a_run_is_of_its_last_whole_checkpoint_and_its_own_settings(tmp_path, capsys):
-    folder = folder_of(tmp_path)
-    code, out, _ = ask(capsys, folder, "--json")
-    said = json.loads(out)
+def test_eval_of_a_run_uses_its_last_intact_checkpoint_and_its_settings(tmp_path, capsys):
+    folder = make_run_folder(tmp_path)
+    code, out, _ = run_eval(capsys, folder, "--json")
+    report = json.loads(out)
     assert code == 0
-    assert said["step"] == 2
-    assert said["model"].endswith("step_2")
-    (found,) = said["evaluations"]
-    assert (found["environment"], found["tasks"], found["samples"]) == ("small", 6, 1)
-    (other,) = json.loads(ask(capsys, folder, "--step", 1, "--json")[1])["evaluations"]
-    assert other["reward"] != found["reward"]
-    (again,) = json.loads(ask(capsys, folder, "--json")[1])["evaluations"]
-    assert again["reward"] == found["reward"]
-    code, _, error = ask(capsys, folder, "--step", 7)
+    assert report["step"] == 2
+    assert report["model"].endswith("step_2")
+    (last,) = report["evaluations"]
+    assert (last["environment"], last["tasks"], last["samples"]) == ("small", 6, 1)
+    (other,) = json.loads(run_eval(capsys, folder, "--step", 1, "--json")[1])["evaluations"]
+    assert other["reward"] != last["reward"]
+    (again,) = json.loads(run_eval(capsys, folder, "--json")[1])["evaluations"]
+    assert again["reward"] == last["reward"]
+    code, _, error = run_eval(capsys, folder, "--step", 7)
     assert code == 2
     assert "no checkpoint of step 7" in error
     assert "steps that exist: 1, 2" in error
 
 
-def test_eval_is_repeatable_and_prints_a_table_with_intervals(tmp_path, capsys):
-    folder = folder_of(tmp_path)
-    words = (folder, "--tasks", 4, "--samples", 2, "--temperature", 0.5, "--max-tokens", 3, "--seed", 5)
-    shown = [ask(capsys, *words)[1] for _ in range(2)]
+def test_eval_is_reproducible_and_prints_a_table_with_intervals(tmp_path, capsys):
+    folder = make_run_folder(tmp_path)
+    args = (folder, "--tasks", 4, "--samples", 2, "--temperature", 0.5, "--max-tokens", 3, "--seed", 5)
+    shown = [run_eval(capsys, *args)[1] for _ in range(2)]
     assert shown[0].splitlines()[:-1] != []
     strip = [[line.rsplit(" ", 1)[0] for line in text.splitlines()] for text in shown]
     assert strip[0] == strip[1]
     header = shown[0].splitlines()[1]
-    assert all(word in header for word in ("environment", "reward", "95 % interval", "pass@1", "pass@2", "failed"))
+    assert all(title in header for title in ("environment", "reward", "95 % interval", "pass@1", "pass@2", "failed"))
     assert "4 x 2" in shown[0]
 
 
 def test_eval_of_a_lora_run_samples_with_its_adapter(tmp_path, capsys):
-    folder = folder_of(tmp_path, lora=LoraSettings(rank=4))
-    words = ("--tasks", 12, "--samples", 4, "--max-tokens", 2, "--json")
-    with_adapter = json.loads(ask(capsys, folder, *words)[1])["evaluations"]
+    folder = make_run_folder(tmp_path, lora=LoraSettings(rank=4))
+    args = ("--tasks", 12, "--samples", 4, "--max-tokens", 2, "--json")
+    with_adapter = json.loads(run_eval(capsys, folder, *args)[1])["evaluations"]
     base = tmp_path / "recipe.toml"
-    without = json.loads(ask(capsys, "tiny", "--recipe", base, *words)[1])["evaluations"]
+    without = json.loads(run_eval(capsys, "tiny", "--recipe", base, *args)[1])["evaluations"]
     assert with_adapter[0]["environment"] == without[0]["environment"] == "small"
     assert with_adapter[0]["reward"] != without[0]["reward"]
 
 
-def test_eval_of_a_model_needs_to_know_on_what(tmp_path, capsys):
-    code, _, error = ask(capsys, "tiny")
+def test_eval_of_a_model_needs_an_environment(tmp_path, capsys):
+    code, _, error = run_eval(capsys, "tiny")
     assert code == 2
     assert "--environment" in error
-    code, out, _ = ask(capsys, "tiny", "--environment", "larger_number", "--tasks", 2, "--max-tokens", 2)
+    code, out, _ = run_eval(capsys, "tiny", "--environment", "larger_number", "--tasks", 2, "--max-tokens", 2)
     assert code == 0
     assert "larger_number" in out
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("args", "message"),
     [
         (("--environment", "larger_numbr"), "larger_number"),
         (("--environment", "larger_number", "--tasks", "0"), "--tasks 0 must be at least 1"),
@@ -343,14 +346,14 @@ def test_eval_of_a_model_needs_to_know_on_what(tmp_path, capsys):
         (("--environment", "calculator", "--recipe", "none.toml"), "none.toml does not exist"),
     ],
 )
-def test_eval_refuses_with_a_remedy(words, said, capsys):
-    code, _, error = ask(capsys, "tiny", *words)
+def test_invalid_arguments_of_eval_are_errors_that_say_what_to_do(args, message, capsys):
+    code, _, error = run_eval(capsys, "tiny", *args)
     assert code == 2
-    assert said in error
+    assert message in error
 
 
-def test_eval_of_a_folder_that_is_no_run_says_so(tmp_path, capsys):
+def test_eval_of_a_folder_that_is_not_a_run_is_an_error(tmp_path, capsys):
     (tmp_path / "config.toml").write_text("[model]\nname = 'tiny'\n")
-    code, _, error = ask(capsys, tmp_path)
+    code, _, error = run_eval(capsys, tmp_path)
     assert code == 2
     assert "checkpoint" in error

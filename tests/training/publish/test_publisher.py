@@ -1,4 +1,4 @@
-"""Weights on their way to the engines: when training may go on, what is seen meanwhile, and what a failure does."""
+"""Publishing: when training may continue, what engines see meanwhile, and what a failure does."""
 
 import asyncio
 import threading
@@ -33,12 +33,12 @@ from tests.support.policy_strategies import LORA, tiny
 from tests.support.tiny_runs import train
 
 
-class Told(WeightTransport):
-    """A way that takes and gives when it is told to, and writes down what it did."""
+class ControlledTransport(WeightTransport):
+    """A transport that proceeds when the test allows it, and records what it did."""
 
     def __init__(self) -> None:
-        self.may_take, self.may_give = threading.Event(), asyncio.Event()
-        self.did: list[str] = []
+        self.may_snapshot, self.may_send = threading.Event(), asyncio.Event()
+        self.calls: list[str] = []
         self.error: Exception | None = None
 
     @classmethod
@@ -46,33 +46,33 @@ class Told(WeightTransport):
         raise NotImplementedError
 
     def snapshot(self, version: int) -> None:
-        assert self.may_take.wait(10)
-        self.did.append(f"took {version}")
+        assert self.may_snapshot.wait(10)
+        self.calls.append(f"snapshot {version}")
 
     async def send(self, engine: Engine, version: int, *, drain: bool) -> None:
-        await self.may_give.wait()
+        await self.may_send.wait()
         if self.error is not None:
             raise self.error
         await engine.load_weights(WeightSource("in_memory"), version, drain=drain)
-        self.did.append(f"gave {version}")
+        self.calls.append(f"sent {version}")
 
 
-def publishing(scene: Any, **options: Any) -> None:
-    async def whole() -> None:
-        way, engine = Told(), FakeEngine()
-        publisher = Publisher(engine, way, **options)
+def run_scene(scene: Any, **options: Any) -> None:
+    async def with_publisher() -> None:
+        transport, engine = ControlledTransport(), FakeEngine()
+        publisher = Publisher(engine, transport, **options)
         try:
-            await asyncio.wait_for(scene(publisher, way, engine), 20)
+            await asyncio.wait_for(scene(publisher, transport, engine), 20)
         finally:
-            way.may_take.set()
+            transport.may_snapshot.set()
             await publisher.close()
 
-    asyncio.run(whole())
+    asyncio.run(with_publisher())
 
 
-async def soon(work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-    """A task that has had every chance to end."""
-    task = asyncio.create_task(work)
+async def start(coroutine: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+    """Return a task that has had time to finish if it can."""
+    task = asyncio.create_task(coroutine)
     await asyncio.sleep(0.05)
     return task
 
@@ -80,59 +80,59 @@ async def soon(work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
 # -- the publisher ----------------------------------------------------------------------------------------------------
 
 
-def test_training_waits_until_its_weights_were_read_and_not_until_they_are_live() -> None:
-    async def scene(publisher: Publisher, way: Told, engine: FakeEngine) -> None:
+def test_training_waits_for_the_snapshot_and_not_until_the_weights_are_live() -> None:
+    async def scene(publisher: Publisher, transport: ControlledTransport, engine: FakeEngine) -> None:
         await publisher.publish(5)
         assert publisher.snapshotting
-        training = await soon(publisher.snapshot_done())
+        training = await start(publisher.snapshot_done())
         assert not training.done()
-        way.may_take.set()
+        transport.may_snapshot.set()
         await training
         assert not publisher.snapshotting
-        live = await soon(publisher.wait_live())
-        assert not live.done() and engine.live == 3  # what the engine had before
-        way.may_give.set()
+        live = await start(publisher.wait_live())
+        assert not live.done() and engine.live == 3  # the version before
+        transport.may_send.set()
         await live
         assert engine.live == 5
 
-    publishing(scene, overlap=True)
+    run_scene(scene, overlap=True)
 
 
-def test_publications_are_one_at_a_time_and_in_order() -> None:
-    async def scene(publisher: Publisher, way: Told, engine: FakeEngine) -> None:
-        way.may_take.set()
+def test_publications_run_one_at_a_time_and_in_order() -> None:
+    async def scene(publisher: Publisher, transport: ControlledTransport, engine: FakeEngine) -> None:
+        transport.may_snapshot.set()
         await publisher.publish(1)
-        second = await soon(publisher.publish(2))
-        assert not second.done() and way.did == ["took 1"]
-        way.may_give.set()
+        second = await start(publisher.publish(2))
+        assert not second.done() and transport.calls == ["snapshot 1"]
+        transport.may_send.set()
         await second
         await publisher.wait_live()
-        assert way.did == ["took 1", "gave 1", "took 2", "gave 2"]
+        assert transport.calls == ["snapshot 1", "sent 1", "snapshot 2", "sent 2"]
 
-    publishing(scene, overlap=True)
+    run_scene(scene, overlap=True)
 
 
-def test_without_overlap_nothing_is_sampled_by_older_weights_after_publish() -> None:
-    async def scene(publisher: Publisher, way: Told, engine: FakeEngine) -> None:
-        way.may_take.set()
-        publish = await soon(publisher.publish(1))
+def test_without_overlap_publish_returns_when_the_weights_are_live() -> None:
+    async def scene(publisher: Publisher, transport: ControlledTransport, engine: FakeEngine) -> None:
+        transport.may_snapshot.set()
+        publish = await start(publisher.publish(1))
         assert not publish.done()
-        way.may_give.set()
+        transport.may_send.set()
         await publish
         assert engine.live == 1
 
-    publishing(scene, overlap=False)
+    run_scene(scene, overlap=False)
 
 
-def test_a_failure_ends_what_waits_beside_it_and_is_raised_to_who_waits_later() -> None:
-    async def scene(publisher: Publisher, way: Told, engine: FakeEngine) -> None:
-        way.may_take.set()
-        way.error = EngineError("no member loaded it")
+def test_a_failure_cancels_the_wait_alongside_it_and_is_raised_by_later_waits() -> None:
+    async def scene(publisher: Publisher, transport: ControlledTransport, engine: FakeEngine) -> None:
+        transport.may_snapshot.set()
+        transport.error = EngineError("no member loaded it")
         await publisher.publish(1)
         batch = asyncio.get_running_loop().create_future()
-        waiting = await soon(publisher.run_alongside(batch))
+        waiting = await start(publisher.run_alongside(batch))
         assert not waiting.done()
-        way.may_give.set()
+        transport.may_send.set()
         with pytest.raises(EngineError, match="no member loaded it"):
             await waiting
         assert batch.cancelled()
@@ -141,115 +141,115 @@ def test_a_failure_ends_what_waits_beside_it_and_is_raised_to_who_waits_later() 
                 await later
         assert engine.live == 3
 
-    publishing(scene, overlap=True)
+    run_scene(scene, overlap=True)
 
 
-def test_a_batch_that_was_cut_is_not_lost_to_a_failure() -> None:
-    async def scene(publisher: Publisher, way: Told, engine: FakeEngine) -> None:
-        way.may_take.set()
-        way.error = EngineError("no member loaded it")
-        way.may_give.set()
+def test_a_finished_batch_is_not_lost_to_a_failed_publication() -> None:
+    async def scene(publisher: Publisher, transport: ControlledTransport, engine: FakeEngine) -> None:
+        transport.may_snapshot.set()
+        transport.error = EngineError("no member loaded it")
+        transport.may_send.set()
         await publisher.publish(1)
 
-        async def cut() -> str:
+        async def finished() -> str:
             return "batch"
 
-        assert await publisher.run_alongside(cut()) == "batch"
+        assert await publisher.run_alongside(finished()) == "batch"
         with pytest.raises(EngineError):
             await publisher.wait_live()
 
-    publishing(scene, overlap=True)
+    run_scene(scene, overlap=True)
 
 
-def test_who_stops_waiting_does_not_end_the_publication() -> None:
-    async def scene(publisher: Publisher, way: Told, engine: FakeEngine) -> None:
-        way.may_take.set()
+def test_cancelling_a_wait_does_not_cancel_the_publication() -> None:
+    async def scene(publisher: Publisher, transport: ControlledTransport, engine: FakeEngine) -> None:
+        transport.may_snapshot.set()
         await publisher.publish(1)
         for waiting in [
-            await soon(publisher.wait_live()),
-            await soon(publisher.snapshot_done()),
-            await soon(publisher.publish(2)),
+            await start(publisher.wait_live()),
+            await start(publisher.snapshot_done()),
+            await start(publisher.publish(2)),
         ]:
             waiting.cancel()
         await asyncio.sleep(0.01)
-        way.may_give.set()
+        transport.may_send.set()
         await publisher.wait_live()
         assert engine.live == 1
 
-    publishing(scene, overlap=True)
+    run_scene(scene, overlap=True)
 
 
-def test_a_drained_publication_says_so_to_the_engine() -> None:
-    class Noting(FakeEngine):
+def test_the_engine_is_told_whether_to_drain() -> None:
+    class RecordingEngine(FakeEngine):
         drained: bool | None = None
 
         async def load_weights(self, source: WeightSource, version: int, *, drain: bool = False) -> None:
             self.drained = drain
 
     async def scene() -> list[bool | None]:
-        found = []
+        drained = []
         for drain in (True, False):
-            way, engine = Told(), Noting()
-            way.may_take.set()
-            way.may_give.set()
-            await Publisher(engine, way, drain=drain).publish(1)
-            found.append(engine.drained)
-        return found
+            transport, engine = ControlledTransport(), RecordingEngine()
+            transport.may_snapshot.set()
+            transport.may_send.set()
+            await Publisher(engine, transport, drain=drain).publish(1)
+            drained.append(engine.drained)
+        return drained
 
     assert asyncio.run(scene()) == [True, False]
 
 
-# -- the ways ---------------------------------------------------------------------------------------------------------
+# -- transports -------------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_is_of_the_moment_it_was_taken_and_is_not_kept() -> None:
+def test_an_in_memory_snapshot_is_a_copy_and_is_released_after_sending() -> None:
     model, own = tiny(seed=5), tiny(seed=6)
-    taken = {name: tensor.clone() for name, tensor in model.network.state_dict().items()}
+    expected = {name: tensor.clone() for name, tensor in model.network.state_dict().items()}
 
     async def scene() -> None:
-        way = InMemoryTransport(model)
+        transport = InMemoryTransport(model)
         engine = LocalEngine(own.network, own.tokenizer)
         try:
-            way.snapshot(1)
+            transport.snapshot(1)
             with torch.no_grad():
                 for weight in model.network.parameters():
-                    weight.zero_()  # the next step of training
-            await way.send(engine, 1, drain=False)
+                    weight.zero_()  # as the next training step would
+            await transport.send(engine, 1, drain=False)
             assert await engine.version() == 1
-            assert not way._snapshot
+            assert not transport._snapshot
         finally:
             await engine.close()
 
     asyncio.run(scene())
-    assert all(torch.equal(taken[name], tensor) for name, tensor in own.network.state_dict().items())
+    assert all(torch.equal(expected[name], tensor) for name, tensor in own.network.state_dict().items())
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_folder_is_sealed_and_the_last_two_stay(lora: bool, tmp_path: Path) -> None:
-    way = AdapterTransport(tiny(lora=LORA), tmp_path) if lora else FolderTransport(tiny(), tmp_path)
+def test_folders_have_a_manifest_and_the_last_two_are_kept(lora: bool, tmp_path: Path) -> None:
+    transport = AdapterTransport(tiny(lora=LORA), tmp_path) if lora else FolderTransport(tiny(), tmp_path)
     engine = FakeEngine()
-    left = tmp_path / "version_4"  # by an earlier life of the run: half of it, and not what is trained now
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(b"old")
+    stale = tmp_path / "version_4"  # an incomplete folder from before the run was resumed
+    stale.mkdir()
+    (stale / "model.safetensors").write_bytes(b"old")
 
     async def scene() -> None:
         for version in (2, 3, 4):
-            way.snapshot(version)
-            await way.send(engine, version, drain=False)
-            verify_manifest(way.version_path(version))
+            transport.snapshot(version)
+            await transport.send(engine, version, drain=False)
+            verify_manifest(transport.version_path(version))
 
     asyncio.run(scene())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version_3", "version_4"]
     kind = "adapter" if lora else "weights"
-    assert engine.loaded == [(kind, str(way.version_path(version).resolve()), version) for version in (2, 3, 4)]
-    assert (left / ("adapter_model.safetensors" if lora else "model.safetensors")).stat().st_size > 1000
+    assert engine.loaded == [(kind, str(transport.version_path(version).resolve()), version) for version in (2, 3, 4)]
+    assert (stale / ("adapter_model.safetensors" if lora else "model.safetensors")).stat().st_size > 1000
 
 
-# -- beside the rollouts ----------------------------------------------------------------------------------------------
+# -- during rollouts ---------------------------------------------------------------------------------------------------
 
 
-class Slow(LocalEngine):
-    """Reads weights when it is let, as a large model on a shared disk does."""
+class SlowEngine(LocalEngine):
+    """Loads weights when the test allows it, like a large model on a shared disk."""
 
     may_load: threading.Event
 
@@ -259,99 +259,99 @@ class Slow(LocalEngine):
 
 
 @pytest.mark.parametrize("slow", [1, 2])
-def test_rollouts_finish_while_weights_are_loaded_whoever_is_slow(slow: int, tmp_path: Path) -> None:
-    """Two real servers of which one or both do not get on with loading: answers come all the while."""
+def test_rollouts_finish_while_one_or_both_servers_are_slow_to_load(slow: int, tmp_path: Path) -> None:
+    """Two real servers, one or both of which are slow to load: completions continue meanwhile."""
     trained, may_load = tiny(seed=7), threading.Event()
 
     async def scene(urls: list[str]) -> None:
         pool = Pool(PoolSettings(urls=urls, poll_interval=0.2, ready_timeout=30.0), HttpEngine)
         publisher = Publisher(pool, FolderTransport(trained, tmp_path), overlap=True)
         await pool.wait_until_probed()
-        ended: list[tuple[int, ...]] = []
-        over = asyncio.Event()
+        finished: list[tuple[int, ...]] = []
+        stop = asyncio.Event()
 
-        async def roll(number: int) -> None:
-            while not over.is_set():
-                answer = await pool.generate([*b"Hello", number], Sampling(max_tokens=6), group=str(number))
-                ended.append(answer.versions)
+        async def generate(index: int) -> None:
+            while not stop.is_set():
+                generation = await pool.generate([*b"Hello", index], Sampling(max_tokens=6), group=str(index))
+                finished.append(generation.versions)
 
-        async def come(count: int, version: int) -> None:
-            """So many more answers, all sampled by this version."""
-            here = len(ended)
-            while sum(set(versions) == {version} for versions in ended[here:]) < count:
+        async def wait_for_completions(count: int, version: int) -> None:
+            """Wait for that many more completions sampled entirely with this version."""
+            seen = len(finished)
+            while sum(set(versions) == {version} for versions in finished[seen:]) < count:
                 await asyncio.sleep(0.01)
 
-        rolling = [asyncio.create_task(roll(number)) for number in range(4)]
+        generating = [asyncio.create_task(generate(index)) for index in range(4)]
         async with asyncio.timeout(60):
             await publisher.publish(1)
             await publisher.snapshot_done()
             live = asyncio.create_task(publisher.wait_live())
             if slow == 2:
-                await come(20, version=0)
+                await wait_for_completions(20, version=0)
                 assert not live.done() and await pool.version() == 0
             else:
-                # the other one is enough, and the one that waits is not used until it has caught up
-                await come(20, version=1)
+                # the fast server suffices, and the slow one is not used until it has caught up
+                await wait_for_completions(20, version=1)
                 assert sorted(row.version or 0 for row in pool.status()) == [0, 1]
             may_load.set()
             await live
-            await come(20, version=1)
+            await wait_for_completions(20, version=1)
             while {row.state for row in pool.status()} != {"ready"}:
                 await asyncio.sleep(0.01)
             assert {row.version for row in pool.status()} == {1}
-        over.set()
-        await asyncio.gather(*rolling)
+        stop.set()
+        await asyncio.gather(*generating)
         await publisher.close()
         await pool.close()
-        assert all(tuple(sorted(versions)) == versions for versions in ended)
+        assert all(tuple(sorted(versions)) == versions for versions in finished)
 
     with ExitStack() as stack:
         urls = []
-        for number in range(2):
+        for index in range(2):
             model = tiny(seed=1)
-            engine = Slow(model.network, model.tokenizer)
-            engine.may_load = may_load if number < slow else _always()
+            engine = SlowEngine(model.network, model.tokenizer)
+            engine.may_load = may_load if index < slow else _set_event()
             urls.append(
                 stack.enter_context(serving(build_app(engine, TOKENIZER, model="tiny", allowed_folders=ANYWHERE)))
             )
         asyncio.run(scene(urls))
 
 
-def test_a_run_trains_on_while_weights_travel_and_never_while_they_are_read(
+def test_a_run_trains_during_the_send_and_never_during_the_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real run and its ways, slowed down: giving lasts until the next update of the trainer has begun."""
-    take, give, step = FolderTransport.snapshot, FolderTransport.send, Trainer.step
-    reading, begun = threading.Event(), threading.Event()
-    trained_on: list[int] = []
+    """A real run with a slowed transport: the send lasts until the next training step has started."""
+    snapshot, send, step = FolderTransport.snapshot, FolderTransport.send, Trainer.step
+    snapshotting, training = threading.Event(), threading.Event()
+    overlapped: list[int] = []
 
-    def slow_take(way: FolderTransport, version: int) -> None:
-        begun.clear()
-        reading.set()
+    def slow_snapshot(transport: FolderTransport, version: int) -> None:
+        training.clear()
+        snapshotting.set()
         time.sleep(0.2)
-        take(way, version)
-        reading.clear()
+        snapshot(transport, version)
+        snapshotting.clear()
 
-    async def slow_give(way: FolderTransport, engine: Engine, version: int, *, drain: bool) -> None:
-        assert not reading.is_set()
-        if version < 3 and await asyncio.to_thread(begun.wait, 20):
-            trained_on.append(version)
-        await give(way, engine, version, drain=drain)
+    async def slow_send(transport: FolderTransport, engine: Engine, version: int, *, drain: bool) -> None:
+        assert not snapshotting.is_set()
+        if version < 3 and await asyncio.to_thread(training.wait, 20):
+            overlapped.append(version)
+        await send(transport, engine, version, drain=drain)
 
-    def watched_step(trainer: Trainer, *given: Any, **more: Any) -> Any:
-        assert not reading.is_set(), "weights that are being read were trained"
-        begun.set()
-        return step(trainer, *given, **more)
+    def checked_step(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        assert not snapshotting.is_set(), "weights were trained during their snapshot"
+        training.set()
+        return step(trainer, *args, **kwargs)
 
-    monkeypatch.setattr(FolderTransport, "snapshot", slow_take)
-    monkeypatch.setattr(FolderTransport, "send", slow_give)
-    monkeypatch.setattr(Trainer, "step", watched_step)
+    monkeypatch.setattr(FolderTransport, "snapshot", slow_snapshot)
+    monkeypatch.setattr(FolderTransport, "send", slow_send)
+    monkeypatch.setattr(Trainer, "step", checked_step)
     watcher = train(tmp_path / "run", steps=4, publish__transport="folder", evaluation__when="never")
     assert list(watcher.steps) == [1, 2, 3, 4]
-    assert trained_on, "the next step was trained before the weights of this one were live"
+    assert overlapped, "the next step trained before the weights of this one were live"
 
 
-def _always() -> threading.Event:
+def _set_event() -> threading.Event:
     event = threading.Event()
     event.set()
     return event
@@ -361,7 +361,7 @@ def _always() -> threading.Event:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (["--publish.transport=adapter"], 'publish.transport = "adapter" has no effect: without model.lora'),
         (
@@ -382,14 +382,14 @@ def _always() -> threading.Event:
         (["--publish.in_flight=wait"], "publish.in_flight"),
     ],
 )
-def test_a_way_that_cannot_act_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load_settings(None, words)
-    assert message in str(refused.value)
+def test_publish_settings_without_effect_are_errors(args: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_settings(None, args)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         ["--publish.transport=adapter", "--model.lora.rank=4"],
         ["--publish.transport=folder", "--publish.path=/shared"],
@@ -397,5 +397,5 @@ def test_a_way_that_cannot_act_is_refused(words: list[str], message: str) -> Non
         ["--publish.in_flight=drain"],
     ],
 )
-def test_a_way_that_can_act_is_taken(words: list[str]) -> None:
-    assert load_settings(None, words).settings.publish
+def test_valid_publish_settings_are_accepted(args: list[str]) -> None:
+    assert load_settings(None, args).settings.publish
