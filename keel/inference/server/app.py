@@ -16,7 +16,6 @@ from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, FastAPI, Request, Response, Security
 from fastapi.params import Depends as Dependency
-from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
@@ -66,6 +65,14 @@ ERROR_DESCRIPTIONS = {
     429: "Too many requests; the retry-after header says when to retry.",
     503: "Temporarily unavailable; the retry-after header says when to retry.",
 }
+COMPLETION_CONTENT = {
+    media_type: {"schema": {"type": "object", "properties": properties, "required": list(properties)}}
+    for media_type, properties in {
+        "application/json": {"id": {"type": "string"}, "object": {"type": "string"}, "choices": {"type": "array"}},
+        "text/event-stream": {"data": {"type": "string"}},
+    }.items()
+}
+"""Responses of the completion routes in /openapi.json: their main fields, complete or as server-sent events."""
 BODY_ERRORS = (400, 408, 413, 415)
 """Statuses of every route that reads a body."""
 
@@ -160,10 +167,9 @@ def build_app(
 
 def _add_completion_routes(app: FastAPI, handlers: RequestHandlers, key_required: list[Dependency]) -> None:
     def options(schema: type[Settings]) -> dict[str, Any]:
-        stream = {"text/event-stream": {"schema": {"type": "string"}}}
         return {
             "dependencies": key_required,
-            "responses": {200: {"content": stream}, **_errors(*BODY_ERRORS, 401, 404, 503)},
+            "responses": {200: {"content": COMPLETION_CONTENT}, **_errors(*BODY_ERRORS, 401, 404, 503)},
             "openapi_extra": _request_body(schema, handlers.limits),
         }
 
@@ -230,7 +236,10 @@ def _add_status_routes(app: FastAPI, handlers: RequestHandlers, key_required: li
         """Return the policy version of the live weights."""
         return await handlers.version()
 
-    @app.get("/metrics", response_class=PlainTextResponse, **options)
+    text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+    # response_class without a media type: otherwise FastAPI describes the errors as text/plain too
+    @app.get("/metrics", response_class=Response, dependencies=key_required, responses={**text, **_errors(401)})
     async def metrics() -> Response:
         """Return metrics in the Prometheus text format."""
         return await handlers.metrics()

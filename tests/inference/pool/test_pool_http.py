@@ -76,6 +76,7 @@ async def until_all_are(pool: Pool, state: str) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.faults
 def test_killed_servers_that_restart_at_version_0_are_synced_before_use(tmp_path: Path) -> None:
     async def scene(machines: list[Box]) -> None:
         async with pool_of(urls=[box.url for box in machines]) as pool:
@@ -115,6 +116,7 @@ def test_a_quick_restart_is_detected_by_the_versions_of_the_tokens(tmp_path: Pat
         asyncio.run(scene(machines))
 
 
+@pytest.mark.faults
 def test_requests_in_flight_on_a_killed_server_are_retried_on_another() -> None:
     async def scene(machines: list[Box]) -> None:
         async with pool_of(urls=[box.url for box in machines]) as pool:
@@ -186,6 +188,7 @@ def test_a_watched_file_adds_and_removes_servers(tmp_path: Path) -> None:
         asyncio.run(scene(first, second))
 
 
+@pytest.mark.faults
 def test_errors_of_servers_are_listed_if_none_is_ready(tmp_path: Path) -> None:
     async def scene(machines: list[Box]) -> None:
         await asyncio.to_thread(machines[0].kill)

@@ -8,6 +8,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -151,6 +152,7 @@ def check_groups(harness: PoolHarness) -> None:
         last[group] = server, time
 
 
+@pytest.mark.fuzz
 @settings(max_examples=60)
 @given(histories, st.sampled_from(["weights", "adapter", None]))
 def test_the_guarantees_hold_for_any_history(history: list[tuple[float, tuple[str, Any]]], loaded: str | None) -> None:

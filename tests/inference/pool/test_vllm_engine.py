@@ -421,6 +421,7 @@ def test_the_error_of_a_failed_start_shows_the_end_of_the_log(tmp_path: Path) ->
     assert "no such device" in str(error.value)
 
 
+@pytest.mark.process
 def test_a_server_that_is_not_ready_in_time_is_stopped_with_its_children(tmp_path: Path) -> None:
     script = (
         "import subprocess, sys, time\n"
@@ -504,6 +505,7 @@ LONG_PROMPT = list(b"which is larger, 3 or 7? ")
 
 
 @pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: scripts/install_vllm.sh creates .venv-vllm")
+@pytest.mark.process
 def test_the_real_server_end_to_end(tmp_path: Path) -> None:
     base, other = model_folder(tmp_path / "base", 0), model_folder(tmp_path / "other", 1)
     adapter = adapter_folder(base, tmp_path / "adapter")
