@@ -1,8 +1,8 @@
-"""Makes the pictures of the lens (lens-*.png) from a run folder, by the page itself in headless Chromium.
+"""Take the screenshots of the lens (lens-*.png) of run folders with headless Chromium.
 
-    python docs/images/lens.py RUN_OR_FOLDER [RUN]    # without: from runs that it makes for the purpose
+    python docs/images/lens.py [RUN_OR_FOLDER [RUN]]    # default: synthetic runs
 
-RUN is the run that is looked at closely; not given, the one that was started last.
+RUN is the run whose details are shown; default: the most recently started one.
 """
 
 import subprocess
@@ -16,17 +16,17 @@ from tests.support.lens_browser import Browser, browser
 from tests.support.lens_runs import make_run
 
 HERE = Path(__file__).parent
-PICTURES = {
+SCREENSHOTS = {
     "overview": ("light", "view=overview"),
     "region": ("light", "view=region"),
-    "tokens": ("light", "view=tokens&colour=ratio&scope=run&outcome=dropped&side=positive"),
-    "tokens-dark": ("dark", "view=tokens&colour=reason&scope=run&outcome=dropped&side=positive"),
+    "tokens": ("light", "view=tokens&colour=ratio&scope=run&outcome=dropped&advantage=positive"),
+    "tokens-dark": ("dark", "view=tokens&colour=reason&scope=run&outcome=dropped&advantage=positive"),
 }
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(sys.argv[1]) if len(sys.argv) > 1 else invent(Path(made) / "runs")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(sys.argv[1]) if len(sys.argv) > 1 else make_runs(Path(temporary) / "runs")
         run = sys.argv[2] if len(sys.argv) > 2 else ""
         command = [sys.executable, "-m", "keel.cli", "lens", str(folder), "--port", "0"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parent.parent)
@@ -34,31 +34,31 @@ def main() -> None:
         try:
             address = server.stdout.readline().split()[-1]
             with browser(1440, 860) as window:
-                for name, (scheme, words) in PICTURES.items():
+                for name, (scheme, params) in SCREENSHOTS.items():
                     window.scheme(scheme)
                     window.open("about:blank")
-                    window.open(f"{address}/#{words}{f'&run={run}' if run else ''}")
-                    settle(window, words)
+                    window.open(f"{address}/#{params}{f'&run={run}' if run else ''}")
+                    wait_until_drawn(window, params)
                     window.picture(HERE / f"lens-{name}.png")
         finally:
             server.terminate()
             server.wait(20)
 
 
-def settle(window: Browser, words: str) -> None:
-    """Until the view is drawn; among tokens, with the first one found under the cursor."""
+def wait_until_drawn(window: Browser, params: str) -> None:
+    """Wait until the view is drawn; in the tokens view, select the first match."""
     window.wait("return document.body.dataset.ready", seconds=60)
-    if "view=overview" in words:
+    if "view=overview" in params:
         window.wait("return document.querySelectorAll('.outcomes tr').length > 0", seconds=60)
-    if "view=tokens" in words:
+    if "view=tokens" in params:
         window.wait("return document.querySelectorAll('.hits .hit').length > 0", seconds=60)
         window.run("document.querySelectorAll('.hits .hit')[0].click()")
         window.wait("return document.querySelector('.t.at') !== null")
     window.wait("return new Promise((done) => requestAnimationFrame(() => setTimeout(() => done(true), 300)))")
 
 
-def invent(root: Path) -> Path:
-    """Three runs from chance."""
+def make_runs(root: Path) -> Path:
+    """Write three synthetic runs."""
     sizes = {"groups": 8, "members": 8, "noise": 0.2}
     make_run(root / "opsm", seed=5, steps=48, objective="opsm", paragraphs=2, **sizes)
     make_run(root / "dppo_tv", seed=3, steps=52, objective="dppo_tv", paragraphs=2, **sizes)

@@ -81,16 +81,16 @@ class Browser:
 
     def point(self, selector: str) -> None:
         """Move the pointer over an element."""
-        spot = self.run(
+        center = self.run(
             "const b = document.querySelector(arguments[0]).getBoundingClientRect();"
             "return [Math.round(b.x + b.width / 2), Math.round(b.y + b.height / 2)]",
             selector,
         )
-        move = {"type": "pointerMove", "duration": 0, "x": spot[0], "y": spot[1]}
+        move = {"type": "pointerMove", "duration": 0, "x": center[0], "y": center[1]}
         self.command("actions", actions=[{"type": "pointer", "id": "mouse", "actions": [move]}])
 
     def scheme(self, name: str) -> None:
-        """light or dark, as the user prefers."""
+        """Set the preferred colour scheme, light or dark."""
         self.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def size(self, width: int, height: int) -> None:
@@ -99,18 +99,18 @@ class Browser:
         )
 
     def picture(self, path: Path) -> None:
-        """What is in the window, as PNG."""
+        """Save a screenshot of the window as PNG."""
         shot = self.devtools("Page.captureScreenshot", format="png")["data"]
         path.write_bytes(base64.b64decode(shot))
 
     def log(self) -> list[str]:
-        """What the browser complained about since the last time it was asked."""
+        """Return the browser's log messages since the last call."""
         return [entry["message"] for entry in self.command("se/log", type="browser")]
 
 
 @contextmanager
 def browser(width: int = 1440, height: int = 900) -> Iterator[Browser]:
-    """A fresh browser, ended with the block."""
+    """Start a fresh browser that is closed at the end of the block."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -122,28 +122,28 @@ def browser(width: int = 1440, height: int = 900) -> Iterator[Browser]:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
                 _wait_until_ready(client)
                 chrome = {"args": [*FLAGS, f"--user-data-dir={profile}"], "binary": shutil.which("chromium")}
-                wanted = {"goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
-                made = client.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
-                if "sessionId" not in made:
-                    raise RuntimeError(f"chromium did not start: {made.get('message', made)}")
-                window = Browser(client, made["sessionId"])
+                capabilities = {"goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
+                session = client.post("/session", json={"capabilities": {"alwaysMatch": capabilities}}).json()["value"]
+                if "sessionId" not in session:
+                    raise RuntimeError(f"chromium did not start: {session.get('message', session)}")
+                window = Browser(client, session["sessionId"])
                 window.size(width, height)
                 try:
                     yield window
                 finally:
-                    client.delete(f"/session/{made['sessionId']}")
+                    client.delete(f"/session/{session['sessionId']}")
         finally:
             driver.terminate()
             driver.wait(10)
 
 
 def _wait_until_ready(client: httpx.Client, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while True:
         try:
             if client.get("/status").json()["value"]["ready"]:
                 return
         except httpx.TransportError:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise
         time.sleep(0.05)

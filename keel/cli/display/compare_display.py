@@ -51,7 +51,8 @@ def print_report(out: Console, report: ComparisonReport) -> None:
 def _overview_table(out: Console, names: Sequence[str], rows: Sequence[ObjectiveSummary]) -> Table:
     """Return the overview with one row per objective, or with one column per objective if that is too wide."""
     cells = [overview_cells(name, row) for name, row in zip(names, rows, strict=True)]
-    table = _make_table(*OVERVIEW_HEADERS)
+    # headers of two words take two lines
+    table = _make_table(*(header.replace(" ", "\n", 1) for header in OVERVIEW_HEADERS))
     for first, *rest in cells:
         table.add_row(Text(first), *rest)
     if out.measure(table, options=out.options.update_width(10_000)).maximum <= out.width:
@@ -113,7 +114,7 @@ def _matrix_table(names: Sequence[str], matrix: Sequence[Sequence[float]]) -> Ta
 
 
 def _make_table(*headers: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     for index, header in enumerate(headers):
         table.add_column(header, justify="left" if index == 0 else "right", overflow="fold")
     return table

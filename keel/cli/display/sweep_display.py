@@ -267,5 +267,7 @@ def print_results(out: Console, results: "SweepResults") -> None:
 def _make_table(*headers: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
     for index, header in enumerate(headers):
-        table.add_column(header, justify="left" if index == 0 else "right", overflow="fold", no_wrap=index > 0)
+        # headers of two words take two lines
+        lines = header if header.endswith("%") else header.replace(" ", "\n", 1)
+        table.add_column(lines, justify="left" if index == 0 else "right", overflow="fold", no_wrap=index > 0)
     return table
