@@ -80,7 +80,10 @@ def test_an_unknown_command_exits_with_2_and_the_usage(run: Any, words: list[str
             "keel: objective.ratio_low = 9.0 must be below objective.ratio_high = 5.0\n",
         ),
         (["objectives", "icepop", "--eps", "1"], None),
-        (["objectives", "--eps", "1"], "keel: --eps is a parameter of an objective; write keel objectives NAME --eps VALUE\n"),
+        (
+            ["objectives", "--eps", "1"],
+            "keel: --eps is a parameter of an objective; write keel objectives NAME --eps VALUE\n",
+        ),
         (["objectives", "icepop", "--markdown"], None),
         (["config", "no-such-file.toml"], "keel: no-such-file.toml does not exist\n"),
         (["config", "--objectiv.name", "opsm"], "keel: objectiv is not a setting; did you mean objective?\n"),
