@@ -1,4 +1,4 @@
-"""Fakes for tests of servers and clients: scripted engines, and a real server in a thread."""
+"""Stand-ins for the tests of servers and their clients: an engine that does as it is told, and a server in a thread."""
 
 import asyncio
 import threading
@@ -19,11 +19,11 @@ from keel.training.model import tiny_models
 TOKENIZER = tiny_models.build_tokenizer()
 END = tiny_models.SPECIAL_TOKENS[tiny_models.IM_END]
 ANYWHERE = AllowedFolders([Path("/")])
-"""For tests that are not about the folders from which weights may be loaded."""
+"""For tests of something else than where weights may come from."""
 
 
 class FakeEngine:
-    """Completes each prompt with its reversed tokens and the end of turn; every log-prob is -0.5."""
+    """Answers each prompt with its own tokens reversed, one log-prob of -0.5 a token, and the end of turn."""
 
     def __init__(self) -> None:
         self.live = 3
@@ -81,7 +81,7 @@ class FakeEngine:
 
 
 class FakeStreamingEngine(FakeEngine):
-    """Streams the completion of FakeEngine token by token; fails after `break_after` tokens."""
+    """The same, token by token; `break_after` tokens it fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,17 +92,17 @@ class FakeStreamingEngine(FakeEngine):
     async def stream(
         self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None
     ) -> AsyncIterator[TokenChunk]:
-        full = await self.generate(prompt, sampling, group=group)
-        count = len(full.token_ids)
+        whole = await self.generate(prompt, sampling, group=group)
+        count = len(whole.token_ids)
         try:
             for at in range(count):
                 if at == self.break_after:
                     raise EngineError("the engine broke")
                 await asyncio.sleep(self.pause)
                 self.sent += 1
-                finish = full.finish_reason if at == count - 1 else None
+                finish = whole.finish_reason if at == count - 1 else None
                 part = slice(at, at + 1)
-                yield TokenChunk(full.token_ids[part], full.logprobs[part], full.versions[part], finish)
+                yield TokenChunk(whole.token_ids[part], whole.logprobs[part], whole.versions[part], finish)
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled += 1
             raise
@@ -110,9 +110,9 @@ class FakeStreamingEngine(FakeEngine):
 
 @contextmanager
 def serving(app: Any, **options: Any) -> Iterator[str]:
-    """Serve the application on a free port; yield its URL."""
-    defaults: dict[str, Any] = {"port": 0, "log_level": "critical", "lifespan": "on", "ws": "none", "loop": "asyncio"}
-    config = uvicorn.Config(app, **(defaults | options))
+    """The application on a real server with a port of its own."""
+    plain: dict[str, Any] = {"port": 0, "log_level": "critical", "lifespan": "on", "ws": "none", "loop": "asyncio"}
+    config = uvicorn.Config(app, **(plain | options))
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -125,9 +125,9 @@ def serving(app: Any, **options: Any) -> Iterator[str]:
         assert not thread.is_alive()
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait for a condition that another thread makes true."""
+def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for something that happens in another thread."""
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not true():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.005)

@@ -1,7 +1,7 @@
-"""Headless Chromium, driven over WebDriver with plain HTTP, for tests, screenshots and benchmarks of the lens.
+"""Headless Chromium, driven over WebDriver by plain HTTP: for tests of the page, its pictures and its benchmark.
 
-Starts Debian's `chromedriver` on a free port with a new profile. The browser can reach only the loopback interface: no
-other name resolves.
+Starts Debian's `chromedriver` on a free port with a fresh profile and ends it. No network but loopback is reachable
+from the browser: every other name resolves to nothing.
 """
 
 import base64
@@ -32,7 +32,7 @@ FLAGS = (
 
 
 def missing() -> str:
-    """Return why no browser is available, or an empty string."""
+    """Why there is no browser to drive; empty when there is one."""
     for name in ("chromium", "chromedriver"):
         if shutil.which(name) is None:
             return f"{name} is not installed (Debian: apt-get install chromium chromium-driver)"
@@ -40,17 +40,17 @@ def missing() -> str:
 
 
 class Browser:
-    """One browser window."""
+    """One window."""
 
     def __init__(self, client: httpx.Client, session: str) -> None:
         self._client, self._session = client, session
 
     def command(self, path: str, **body: Any) -> Any:
-        """Send a WebDriver command; raise with the browser's error message."""
-        result = self._client.post(f"/session/{self._session}/{path}", json=body).json()["value"]
-        if isinstance(result, dict) and "error" in result:
-            raise RuntimeError(f"{path}: {result['error']}: {result.get('message', '')[:500]}")
-        return result
+        """A WebDriver command; raises with what the browser said."""
+        answer = self._client.post(f"/session/{self._session}/{path}", json=body).json()["value"]
+        if isinstance(answer, dict) and "error" in answer:
+            raise RuntimeError(f"{path}: {answer['error']}: {answer.get('message', '')[:500]}")
+        return answer
 
     def devtools(self, method: str, **parameters: Any) -> Any:
         return self.command("goog/cdp/execute", cmd=method, params=parameters)
@@ -59,23 +59,23 @@ class Browser:
         self.command("url", url=address)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """Run a script with these `arguments` and return its result."""
+        """What a script returns; `arguments` in it are these."""
         return self.command("execute/sync", script=script, args=list(arguments))
 
     def wait(self, script: str, *arguments: Any, seconds: float = 60) -> Any:
-        """Wait until a script returns a true value, and return it."""
+        """Until a script returns something true."""
         end = time.monotonic() + seconds
-        while not (value := self.run(script, *arguments)):
+        while not (found := self.run(script, *arguments)):
             if time.monotonic() > end:
                 raise TimeoutError(f"not true within {seconds:g} s: {script}; the page says: {self.text()[:800]}")
             time.sleep(0.05)
-        return value
+        return found
 
     def text(self) -> str:
         return str(self.run("return document.body.innerText"))
 
     def press(self, *keys: str) -> None:
-        """Press keys one after another in the focused element."""
+        """Keys, one after another, wherever the focus is."""
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
         self.command("actions", actions=[{"type": "key", "id": "keyboard", "actions": actions}])
 
@@ -90,7 +90,7 @@ class Browser:
         self.command("actions", actions=[{"type": "pointer", "id": "mouse", "actions": [move]}])
 
     def scheme(self, name: str) -> None:
-        """Set the preferred color scheme: light or dark."""
+        """light or dark, as the user prefers."""
         self.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def size(self, width: int, height: int) -> None:
@@ -99,18 +99,18 @@ class Browser:
         )
 
     def picture(self, path: Path) -> None:
-        """Save a screenshot as PNG."""
+        """What is in the window, as PNG."""
         shot = self.devtools("Page.captureScreenshot", format="png")["data"]
         path.write_bytes(base64.b64decode(shot))
 
     def log(self) -> list[str]:
-        """Return the browser's log messages since the last call."""
+        """What the browser complained about since the last time it was asked."""
         return [entry["message"] for entry in self.command("se/log", type="browser")]
 
 
 @contextmanager
 def browser(width: int = 1440, height: int = 900) -> Iterator[Browser]:
-    """Start a browser for the duration of the block."""
+    """A fresh browser, ended with the block."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -120,24 +120,24 @@ def browser(width: int = 1440, height: int = 900) -> Iterator[Browser]:
         )
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
-                _wait_until_ready(client)
+                _answering(client)
                 chrome = {"args": [*FLAGS, f"--user-data-dir={profile}"], "binary": shutil.which("chromium")}
-                capabilities = {"goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
-                session = client.post("/session", json={"capabilities": {"alwaysMatch": capabilities}}).json()["value"]
-                if "sessionId" not in session:
-                    raise RuntimeError(f"chromium did not start: {session.get('message', session)}")
-                window = Browser(client, session["sessionId"])
+                wanted = {"goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
+                made = client.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
+                if "sessionId" not in made:
+                    raise RuntimeError(f"chromium did not start: {made.get('message', made)}")
+                window = Browser(client, made["sessionId"])
                 window.size(width, height)
                 try:
                     yield window
                 finally:
-                    client.delete(f"/session/{session['sessionId']}")
+                    client.delete(f"/session/{made['sessionId']}")
         finally:
             driver.terminate()
             driver.wait(10)
 
 
-def _wait_until_ready(client: httpx.Client, seconds: float = 60) -> None:
+def _answering(client: httpx.Client, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while True:
         try:

@@ -1,8 +1,7 @@
-"""Synthetic run folders for tests of the lens, written with the run's own records and ledger from seeded random
-numbers.
+"""Synthetic run folders for tests of the lens, written with the run's own records and ledger from seeded random data.
 
-Every token has a sampler and a policy log-prob; `keel.objectives.scalar_gates`, the independent implementation of the
-gates, decides whether it was dropped, so that the counts of the lens can be compared with it.
+Every token has a sampler and a policy log-prob. Whether it is dropped is decided by `keel.objectives.scalar_gates`, the
+scalar form of the gates, so that tests can compare the lens with it.
 """
 
 import json
@@ -23,7 +22,7 @@ from keel.run.records import SampleRecord
 
 NAMES = ["Ana", "Ben", "Chloe", "Dmitri", "Emeka", "Farah"]
 THINGS = ["apples", "marbles", "stamps", "tickets", "pencils"]
-WAYS = [
+COMPLETIONS = [
     "Start with {a}. Then {b} more come, so {a} + {b} = {c}. The answer is {c}.",
     "{n} has {a} {t} and buys {b}.\nAdding them up: {a} + {b} = {c}.\n\nSo the answer is **{c}**.",
     "Let me think. {a} plus {b} is {c}, I am sure of it. Answer: {c}",
@@ -33,18 +32,18 @@ WAYS = [
 
 
 class Vocabulary:
-    """Assigns token ids to pieces of text."""
+    """Assigns ids to token texts."""
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {}
 
     def split(self, text: str) -> list[int]:
-        pieces = re.findall(r"<\|\w+\|>|\n+| ?\w+| ?[^\w\s]|\s", text)
-        return [self.ids.setdefault(piece, len(self.ids)) for piece in pieces]
+        texts = re.findall(r"<\|\w+\|>|\n+| ?\w+| ?[^\w\s]|\s", text)
+        return [self.ids.setdefault(text, len(self.ids)) for text in texts]
 
     @property
-    def pieces(self) -> dict[int, str]:
-        return {number: piece for piece, number in self.ids.items()}
+    def texts(self) -> dict[int, str]:
+        return {number: text for text, number in self.ids.items()}
 
 
 def make_run(
@@ -60,8 +59,8 @@ def make_run(
     status: Any = "finished",
     paragraphs: int = 1,
 ) -> Path:
-    """Write a finished run. Group 0 of every step is dropped for zero variance; one rollout of the run failed."""
-    chance, words = random.Random(seed), Vocabulary()
+    """Write a run. Group 0 of every step is dropped as a zero-variance group, and one rollout of the run failed."""
+    rng, vocabulary = random.Random(seed), Vocabulary()
     path.mkdir(parents=True)
     loaded = load_settings(overrides=["--objective.name", objective, "--steps", str(max(steps, 1)), *overrides])
     (path / "config.toml").write_text("".join(f"{line}{comment}\n" for line, comment in toml_lines(loaded)))
@@ -74,17 +73,21 @@ def make_run(
     ledger.write_evaluation(0, "sums", {"reward": 0.22, "low": 0.15, "high": 0.31, "tasks": 64.0})
     for step in range(1, steps + 1):
         rows = []
-        for place in range(groups):
-            rows += make_group(step, place, members, words, gates, chance, noise, paragraphs, skill=step / (steps + 9))
-        records.write_step(path / "rollouts", step, step - 1, rows, words.pieces)
-        numbers = numbers_of(rows, step, chance)
-        fates = [fate_of(row) for row in rows]
-        ledger.write_step(step, version=step, stepped=True, metrics=numbers, outcomes=fates, state={})
-    share = 0.22 + 0.5 * steps / (steps + 9)
-    ledger.write_evaluation(steps, "sums", {"reward": share, "low": share - 0.08, "high": share + 0.08, "tasks": 64.0})
+        for index in range(groups):
+            rows += make_group(
+                step, index, members, vocabulary, gates, rng, noise, paragraphs, skill=step / (steps + 9)
+            )
+        records.write_step(path / "rollouts", step, step - 1, rows, vocabulary.texts)
+        metrics = step_metrics(rows, step, rng)
+        outcomes = [outcome_of(row) for row in rows]
+        ledger.write_step(step, version=step, stepped=True, metrics=metrics, outcomes=outcomes, state={})
+    reward = 0.22 + 0.5 * steps / (steps + 9)
+    ledger.write_evaluation(
+        steps, "sums", {"reward": reward, "low": reward - 0.08, "high": reward + 0.08, "tasks": 64.0}
+    )
     ledger.set_status(status)
     ledger.close()
-    # fixed times, so that screenshots of the page stay the same
+    # fixed times, so that screenshots of the page do not change
     with sqlite3.connect(path / "run.db") as db:
         db.execute("UPDATE steps SET time = 1.7e9 + step * 60")
     db.close()
@@ -93,55 +96,57 @@ def make_run(
 
 def make_group(
     step: int,
-    place: int,
+    index: int,
     members: int,
-    words: Vocabulary,
+    vocabulary: Vocabulary,
     gates: Any,
-    chance: random.Random,
+    rng: random.Random,
     noise: float,
     paragraphs: int,
     skill: float,
 ) -> list[SampleRecord]:
     """Return the rollouts of one task."""
-    name, thing = chance.choice(NAMES), chance.choice(THINGS)
-    a, b = chance.randint(2, 60), chance.randint(2, 60)
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    a, b = rng.randint(2, 60), rng.randint(2, 60)
     prompt = (
         "<|im_start|>user\n"
         f"{name} has {a} {thing} and gets {b} more. How many {thing} does {name} have now?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    right = [place > 0 and chance.random() < 0.25 + 0.6 * skill for _ in range(members)]
-    if place > 0:
+    right = [index > 0 and rng.random() < 0.25 + 0.6 * skill for _ in range(members)]
+    if index > 0:
         right[0], right[1] = True, False
     mean = sum(right) / members
     rows = []
     for member in range(members):
-        names = {"group": f"sums/{step * 100 + place}", "environment": "sums", "task_id": f"train-{step * 100 + place}"}
-        if step == 1 and place == 1 and member == members - 1:
-            error = "TimeoutError: no answer within 120 s"
+        names = {"group": f"sums/{step * 100 + index}", "environment": "sums", "task_id": f"train-{step * 100 + index}"}
+        if step == 1 and index == 1 and member == members - 1:
+            error = "TimeoutError: no completion within 120 s"
             rows.append(SampleRecord(**names, member=member, attempt=0, reason="failed", error=error))
             continue
-        said = a + b if right[member] else a + b + chance.choice([-10, -1, 1, 2, 10])
-        answer = "\n\n".join(chance.choice(WAYS).format(a=a, b=b, c=said, n=name, t=thing) for _ in range(paragraphs))
+        total = a + b if right[member] else a + b + rng.choice([-10, -1, 1, 2, 10])
+        completion = "\n\n".join(
+            rng.choice(COMPLETIONS).format(a=a, b=b, c=total, n=name, t=thing) for _ in range(paragraphs)
+        )
         row = SampleRecord(**names, member=member, attempt=0, sample=0, reward=float(right[member]), turns=1)
-        row.data = sampled(words.split(prompt), words.split(f"{answer}<|im_end|>"), step, chance)
-        if place == 0:
+        row.data = make_sample(vocabulary.split(prompt), vocabulary.split(f"{completion}<|im_end|>"), step, rng)
+        if index == 0:
             row.reason = "zero_variance"
         else:
             row.outcome, row.advantage = "trained", float(right[member]) - mean
-            row.token_columns = account(row, gates, step, chance, noise)
+            row.token_columns = token_report(row, gates, step, rng, noise)
         rows.append(row)
     return rows
 
 
-def sampled(prompt: list[int], answer: list[int], step: int, chance: random.Random) -> TrainingSample:
-    oldest = max(step - 1 - chance.choice([0, 0, 1, 1, 2, 3]), 0)
-    turns = chance.randint(0, len(answer))
-    versions = [min(oldest + (place >= turns), step - 1) for place in range(len(answer))]
-    logprobs = [-chance.expovariate(1.6) - 1e-4 for _ in answer]
+def make_sample(prompt: list[int], completion: list[int], step: int, rng: random.Random) -> TrainingSample:
+    oldest = max(step - 1 - rng.choice([0, 0, 1, 1, 2, 3]), 0)
+    switch = rng.randint(0, len(completion))
+    versions = [min(oldest + (position >= switch), step - 1) for position in range(len(completion))]
+    logprobs = [-rng.expovariate(1.6) - 1e-4 for _ in completion]
     return TrainingSample(
-        token_ids=(*prompt, *answer),
-        trainable=(*[False] * len(prompt), *[True] * len(answer)),
+        token_ids=(*prompt, *completion),
+        trainable=(*[False] * len(prompt), *[True] * len(completion)),
         logprobs=(*[0.0] * len(prompt), *logprobs),
         versions=(*[-1] * len(prompt), *versions),
         temperature=1.0,
@@ -149,8 +154,8 @@ def sampled(prompt: list[int], answer: list[int], step: int, chance: random.Rand
     )
 
 
-def account(row: SampleRecord, gates: Any, step: int, chance: random.Random, noise: float) -> dict[str, Any]:
-    """What the trainer would have said of each token."""
+def token_report(row: SampleRecord, gates: Any, step: int, rng: random.Random, noise: float) -> dict[str, Any]:
+    """Return what the trainer reports about each token."""
     assert row.data is not None and row.advantage is not None
     columns: dict[str, list[Any]] = {name: [] for name in ("logprobs", "entropy", "dloss_dlogprob", "drop_reason")}
     for trains, b, version in zip(row.data.trainable, row.data.logprobs, row.data.versions, strict=True):
@@ -158,23 +163,23 @@ def account(row: SampleRecord, gates: Any, step: int, chance: random.Random, noi
             for column in columns.values():
                 column.append(None)
             continue
-        spread = noise * (0.15 + (step - 1 - version)) * (10 if chance.random() < 0.03 else 1)
-        l = min(b + chance.gauss(0, spread), -1e-6)  # noqa: E741 - the letters of the formulas
+        spread = noise * (0.15 + (step - 1 - version)) * (10 if rng.random() < 0.03 else 1)
+        l = min(b + rng.gauss(0, spread), -1e-6)  # noqa: E741 - the names in the formulas
         drop_reason = None
-        for place, gate in enumerate(gates):
+        for index, gate in enumerate(gates):
             side = dropped_side(gate, math.exp(l), math.exp(b), row.advantage)
             if side is not None:
-                drop_reason = f"gate {place} ({gate.statistic}) {side}"
+                drop_reason = f"gate {index} ({gate.statistic}) {side}"
                 break
         columns["logprobs"].append(l)
-        columns["entropy"].append(chance.expovariate(2.0))
+        columns["entropy"].append(rng.expovariate(2.0))
         columns["dloss_dlogprob"].append(0.0 if drop_reason else -row.advantage * math.exp(l - b) / 100)
         columns["drop_reason"].append(drop_reason)
     return columns
 
 
-def numbers_of(rows: list[SampleRecord], step: int, chance: random.Random) -> dict[str, float]:
-    """What a step's log line has, from its rows where it can be."""
+def step_metrics(rows: list[SampleRecord], step: int, rng: random.Random) -> dict[str, float]:
+    """Return the metrics of a step, computed from its rows where possible."""
     counts, distance = {"trained": 0, "low": 0, "high": 0}, 0.0
     for row in records.trained_rows(rows):
         assert row.data is not None
@@ -185,40 +190,40 @@ def numbers_of(rows: list[SampleRecord], step: int, chance: random.Random) -> di
                 distance += math.exp(l - b) - 1 - (l - b)
     tokens = sum(counts.values()) or 1
     rewards = [row.reward for row in rows if row.reward is not None]
-    ages = [step - 1 - v for row in rows if row.data for v in row.data.versions if v >= 0]
+    staleness = [step - 1 - v for row in rows if row.data for v in row.data.versions if v >= 0]
     return {
         "reward": sum(rewards) / len(rewards),
         "reward/sums": sum(rewards) / len(rewards),
-        "loss": -0.02 - 0.01 * chance.random(),
-        "grad_norm": 0.8 + chance.random(),
+        "loss": -0.02 - 0.01 * rng.random(),
+        "grad_norm": 0.8 + rng.random(),
         "lr": 1e-6,
         "groups": len({row.group for row in rows}),
         "samples": len(rows),
         "trainable_tokens": tokens,
-        "seconds": 20 + chance.random(),
-        "tokens_per_second": tokens / (20 + 4 * chance.random()),
-        "entropy": 0.9 - 0.004 * step + 0.05 * chance.random(),
+        "seconds": 20 + rng.random(),
+        "tokens_per_second": tokens / (20 + 4 * rng.random()),
+        "entropy": 0.9 - 0.004 * step + 0.05 * rng.random(),
         "mismatch_kl": distance / tokens,
         "is_masked": (counts["low"] + counts["high"]) / tokens,
         "is_masked_low": counts["low"] / tokens,
         "is_masked_high": counts["high"] / tokens,
-        "staleness": sum(ages) / len(ages),
-        "staleness_max": max(ages),
-        **({"mismatch_kl_masked": 0.5} if step == 2 else {}),  # what is not finite is not written
+        "staleness": sum(staleness) / len(staleness),
+        "staleness_max": max(staleness),
+        **({"mismatch_kl_masked": 0.5} if step == 2 else {}),  # metrics that are not finite are not recorded
         "dropped": sum(row.outcome == "dropped" for row in rows),
     }
 
 
-def fate_of(row: SampleRecord) -> RolloutOutcome:
+def outcome_of(row: SampleRecord) -> RolloutOutcome:
     tokens = 0 if row.data is None else sum(row.data.trainable)
-    fate: Any = row.outcome
+    outcome: Any = row.outcome
     return RolloutOutcome(
         row.group,
         row.member,
         row.attempt,
         row.environment,
         row.task_id,
-        fate,
+        outcome,
         row.reason,
         row.error,
         row.reward,

@@ -1,6 +1,6 @@
-"""Recorded tokens for tests of `keel compare`: sequences as plain rows, written as a run, as parquet or as JSON.
+"""Recorded tokens for the tests of `keel compare`: sequences as plain rows, written as a run, as parquet or as JSON.
 
-Rows have the format of docs/compare.md; run folders are written with the run's own code.
+A row is what docs/compare.md says a line of a file is; the run folder is written by the run's own code.
 """
 
 import json
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def row(ratios: Sequence[float], advantage: float, *, prompt: int = 0, step: int = 1, **more: Any) -> Row:
-    """Return a sequence whose trainable tokens have these ratios and sampler probability 1/2^10, after a prompt."""
+    """A sequence whose trainable tokens have these ratios and the sampler's probability 1/2^10, after a prompt."""
     size = prompt + len(ratios)
     sampler = -10 * math.log(2)
     values = {
@@ -34,29 +34,29 @@ def row(ratios: Sequence[float], advantage: float, *, prompt: int = 0, step: int
         "version": 3,
         "versions": [-1] * prompt + [3] * len(ratios),
         "group": "g",
-        "token_text": [f"p{index}" for index in range(size)],
+        "token_text": [f"p{place}" for place in range(size)],
         "token_ids": list(range(size)),
     }
     return values | more
 
 
 def random_rows(steps: int, seed: int = 0) -> list[Row]:
-    """Return sequences of different lengths over several steps, with tokens of different staleness."""
-    rng = np.random.default_rng(seed)
+    """Sequences of uneven length over several steps, sampled by versions of several ages."""
+    chance = np.random.default_rng(seed)
     rows = []
     for step in range(1, steps + 1):
-        for member in range(int(rng.integers(4, 9))):
-            size = int(rng.integers(1, 12))
-            ratios = np.exp(rng.normal(0, 1.2, size)).tolist()
-            staleness = rng.integers(0, 3, size)
-            prompt = int(rng.integers(1, 4))
-            sequence = row(
-                ratios, float(rng.normal()), prompt=prompt, step=step, version=step, group=f"{step}-{member}"
+        for member in range(int(chance.integers(4, 9))):
+            size = int(chance.integers(1, 12))
+            ratios = np.exp(chance.normal(0, 1.2, size)).tolist()
+            ages = chance.integers(0, 3, size)
+            prompt = int(chance.integers(1, 4))
+            found = row(
+                ratios, float(chance.normal()), prompt=prompt, step=step, version=step, group=f"{step}-{member}"
             )
-            sequence["versions"] = [-1] * prompt + (step - staleness).tolist()
-            sequence["token_text"] = [f"w{number}" for number in rng.integers(0, 5, prompt + size)]
-            sequence["token_ids"] = [int(piece[1:]) for piece in sequence["token_text"]]
-            rows.append(sequence)
+            found["versions"] = [-1] * prompt + (step - ages).tolist()
+            found["token_text"] = [f"w{number}" for number in chance.integers(0, 5, prompt + size)]
+            found["token_ids"] = [int(piece[1:]) for piece in found["token_text"]]
+            rows.append(found)
     return rows
 
 
@@ -73,7 +73,7 @@ def write_parquet(path: Path, rows: Sequence[Row], **types: pa.DataType) -> Path
 
 
 def write_run(folder: Path, rows: Iterable[Row]) -> Path:
-    """Write a run folder with the run's own code, with a dropped rollout in every step."""
+    """A run folder, by the code that writes them, with a refused rollout in every step."""
     by_step: dict[int, list[Row]] = {}
     for one in rows:
         by_step.setdefault(one["step"], []).append(one)
@@ -105,7 +105,7 @@ def _record(number: int, one: Row) -> records.SampleRecord:
 def compare(
     path: Path, objectives: str, *, steps: Any = None, texts: int = 10, proximal: bool = False
 ) -> ComparisonReport:
-    """Return the comparison report for a file."""
+    """The whole way from a file to the numbers."""
     recording = Recording(path, steps)
     comparison = Comparison(parse_candidates(objectives), proximal_is_policy=proximal)
     for step in recording.steps():

@@ -1,4 +1,4 @@
-"""Token batches and objectives for tests.
+"""Steps to test on, and the objectives to test.
 
 `random_step` draws continuous values, for comparison with a reference. The hypothesis strategies draw log-probs and
 advantages from coarse dyadic grids: their sums are exact in any order, and no statistic of a grid value falls on a
@@ -68,7 +68,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cross_entropy, roles": ("cross_entropy", {"roles": [1]}),
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in PRESETS} | VARIANTS
-"""Every preset with its defaults, and variants that cover the remaining parts: name and parameters by id."""
+"""Every recipe as it comes, and variations that reach the remaining parts: name and parameters by id."""
 
 
 def objective(case: str, **changes: Any) -> keel.Objective:
@@ -80,7 +80,7 @@ def objective(case: str, **changes: Any) -> keel.Objective:
 def batch(
     logprobs: Sequence[float] | Tensor, sampler: Sequence[float] | Tensor | None, **fields: Any
 ) -> keel.TokenBatch:
-    """Return a float64 batch from lists; by default one sequence, all trainable, advantage 1."""
+    """A batch in float64 from lists; by default one sequence, all trainable, advantage 1."""
     size = len(logprobs)
     values: dict[str, Any] = {
         "logprobs": logprobs,
@@ -100,7 +100,7 @@ def batch(
 def run(
     objective: keel.Objective, step: keel.TokenBatch, totals: keel.StepTotals | None = None
 ) -> tuple[Tensor, Tensor, keel.ObjectiveResult]:
-    """Return the loss, its gradient by autograd, and the full result."""
+    """Loss, gradient by autograd, and the whole result."""
     leaf = step.logprobs.detach().clone().requires_grad_()
     result = objective(step.replace(logprobs=leaf), totals)
     (gradient,) = torch.autograd.grad(result.loss, leaf)
@@ -112,33 +112,33 @@ def close(actual: Tensor, expected: Tensor, rtol: float = 1e-9, atol: float = 1e
 
 
 def pairs(metrics: Metrics) -> dict[str, list[float]]:
-    """Return all additive parts of metrics by name; of a histogram the non-empty bins."""
+    """Everything that adds when metrics are added, as plain numbers by name; of a histogram the bins in use."""
     flat: dict[str, list[float]] = {}
     for name, metric in metrics.items():
         if isinstance(metric, Metric):
             flat[name] = [metric.sum, metric.count]
         elif isinstance(metric, DerivedMetric):
-            flat[name] = [value for part in metric.parts for value in (part.sum, part.count)]
+            flat[name] = [number for part in metric.parts for number in (part.sum, part.count)]
         else:
             assert isinstance(metric, Histogram)
             used = metric.counts.nonzero().squeeze(1)
             flat[name] = [*used.tolist(), *metric.counts[used].tolist()]
-    for token, count in metrics.dropped_tokens.items():
-        flat[f"dropped token {token}"] = [count]
+    for token, times in metrics.dropped_tokens.items():
+        flat[f"dropped token {token}"] = [times]
     return flat
 
 
 def assert_same_pairs(actual: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
     assert actual.keys() == expected.keys()
-    for name, values in expected.items():
-        # approx is slow, and most values are bitwise equal
-        assert actual[name] == values or actual[name] == pytest.approx(values, rel=1e-6, abs=1e-7), name
+    for name, numbers in expected.items():
+        # approx is slow, and most numbers are equal to the bit
+        assert actual[name] == numbers or actual[name] == pytest.approx(numbers, rel=1e-6, abs=1e-7), name
 
 
 def random_step(seed: int, lengths: Sequence[int] = (6, 1, 9, 4, 7, 3, 5, 8), spread: float = 0.9) -> keel.TokenBatch:
-    """Return a batch of sequences with unsorted ids, interleaved tokens, and a quarter of the tokens untrainable.
+    """A ragged step: ids unsorted, tokens interleaved, a quarter untrainable and one sequence wholly so.
 
-    One sequence is completely untrainable. Untrainable tokens are NaN.
+    Whatever is untrainable holds NaN.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -179,16 +179,16 @@ def random_step(seed: int, lengths: Sequence[int] = (6, 1, 9, 4, 7, 3, 5, 8), sp
 SEQUENCES = (7, -3, 0, 10**12, 2)
 
 
-def _byte_values(size: int) -> st.SearchStrategy[list[int]]:
-    """Draw `size` integers below 256 as one byte string, which is much faster than one by one."""
+def _numbers(size: int) -> st.SearchStrategy[list[int]]:
+    """`size` numbers below 256: drawn as one string of bytes, many times faster than one by one."""
     return st.binary(min_size=size, max_size=size).map(list)
 
 
 @st.composite
 def steps(draw: st.DrawFn, min_size: int = 1, max_size: int = 20, all_trainable: bool = False) -> keel.TokenBatch:
-    """Draw a batch on the grid with every field: interleaved sequences with any ids, any tokens untrainable."""
+    """A step on the grid with every field: interleaved sequences with any ids, any of its tokens untrainable."""
     size = draw(st.integers(min_size, max_size))
-    fields = iter(torch.tensor(draw(_byte_values(13 * size)), dtype=torch.int64).reshape(13, size))
+    fields = iter(torch.tensor(draw(_numbers(13 * size)), dtype=torch.int64).reshape(13, size))
 
     def grid(low: int, high: int) -> Tensor:
         return low + next(fields) % (high - low + 1)
@@ -209,28 +209,28 @@ def steps(draw: st.DrawFn, min_size: int = 1, max_size: int = 20, all_trainable:
 
 
 def permutations_of(step: keel.TokenBatch) -> st.SearchStrategy[Tensor]:
-    return _byte_values(len(step)).map(lambda keys: torch.tensor(keys, dtype=torch.int64).argsort(stable=True))
+    return _numbers(len(step)).map(lambda keys: torch.tensor(keys, dtype=torch.int64).argsort(stable=True))
 
 
 def masks_of(step: keel.TokenBatch) -> st.SearchStrategy[Tensor]:
-    return _byte_values(len(step)).map(lambda flips: torch.tensor(flips, dtype=torch.int64) % 2 == 1)
+    return _numbers(len(step)).map(lambda flips: torch.tensor(flips, dtype=torch.int64) % 2 == 1)
 
 
 def parts_of(step: keel.TokenBatch, *, whole_sequences: bool = False) -> st.SearchStrategy[list[Tensor]]:
-    """Draw a split of the positions into four micro-batches, some maybe empty; sequences may be split anywhere."""
+    """The step's positions dealt into one to four micro-batches, some perhaps empty; sequences may be cut anywhere."""
 
-    def split(assignment: list[int]) -> list[Tensor]:
-        owner = torch.tensor(assignment, dtype=torch.int64) % 4
+    def deal(hands: list[int]) -> list[Tensor]:
+        owner = torch.tensor(hands, dtype=torch.int64) % 4
         if whole_sequences:
             _, row = torch.unique(step.sequence, return_inverse=True)
             owner = owner[row]
         return [(owner == part).nonzero().squeeze(1) for part in range(4)]
 
-    return _byte_values(len(step)).map(split)
+    return _numbers(len(step)).map(deal)
 
 
 def chosen_from(choices: Sequence[float], size: int) -> st.SearchStrategy[list[float]]:
-    return _byte_values(size).map(lambda picks: [choices[pick % len(choices)] for pick in picks])
+    return _numbers(size).map(lambda picks: [choices[pick % len(choices)] for pick in picks])
 
 
 def without_trainer_version(step: keel.TokenBatch) -> keel.TokenBatch:
@@ -242,17 +242,17 @@ PAIRS = ("policy/sampler", "policy/proximal", "proximal/sampler")
 
 @st.composite
 def gates(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw any valid gate, with bounds off the grid."""
-    statistic = draw(st.sampled_from(sorted(statistic_names())))
-    gate: dict[str, Any] = {"statistic": statistic, "between": draw(st.sampled_from(PAIRS))}
-    low, high = BOUNDS.get(statistic) or default_bounds(statistic)
+    """Any gate that can be written down, with bounds off the grid."""
+    on = draw(st.sampled_from(sorted(statistic_names())))
+    gate: dict[str, Any] = {"statistic": on, "between": draw(st.sampled_from(PAIRS))}
+    low, high = BOUNDS.get(on) or default_bounds(on)
     sides = draw(st.sampled_from(["low", "high", "both"])) if low is not None else "high"
     gate |= {"low": low} if sides in ("low", "both") else {}
     gate |= {"high": high} if sides in ("high", "both") else {}
-    levels = [level for level in ("token", "sequence", "geometric") if (statistic, level) in STATISTICS]
+    levels = [level for level in ("token", "sequence", "geometric") if (on, level) in STATISTICS]
     if len(levels) > 1:
         gate["level"] = draw(st.sampled_from(levels))
-    scopes = gate_statistic(statistic, gate.get("level", "token")).scopes
+    scopes = gate_statistic(on, gate.get("level", "token")).scopes
     if len(scopes) > 1:
         gate["scope"] = draw(st.sampled_from(scopes))
     if gate.get("scope", scopes[0]) != "step":
@@ -271,9 +271,9 @@ BOUNDS: dict[str, tuple[float | None, float]] = {
 }
 
 
-def default_bounds(name: str) -> tuple[float | None, float]:
-    """Return bounds for a statistic that is not in BOUNDS."""
-    statistic = gate_statistic(name)
+def default_bounds(on: str) -> tuple[float | None, float]:
+    """Bounds for a statistic that BOUNDS does not list."""
+    statistic = gate_statistic(on)
     if statistic.direction == "distance":
         return None, 0.29
     return (0.41, 2.1) if statistic.in_log_space else (-0.21, 0.23)
@@ -281,7 +281,7 @@ def default_bounds(name: str) -> tuple[float | None, float]:
 
 @st.composite
 def compositions(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw any valid objective composition."""
+    """Any objective that can be written down, from all kinds of parts."""
     surrogate = draw(st.sampled_from(["linear", "clip", "soft", "log_prob"]))
     policy: dict[str, Any] = {"surrogate": surrogate, "anchor": "none"}
     if surrogate != "log_prob":
