@@ -137,13 +137,8 @@ def test_the_engine_server_handles_valid_and_invalid_requests(engine_url: str, o
 def test_the_lens_handles_valid_and_invalid_requests(lens_url: str, outside: Path) -> None:
     with untouched(outside):
         statuses = fuzz_all(lens_url)
-<<<<<<< HEAD
-    assert statuses["GET /query/runs"] == {200}
-    assert {name.removeprefix("GET /query/") for name in statuses} == set(QUERIES)
-=======
     assert statuses[f"GET {QUERY_PATH}/runs"] == {200}
     assert {name.removeprefix(f"GET {QUERY_PATH}/") for name in statuses} == set(QUERIES)
->>>>>>> h4
 
 
 HOSTILE_PATHS = [
@@ -208,13 +203,6 @@ def test_no_query_parameter_reads_outside_the_runs(lens_url: str, runs: Path, ou
             for name, declared in QUERIES.items():
                 params = dict.fromkeys(declared, value) | {"step": 1} if declared else {}
                 response = CLIENT.get(
-<<<<<<< HEAD
-                    f"{lens_url}/query/{name}", params={key: params[key] for key in params if key in declared}
-                )
-                assert response.status_code in (200, 400, 404), (name, hostile, response.text)
-                assert "zebra" not in response.text
-    for path in (f"/assets/..%2f..%2f..{outside}/run.db", "/assets//etc/passwd", f"/query/..%2f..{outside}/run.db"):
-=======
                     f"{lens_url}{QUERY_PATH}/{name}", params={key: params[key] for key in params if key in declared}
                 )
                 assert response.status_code in (200, 400, 404), (name, hostile, response.text)
@@ -224,7 +212,6 @@ def test_no_query_parameter_reads_outside_the_runs(lens_url: str, runs: Path, ou
         "/assets//etc/passwd",
         f"{QUERY_PATH}/..%2f..{outside}/run.db",
     ):
->>>>>>> h4
         assert CLIENT.get(f"{lens_url}{path}").status_code == 404
 
 
@@ -275,11 +262,7 @@ def test_all_served_routes_are_described(engine_app: Any, runs: Path) -> None:
         with serving(app) if app is not engine_app else serving(build_app(FakeEngine(), TOKENIZER, model="m")) as url:
             described |= CLIENT.get(f"{url}/openapi.json").json()["paths"].keys()
         served = {route.path for route in app.routes if isinstance(route, Route) and route.path != "/"}
-<<<<<<< HEAD
-        assert served - {"/query/{name:path}"} == described
-=======
         assert served - {f"{QUERY_PATH}/{{name:path}}"} == described
->>>>>>> h4
 
 
 def test_exactly_the_accepted_fields_are_described(engine_url: str) -> None:

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Fakes for tests of servers and their clients: a controllable engine, and a server in a thread."""
-=======
-"""Stand-ins for the tests of servers and their clients: an engine that does as it is told, and a server in a thread."""
->>>>>>> h4
 
 import asyncio
 import threading
@@ -23,19 +19,11 @@ from keel.training.model import tiny_models
 TOKENIZER = tiny_models.build_tokenizer()
 END = tiny_models.SPECIAL_TOKENS[tiny_models.IM_END]
 ANYWHERE = AllowedFolders([Path("/")])
-<<<<<<< HEAD
 """For tests that are not about the allowed folders."""
 
 
 class FakeEngine:
     """Completes each prompt with its tokens reversed and the end of turn; every log-prob is -0.5."""
-=======
-"""For tests of something else than where weights may come from."""
-
-
-class FakeEngine:
-    """Answers each prompt with its own tokens reversed, one log-prob of -0.5 a token, and the end of turn."""
->>>>>>> h4
 
     def __init__(self) -> None:
         self.live = 3
@@ -87,11 +75,7 @@ class FakeEngine:
 
 
 class FakeStreamingEngine(FakeEngine):
-<<<<<<< HEAD
     """A FakeEngine that streams token by token and fails after `break_after` tokens."""
-=======
-    """The same, token by token; `break_after` tokens it fails."""
->>>>>>> h4
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,30 +86,19 @@ class FakeStreamingEngine(FakeEngine):
     async def stream(
         self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None
     ) -> AsyncIterator[TokenChunk]:
-<<<<<<< HEAD
         generation = await self.generate(prompt, sampling, group=group)
         count = len(generation.token_ids)
-=======
-        whole = await self.generate(prompt, sampling, group=group)
-        count = len(whole.token_ids)
->>>>>>> h4
         try:
             for index in range(count):
                 if index == self.break_after:
                     raise EngineError("the engine broke")
                 await asyncio.sleep(self.pause)
                 self.sent += 1
-<<<<<<< HEAD
                 finish = generation.finish_reason if index == count - 1 else None
                 part = slice(index, index + 1)
                 yield TokenChunk(
                     generation.token_ids[part], generation.logprobs[part], generation.versions[part], finish
                 )
-=======
-                finish = whole.finish_reason if at == count - 1 else None
-                part = slice(at, at + 1)
-                yield TokenChunk(whole.token_ids[part], whole.logprobs[part], whole.versions[part], finish)
->>>>>>> h4
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled += 1
             raise
@@ -133,15 +106,9 @@ class FakeStreamingEngine(FakeEngine):
 
 @contextmanager
 def serving(app: Any, **options: Any) -> Iterator[str]:
-<<<<<<< HEAD
     """Serve an application on a free port and yield its URL."""
     defaults: dict[str, Any] = {"port": 0, "log_level": "critical", "lifespan": "on", "ws": "none", "loop": "asyncio"}
     config = uvicorn.Config(app, **(defaults | options))
-=======
-    """The application on a real server with a port of its own."""
-    plain: dict[str, Any] = {"port": 0, "log_level": "critical", "lifespan": "on", "ws": "none", "loop": "asyncio"}
-    config = uvicorn.Config(app, **(plain | options))
->>>>>>> h4
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -154,14 +121,9 @@ def serving(app: Any, **options: Any) -> Iterator[str]:
         assert not thread.is_alive()
 
 
-def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait for something that happens in another thread."""
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for a condition that another thread makes true."""
     deadline = time.monotonic() + seconds
-<<<<<<< HEAD
     while not condition():
         assert time.monotonic() < deadline, "the condition was not met in time"
-=======
-    while not true():
-        assert time.monotonic() < deadline, "did not happen in time"
->>>>>>> h4
         time.sleep(0.005)

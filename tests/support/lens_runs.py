@@ -129,7 +129,6 @@ def make_group(
             rng.choice(COMPLETIONS).format(a=a, b=b, c=total, n=name, t=thing) for _ in range(paragraphs)
         )
         row = SampleRecord(**names, member=member, attempt=0, sample=0, reward=float(right[member]), turns=1)
-<<<<<<< HEAD
         advantage = None if index == 0 else float(right[member]) - mean
         tokens = vocabulary.split(prompt), vocabulary.split(f"{completion}<|im_end|>")
         row.sequence = make_sample(*tokens, step, rng, advantage)
@@ -137,43 +136,24 @@ def make_group(
             row.reason = "zero_variance"
         else:
             row.outcome = "trained"
-=======
-        row.data = make_sample(vocabulary.split(prompt), vocabulary.split(f"{completion}<|im_end|>"), step, rng)
-        if index == 0:
-            row.reason = "zero_variance"
-        else:
-            row.outcome, row.advantage = "trained", float(right[member]) - mean
->>>>>>> h4
             row.token_columns = token_report(row, gates, step, rng, noise)
         rows.append(row)
     return rows
 
 
-<<<<<<< HEAD
 def make_sample(
     prompt: list[int], completion: list[int], step: int, rng: random.Random, advantage: float | None
 ) -> Sample:
-=======
-def make_sample(prompt: list[int], completion: list[int], step: int, rng: random.Random) -> TrainingSample:
->>>>>>> h4
     oldest = max(step - 1 - rng.choice([0, 0, 1, 1, 2, 3]), 0)
     switch = rng.randint(0, len(completion))
     versions = [min(oldest + (position >= switch), step - 1) for position in range(len(completion))]
     logprobs = [-rng.expovariate(1.6) - 1e-4 for _ in completion]
-<<<<<<< HEAD
     return Sample(
         token_ids=(*prompt, *completion),
         trainable=(*[False] * len(prompt), *[True] * len(completion)),
         advantage=advantage,
         sampler_logprobs=(*[0.0] * len(prompt), *logprobs),
         version=(*[-1] * len(prompt), *versions),
-=======
-    return TrainingSample(
-        token_ids=(*prompt, *completion),
-        trainable=(*[False] * len(prompt), *[True] * len(completion)),
-        logprobs=(*[0.0] * len(prompt), *logprobs),
-        versions=(*[-1] * len(prompt), *versions),
->>>>>>> h4
         temperature=1.0,
         split_reason="start",
     )
@@ -181,11 +161,7 @@ def make_sample(prompt: list[int], completion: list[int], step: int, rng: random
 
 def token_report(row: SampleRecord, gates: Any, step: int, rng: random.Random, noise: float) -> dict[str, Any]:
     """Return what the trainer reports about each token."""
-<<<<<<< HEAD
     assert row.sequence is not None and row.advantage is not None
-=======
-    assert row.data is not None and row.advantage is not None
->>>>>>> h4
     columns: dict[str, list[Any]] = {name: [] for name in ("logprobs", "entropy", "dloss_dlogprob", "drop_reason")}
     for trains, b, version in zip(
         *(row.sequence.as_lists()[name] for name in ("trainable", "sampler_logprobs", "version")), strict=True
@@ -222,11 +198,7 @@ def step_metrics(rows: list[SampleRecord], step: int, rng: random.Random) -> dic
                 distance += math.exp(l - b) - 1 - (l - b)
     tokens = sum(counts.values()) or 1
     rewards = [row.reward for row in rows if row.reward is not None]
-<<<<<<< HEAD
     staleness = [step - 1 - v for row in rows if row.sequence for v in row.sequence.trainable_versions.tolist()]
-=======
-    staleness = [step - 1 - v for row in rows if row.data for v in row.data.versions if v >= 0]
->>>>>>> h4
     return {
         "reward": sum(rewards) / len(rewards),
         "reward/sums": sum(rewards) / len(rewards),
@@ -251,11 +223,7 @@ def step_metrics(rows: list[SampleRecord], step: int, rng: random.Random) -> dic
 
 
 def outcome_of(row: SampleRecord) -> RolloutOutcome:
-<<<<<<< HEAD
     tokens = 0 if row.sequence is None else row.sequence.trainable_count
-=======
-    tokens = 0 if row.data is None else sum(row.data.trainable)
->>>>>>> h4
     outcome: Any = row.outcome
     return RolloutOutcome(
         row.group,

@@ -1,12 +1,6 @@
-<<<<<<< HEAD
 """Recorded tokens for tests of `keel compare`: sequences as dictionaries, written as a run, parquet or JSON lines.
 
 Rows have the columns of docs/compare.md; run folders are written by `keel.run.records`.
-=======
-"""Recorded tokens for the tests of `keel compare`: sequences as plain rows, written as a run, as parquet or as JSON.
-
-A row is what docs/compare.md says a line of a file is; the run folder is written by the run's own code.
->>>>>>> h4
 """
 
 import json
@@ -28,11 +22,7 @@ Row = dict[str, Any]
 
 
 def row(ratios: Sequence[float], advantage: float, *, prompt: int = 0, step: int = 1, **more: Any) -> Row:
-<<<<<<< HEAD
     """Return a sequence of a prompt and trainable tokens with these ratios and a sampler probability of 2^-10."""
-=======
-    """A sequence whose trainable tokens have these ratios and the sampler's probability 1/2^10, after a prompt."""
->>>>>>> h4
     size = prompt + len(ratios)
     sampler = -10 * math.log(2)
     values = {
@@ -44,18 +34,17 @@ def row(ratios: Sequence[float], advantage: float, *, prompt: int = 0, step: int
         "version": 3,
         "versions": [-1] * prompt + [3] * len(ratios),
         "group": "g",
-        "token_text": [f"p{place}" for place in range(size)],
+        "token_text": [f"p{index}" for index in range(size)],
         "token_ids": list(range(size)),
     }
     return values | more
 
 
 def random_rows(steps: int, seed: int = 0) -> list[Row]:
-    """Sequences of uneven length over several steps, sampled by versions of several ages."""
-    chance = np.random.default_rng(seed)
+    """Return sequences of different lengths over several steps, with tokens of different staleness."""
+    rng = np.random.default_rng(seed)
     rows = []
     for step in range(1, steps + 1):
-<<<<<<< HEAD
         for member in range(int(rng.integers(4, 9))):
             size = int(rng.integers(1, 12))
             ratios = np.exp(rng.normal(0, 1.2, size)).tolist()
@@ -66,20 +55,6 @@ def random_rows(steps: int, seed: int = 0) -> list[Row]:
             record["token_text"] = [f"w{number}" for number in rng.integers(0, 5, prompt + size)]
             record["token_ids"] = [int(text[1:]) for text in record["token_text"]]
             rows.append(record)
-=======
-        for member in range(int(chance.integers(4, 9))):
-            size = int(chance.integers(1, 12))
-            ratios = np.exp(chance.normal(0, 1.2, size)).tolist()
-            ages = chance.integers(0, 3, size)
-            prompt = int(chance.integers(1, 4))
-            found = row(
-                ratios, float(chance.normal()), prompt=prompt, step=step, version=step, group=f"{step}-{member}"
-            )
-            found["versions"] = [-1] * prompt + (step - ages).tolist()
-            found["token_text"] = [f"w{number}" for number in chance.integers(0, 5, prompt + size)]
-            found["token_ids"] = [int(piece[1:]) for piece in found["token_text"]]
-            rows.append(found)
->>>>>>> h4
     return rows
 
 
@@ -96,11 +71,7 @@ def write_parquet(path: Path, rows: Sequence[Row], **types: pa.DataType) -> Path
 
 
 def write_run(folder: Path, rows: Iterable[Row]) -> Path:
-<<<<<<< HEAD
     """Write a run folder with a dropped rollout in every step."""
-=======
-    """A run folder, by the code that writes them, with a refused rollout in every step."""
->>>>>>> h4
     by_step: dict[int, list[Row]] = {}
     for sequence in rows:
         by_step.setdefault(sequence["step"], []).append(sequence)
@@ -133,11 +104,7 @@ def _record(number: int, recorded: Row) -> records.SampleRecord:
 def compare(
     path: Path, objectives: str, *, steps: Any = None, texts: int = 10, proximal: bool = False
 ) -> ComparisonReport:
-<<<<<<< HEAD
     """Compare objectives on a file and return the report."""
-=======
-    """The whole way from a file to the numbers."""
->>>>>>> h4
     recording = Recording(path, steps)
     comparison = Comparison(parse_candidates(objectives), proximal_is_policy=proximal)
     for step in recording.steps():

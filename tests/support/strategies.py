@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Random steps and the objectives to test them with.
-=======
-"""Steps to test on, and the objectives to test.
->>>>>>> h4
 
 `random_step` draws continuous values, for comparison with a reference. The hypothesis strategies draw log-probs and
 advantages from coarse dyadic grids: their sums are exact in any order, and no statistic of a grid value equals a
@@ -72,11 +68,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cross_entropy, roles": ("cross_entropy", {"roles": [1]}),
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in PRESETS} | VARIANTS
-<<<<<<< HEAD
 """Every preset with its defaults, and variants that cover the remaining parts: preset and parameters by case."""
-=======
-"""Every recipe as it comes, and variations that reach the remaining parts: name and parameters by id."""
->>>>>>> h4
 
 
 def case_objective(case: str, **changes: Any) -> keel.Objective:
@@ -88,11 +80,7 @@ def case_objective(case: str, **changes: Any) -> keel.Objective:
 def batch(
     logprobs: Sequence[float] | Tensor, sampler: Sequence[float] | Tensor | None, **fields: Any
 ) -> keel.TokenBatch:
-<<<<<<< HEAD
     """Return a float64 batch from lists; by default one sequence, all trainable, with advantage 1."""
-=======
-    """A batch in float64 from lists; by default one sequence, all trainable, advantage 1."""
->>>>>>> h4
     size = len(logprobs)
     values: dict[str, Any] = {
         "logprobs": logprobs,
@@ -112,11 +100,7 @@ def batch(
 def run(
     objective: keel.Objective, step: keel.TokenBatch, totals: keel.StepTotals | None = None
 ) -> tuple[Tensor, Tensor, keel.ObjectiveResult]:
-<<<<<<< HEAD
     """Return the loss, its gradient by autograd, and the result."""
-=======
-    """Loss, gradient by autograd, and the whole result."""
->>>>>>> h4
     leaf = step.logprobs.detach().clone().requires_grad_()
     result = objective(step.replace(logprobs=leaf), totals)
     (gradient,) = torch.autograd.grad(result.loss, leaf)
@@ -128,11 +112,7 @@ def close(actual: Tensor, expected: Tensor, rtol: float = 1e-9, atol: float = 1e
 
 
 def pairs(metrics: Metrics) -> dict[str, list[float]]:
-<<<<<<< HEAD
     """Return the summands of all metrics as plain numbers by name; for a histogram, the non-empty bins."""
-=======
-    """Everything that adds when metrics are added, as plain numbers by name; of a histogram the bins in use."""
->>>>>>> h4
     flat: dict[str, list[float]] = {}
     for name, metric in metrics.items():
         if isinstance(metric, Metric):
@@ -150,22 +130,16 @@ def pairs(metrics: Metrics) -> dict[str, list[float]]:
 
 def assert_same_pairs(actual: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
     assert actual.keys() == expected.keys()
-    for name, numbers in expected.items():
-        # approx is slow, and most numbers are equal to the bit
-        assert actual[name] == numbers or actual[name] == pytest.approx(numbers, rel=1e-6, abs=1e-7), name
+    for name, values in expected.items():
+        # approx is slow, and most values are bitwise equal
+        assert actual[name] == values or actual[name] == pytest.approx(values, rel=1e-6, abs=1e-7), name
 
 
 def random_step(seed: int, lengths: Sequence[int] = (6, 1, 9, 4, 7, 3, 5, 8), spread: float = 0.9) -> keel.TokenBatch:
-<<<<<<< HEAD
     """Return a step with unsorted ids and interleaved sequences; a quarter of its tokens and one sequence are
     untrainable.
 
     Untrainable tokens have NaN in every float field.
-=======
-    """A ragged step: ids unsorted, tokens interleaved, a quarter untrainable and one sequence wholly so.
-
-    Whatever is untrainable holds NaN.
->>>>>>> h4
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -206,27 +180,16 @@ def random_step(seed: int, lengths: Sequence[int] = (6, 1, 9, 4, 7, 3, 5, 8), sp
 SEQUENCES = (7, -3, 0, 10**12, 2)
 
 
-<<<<<<< HEAD
 def _random_bytes(size: int) -> st.SearchStrategy[list[int]]:
     """Draw `size` numbers below 256 as one byte string, which is many times faster than one by one."""
-=======
-def _numbers(size: int) -> st.SearchStrategy[list[int]]:
-    """`size` numbers below 256: drawn as one string of bytes, many times faster than one by one."""
->>>>>>> h4
     return st.binary(min_size=size, max_size=size).map(list)
 
 
 @st.composite
 def steps(draw: st.DrawFn, min_size: int = 1, max_size: int = 20, all_trainable: bool = False) -> keel.TokenBatch:
-<<<<<<< HEAD
     """Draw a step on the grid with every field, interleaved sequences and untrainable tokens."""
     size = draw(st.integers(min_size, max_size))
     fields = iter(torch.tensor(draw(_random_bytes(13 * size)), dtype=torch.int64).reshape(13, size))
-=======
-    """A step on the grid with every field: interleaved sequences with any ids, any of its tokens untrainable."""
-    size = draw(st.integers(min_size, max_size))
-    fields = iter(torch.tensor(draw(_numbers(13 * size)), dtype=torch.int64).reshape(13, size))
->>>>>>> h4
 
     def grid(low: int, high: int) -> Tensor:
         return low + next(fields) % (high - low + 1)
@@ -247,7 +210,6 @@ def steps(draw: st.DrawFn, min_size: int = 1, max_size: int = 20, all_trainable:
 
 
 def permutations_of(step: keel.TokenBatch) -> st.SearchStrategy[Tensor]:
-<<<<<<< HEAD
     return _random_bytes(len(step)).map(lambda keys: torch.tensor(keys, dtype=torch.int64).argsort(stable=True))
 
 
@@ -260,38 +222,16 @@ def parts_of(step: keel.TokenBatch, *, whole_sequences: bool = False) -> st.Sear
 
     def split(parts: list[int]) -> list[Tensor]:
         owner = torch.tensor(parts, dtype=torch.int64) % 4
-=======
-    return _numbers(len(step)).map(lambda keys: torch.tensor(keys, dtype=torch.int64).argsort(stable=True))
-
-
-def masks_of(step: keel.TokenBatch) -> st.SearchStrategy[Tensor]:
-    return _numbers(len(step)).map(lambda flips: torch.tensor(flips, dtype=torch.int64) % 2 == 1)
-
-
-def parts_of(step: keel.TokenBatch, *, whole_sequences: bool = False) -> st.SearchStrategy[list[Tensor]]:
-    """The step's positions dealt into one to four micro-batches, some perhaps empty; sequences may be cut anywhere."""
-
-    def deal(hands: list[int]) -> list[Tensor]:
-        owner = torch.tensor(hands, dtype=torch.int64) % 4
->>>>>>> h4
         if whole_sequences:
             _, row = torch.unique(step.sequence, return_inverse=True)
             owner = owner[row]
         return [(owner == part).nonzero().squeeze(1) for part in range(4)]
 
-<<<<<<< HEAD
     return _random_bytes(len(step)).map(split)
 
 
 def chosen_from(choices: Sequence[float], size: int) -> st.SearchStrategy[list[float]]:
     return _random_bytes(size).map(lambda picks: [choices[pick % len(choices)] for pick in picks])
-=======
-    return _numbers(len(step)).map(deal)
-
-
-def chosen_from(choices: Sequence[float], size: int) -> st.SearchStrategy[list[float]]:
-    return _numbers(size).map(lambda picks: [choices[pick % len(choices)] for pick in picks])
->>>>>>> h4
 
 
 def without_trainer_version(step: keel.TokenBatch) -> keel.TokenBatch:
@@ -303,7 +243,6 @@ PAIRS = ("policy/sampler", "policy/proximal", "proximal/sampler")
 
 @st.composite
 def gates(draw: st.DrawFn) -> dict[str, Any]:
-<<<<<<< HEAD
     """Draw any valid gate, with bounds that are not on the grid."""
     name = draw(st.sampled_from(sorted(statistic_names())))
     gate: dict[str, Any] = {"statistic": name, "between": draw(st.sampled_from(PAIRS))}
@@ -315,19 +254,6 @@ def gates(draw: st.DrawFn) -> dict[str, Any]:
     if len(levels) > 1:
         gate["level"] = draw(st.sampled_from(levels))
     scopes = gate_statistic(name, gate.get("level", "token")).scopes
-=======
-    """Any gate that can be written down, with bounds off the grid."""
-    on = draw(st.sampled_from(sorted(statistic_names())))
-    gate: dict[str, Any] = {"statistic": on, "between": draw(st.sampled_from(PAIRS))}
-    low, high = BOUNDS.get(on) or default_bounds(on)
-    sides = draw(st.sampled_from(["low", "high", "both"])) if low is not None else "high"
-    gate |= {"low": low} if sides in ("low", "both") else {}
-    gate |= {"high": high} if sides in ("high", "both") else {}
-    levels = [level for level in ("token", "sequence", "geometric") if (on, level) in STATISTICS]
-    if len(levels) > 1:
-        gate["level"] = draw(st.sampled_from(levels))
-    scopes = gate_statistic(on, gate.get("level", "token")).scopes
->>>>>>> h4
     if len(scopes) > 1:
         gate["scope"] = draw(st.sampled_from(scopes))
     if gate.get("scope", scopes[0]) != "step":
@@ -346,9 +272,9 @@ BOUNDS: dict[str, tuple[float | None, float]] = {
 }
 
 
-def default_bounds(on: str) -> tuple[float | None, float]:
-    """Bounds for a statistic that BOUNDS does not list."""
-    statistic = gate_statistic(on)
+def default_bounds(name: str) -> tuple[float | None, float]:
+    """Return bounds for a statistic that is not in BOUNDS."""
+    statistic = gate_statistic(name)
     if statistic.direction == "distance":
         return None, 0.29
     return (0.41, 2.1) if statistic.in_log_space else (-0.21, 0.23)
@@ -356,11 +282,7 @@ def default_bounds(on: str) -> tuple[float | None, float]:
 
 @st.composite
 def compositions(draw: st.DrawFn) -> dict[str, Any]:
-<<<<<<< HEAD
     """Draw any valid composition, from all kinds of parts."""
-=======
-    """Any objective that can be written down, from all kinds of parts."""
->>>>>>> h4
     surrogate = draw(st.sampled_from(["linear", "clip", "soft", "log_prob"]))
     policy: dict[str, Any] = {"surrogate": surrogate, "anchor": "none"}
     if surrogate != "log_prob":
