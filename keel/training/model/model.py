@@ -155,14 +155,14 @@ def load_model(
     """
     device = find_device(settings.device)
     dtype = find_dtype(settings.dtype, device)
-    kept, reduce = weight_and_reduce_dtypes(dtype, trainer)
+    weight_dtype, reduce_dtype = weight_and_reduce_dtypes(dtype, trainer)
     if settings.sft_warmup_steps and settings.name not in tiny_models.MODEL_NAMES:
         raise ConfigError(
             f"model.sft_warmup_steps = {settings.sft_warmup_steps} has no effect with model.name = {settings.name}; "
             f"it applies to {', '.join(tiny_models.MODEL_NAMES)} only"
         )
     source = resolve_model(settings.name, seed, settings.sft_warmup_steps)
-    network, tokenizer = _load_pretrained(source, kept)
+    network, tokenizer = _load_pretrained(source, weight_dtype)
     if world is None:
         nn.Module.to(network, device)  # network.to loses its type annotation in a decorator
     _make_deterministic(network)
@@ -176,11 +176,11 @@ def load_model(
         # non-reentrant, because the inputs of a frozen base require no gradient. Checkpointing is active in train mode
         # only; without dropout, train mode does not differ from eval mode otherwise
         network.gradient_checkpointing_enable({"use_reentrant": False})
-    model = Model(source, settings, network, tokenizer, wrapper, device, dtype, world, reduce)
+    model = Model(source, settings, network, tokenizer, wrapper, device, dtype, world, reduce_dtype)
     if world is not None:
         # sharded from the CPU layer by layer, so that a device never holds more than its shard and one layer
         model.device = rank_device(world, device, settings.device)
-        apply_fsdp(network, model.body, world.mesh(device.type), dtype, reduce)
+        apply_fsdp(network, model.body, world.mesh(device.type), dtype, reduce_dtype)
     return model
 
 

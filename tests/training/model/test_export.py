@@ -152,16 +152,16 @@ def test_a_path_without_a_checkpoint_and_an_unknown_dtype_raise(tmp_path: Path) 
 
 def test_a_moved_base_is_found_with_the_base_option_and_another_base_raises(tmp_path: Path) -> None:
     with suppress_hf_output():
-        tiny().network.save_pretrained(tmp_path / "here")
-        tiny().tokenizer.save_pretrained(tmp_path / "here")
-    model = load_model(ModelSettings(name=str(tmp_path / "here"), lora=LORA))
+        tiny().network.save_pretrained(tmp_path / "old")
+        tiny().tokenizer.save_pretrained(tmp_path / "old")
+    model = load_model(ModelSettings(name=str(tmp_path / "old"), lora=LORA))
     checkpoint = trained(model, tmp_path)
-    shutil.move(tmp_path / "here", tmp_path / "there")
-    with pytest.raises(ModelError, match="here does not exist"):
+    shutil.move(tmp_path / "old", tmp_path / "new")
+    with pytest.raises(ModelError, match="old does not exist"):
         export(checkpoint, tmp_path / "out")
-    with pytest.raises(ModelError, match=r"is an adapter of .*here .*, but tiny-qwen3 in .* set --base"):
+    with pytest.raises(ModelError, match=r"is an adapter of .*old .*, but tiny-qwen3 in .* set --base"):
         export(checkpoint, tmp_path / "out", base="tiny-qwen3")
-    export(checkpoint, tmp_path / "out", base=str(tmp_path / "there"))
+    export(checkpoint, tmp_path / "out", base=str(tmp_path / "new"))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(logprobs(loaded), logprobs(model.network), rtol=1e-4, atol=1e-5)
 

@@ -24,7 +24,9 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=[(10**9, 10**9), (5 * VOCAB_SIZE * 8, 2 * VOCAB_SIZE * 8), (1, 1)], ids=["whole", "cut", "row"])
+@pytest.fixture(
+    params=[(10**9, 10**9), (5 * VOCAB_SIZE * 8, 2 * VOCAB_SIZE * 8), (1, 1)], ids=["one chunk", "chunks", "rows"]
+)
 def _sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use one chunk; chunks of five rows in slices of two, neither of which divides the rows; or single rows."""
     monkeypatch.setattr(module, "CHUNK_BYTES", request.param[0])
