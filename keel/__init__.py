@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         TrainerSettings,
         load_settings,
     )
-    from keel.errors import BatchError, ConfigError, KeelError, ModelError, SignalRefused, StepRefused
+    from keel.errors import BatchError, ConfigError, InvalidSignalError, KeelError, ModelError, StepSkippedError
     from keel.objectives import Composition, Gate, ImportanceWeight, Penalty, PolicyTerm, Reduction
     from keel.signal import (
         Metric,
@@ -51,7 +51,7 @@ _EXPORTS = {
         "load_settings",
     ],
     "keel.objectives": ["Composition", "Gate", "ImportanceWeight", "Penalty", "PolicyTerm", "Reduction"],
-    "keel.errors": ["BatchError", "ConfigError", "KeelError", "ModelError", "SignalRefused", "StepRefused"],
+    "keel.errors": ["BatchError", "ConfigError", "KeelError", "ModelError", "InvalidSignalError", "StepSkippedError"],
     "keel.training": ["Checkpoints", "References", "Sample", "StepReport", "Trainer", "load_model"],
     "keel.api.trainable_model": ["TrainableModel"],
     "keel.api.backend": ["LocalBackend", "TrainResult"],
@@ -78,6 +78,7 @@ __all__ = [
     "ConfigError",
     "Gate",
     "ImportanceWeight",
+    "InvalidSignalError",
     "KeelError",
     "LocalBackend",
     "LoraSettings",
@@ -95,9 +96,8 @@ __all__ = [
     "ReferenceSettings",
     "References",
     "Sample",
-    "SignalRefused",
-    "StepRefused",
     "StepReport",
+    "StepSkippedError",
     "StepTotals",
     "TokenBatch",
     "TrainResult",

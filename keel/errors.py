@@ -27,7 +27,7 @@ class StorageError(KeelError):
     """The disk is full or a file of the run is damaged. No rollout caused it, so a retry does not help."""
 
 
-class SignalRefused(KeelError):
+class InvalidSignalError(KeelError):
     """Too many log-probs of a step are invalid to train on it."""
 
 
@@ -35,7 +35,7 @@ class ModelError(KeelError):
     """A model, adapter or checkpoint cannot be used."""
 
 
-class StepRefused(KeelError):
+class StepSkippedError(KeelError):
     """An optimizer step was not taken, for the reason in the message. The weights are unchanged."""
 
     def __init__(self, message: str, samples: Sequence[int] = ()) -> None:

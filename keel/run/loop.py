@@ -20,7 +20,7 @@ import torch
 from keel.common.atomic_files import hash_file
 from keel.common.openmp import OpenMPReleasingExecutor
 from keel.config import ReferenceSettings
-from keel.errors import KeelError, SignalRefused, StepRefused, StorageError
+from keel.errors import InvalidSignalError, KeelError, StepSkippedError, StorageError
 from keel.inference.protocol import Engine
 from keel.rollout.episode_runner import EpisodeRunner, build_environments
 from keel.rollout.policy_client import derive_seed
@@ -194,9 +194,9 @@ class TrainingRun:
         while left := records.trained_rows(rows):
             try:
                 return await self._await_with_status("training", asyncio.to_thread(self._train_once, rows))
-            except SignalRefused as error:
+            except InvalidSignalError as error:
                 reason, message, bad = "invalid_logprobs", str(error), left
-            except StepRefused as error:
+            except StepSkippedError as error:
                 reason, message = "non_finite_gradient", str(error)
                 if self.trainer.steps != before:
                     raise  # some of several optimizer steps were taken: resume from the committed state

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keel.errors import BatchError, SignalRefused
+from keel.errors import BatchError, InvalidSignalError
 from keel.objectives import Composition
 from keel.signal.active_tokens import ActiveTokens
 from keel.signal.gates import (
@@ -132,7 +132,7 @@ def _count_tokens(totals: StepTotals, batches: Sequence[ActiveTokens], gather: G
     totals.trainer_version = max(declared or {version for part in parts for version in part[3]}, default=None)
     limit = totals.composition.max_invalid_logprob_fraction
     if totals.num_invalid_logprobs / max(totals.num_trainable, 1) > limit:
-        raise SignalRefused(
+        raise InvalidSignalError(
             f"batch.sampler_logprobs is NaN or infinite on {totals.num_invalid_logprobs} of {totals.num_trainable}"
             f" trainable tokens, more than objective.max_invalid_logprob_fraction = {limit}"
         )

@@ -44,7 +44,7 @@ EXCLUDED_CHECKS = [positive_data_acceptance]
 
 
 CLIENT = httpx.Client(timeout=30)
-QUERY_PATH = "/ask"
+QUERY_PATH = "/query"
 """Path of the lens's queries."""
 
 

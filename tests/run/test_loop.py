@@ -220,7 +220,7 @@ class open_ledger:
 def test_a_sample_with_a_non_finite_gradient_is_dropped_and_the_rest_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from keel.errors import StepRefused
+    from keel.errors import StepSkippedError
     from keel.training import Trainer
 
     original = Trainer.step
@@ -228,7 +228,7 @@ def test_a_sample_with_a_non_finite_gradient_is_dropped_and_the_rest_trains(
     def step(self: Trainer, samples: Any, *args: Any, **kwargs: Any) -> Any:
         bad = [index for index, sample in enumerate(samples) if sample.name.split("/")[1] == "2"]
         if bad and self.steps == 1:
-            raise StepRefused("the gradient is not finite", bad)
+            raise StepSkippedError("the gradient is not finite", bad)
         return original(self, samples, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "step", step)

@@ -395,7 +395,8 @@ def test_too_many_invalid_sampler_logprobs_are_an_error(case: str) -> None:
     assert case_objective(case)(step.replace(sampler_logprobs=sampler)).loss.isfinite()
     sampler[second] = -math.inf
     with pytest.raises(
-        keel.SignalRefused, match=rf"2 of {num_trainable} trainable .* objective\.max_invalid_logprob_fraction = 0\.01"
+        keel.InvalidSignalError,
+        match=rf"2 of {num_trainable} trainable .* objective\.max_invalid_logprob_fraction = 0\.01",
     ):
         case_objective(case)(step.replace(sampler_logprobs=sampler))
     assert case_objective(case, max_invalid_logprob_fraction=2 / num_trainable)(
@@ -413,7 +414,7 @@ def test_the_invalid_logprob_fraction_is_that_of_the_whole_step() -> None:
     inside[max(position - 3, 0) : position + 3] = True
     batches = [step.take(inside.nonzero().squeeze(1)), step.take((~inside).nonzero().squeeze(1))]
     objective = keel.objective("icepop")
-    with pytest.raises(keel.SignalRefused):
+    with pytest.raises(keel.InvalidSignalError):
         objective(batches[0])
     totals = objective.totals(batches)
     losses = sum(objective(micro_batch, totals).loss for micro_batch in batches)

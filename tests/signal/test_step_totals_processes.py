@@ -142,6 +142,6 @@ def test_the_invalid_logprob_fraction_is_that_of_all_ranks() -> None:
         return [part]
 
     objective.totals([valid], record)
-    with pytest.raises(keel.SignalRefused, match="1 of 7"):
+    with pytest.raises(keel.InvalidSignalError, match="1 of 7"):
         objective.totals([invalid])
     assert objective.totals([invalid], lambda part: [part, parts[0]]).num_trainable == 7 + len(valid)

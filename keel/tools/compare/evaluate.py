@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keel.errors import BatchError, KeelError, SignalRefused
+from keel.errors import BatchError, InvalidSignalError, KeelError
 from keel.signal import Metric, ObjectiveResult, TokenBatch
 from keel.signal.active_tokens import ratio
 from keel.signal.gates import FIRST_GATE, INVALID_LOGPROB, OTHER_ROLE, TRAINED
@@ -137,7 +137,7 @@ def _evaluate(candidate: Candidate, batch: TokenBatch) -> ObjectiveResult:
         raise BatchError(message)
     result = candidate.objective(batch)
     if not bool(result.loss.isfinite()) or not bool(result.gradient.isfinite().all()):
-        raise SignalRefused("its loss or gradient is not finite")
+        raise InvalidSignalError("its loss or gradient is not finite")
     return result
 
 

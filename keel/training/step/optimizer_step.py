@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from keel.config import TrainerSettings
-from keel.errors import StepRefused
+from keel.errors import StepSkippedError
 from keel.signal import Metrics, Objective, ObjectiveResult, TokenBatch
 from keel.training.distributed import fsdp
 from keel.training.step import optimizer as adamw
@@ -229,7 +229,7 @@ class OptimizerStep:
         suspects = sorted(set(self.columns.tokens.sample[non_finite].tolist()))
         # NaN spreads to everything computed in the same row, so each suspect is computed separately
         offenders = [index for index in suspects if not self._score_separately(index).isfinite().all()] or suspects
-        raise StepRefused(
+        raise StepSkippedError(
             f"the policy's log-probs are not finite for {self._describe_samples(offenders)};"
             " this optimizer step was not taken",
             offenders,
@@ -248,7 +248,9 @@ class OptimizerStep:
         offenders = self._non_finite_samples()
         self.optimizer.zero_grad(set_to_none=True)
         origin = self._describe_samples(offenders) if offenders else "all samples together, but no single one"
-        raise StepRefused(f"the gradient is not finite, from {origin}; this optimizer step was not taken", offenders)
+        raise StepSkippedError(
+            f"the gradient is not finite, from {origin}; this optimizer step was not taken", offenders
+        )
 
     def _non_finite_samples(self) -> list[int]:
         """Return the samples whose own gradient is not finite."""

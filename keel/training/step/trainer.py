@@ -19,7 +19,7 @@ from torch import Tensor
 
 from keel.common.sample import Sample
 from keel.config import ModelSettings, ReferenceSettings, TrainerSettings
-from keel.errors import ConfigError, StepRefused
+from keel.errors import ConfigError, StepSkippedError
 from keel.signal import Metric, Metrics, Objective
 from keel.signal import objective as make_objective
 from keel.training.distributed.rank_command import encode_command
@@ -88,12 +88,12 @@ class Trainer:
             step = OptimizerStep(self.forward, self.optimizer, self.settings, objective, columns, part, version)
             try:
                 results.append(step.run(self.steps))
-            except StepRefused as error:
+            except StepSkippedError as error:
                 if not results:
                     raise
                 taken = sum(result.stepped for result in results)
                 message = f"{error}; {taken} of trainer.optimizer_steps = {len(parts)} were taken before"
-                raise StepRefused(message, error.samples) from error
+                raise StepSkippedError(message, error.samples) from error
             self.steps += results[-1].stepped
         return StepReport(
             steps=self.steps,

@@ -11,7 +11,7 @@ import transformers
 
 import keel
 from keel.config import CheckpointSettings, ReferenceSettings, TrainerSettings
-from keel.errors import ConfigError, StepRefused
+from keel.errors import ConfigError, StepSkippedError
 from keel.training import Checkpoints, Trainer
 from keel.training.model.export import export
 from keel.training.model.optimizer_state import read_tensors
@@ -103,7 +103,7 @@ def test_all_ranks_name_a_non_finite_sample_and_the_others_train(
     poisoned.save(checkpoints, 1)
     trainer = pool.trainer(2, model("tiny-llama-untied"), max_tokens_per_micro_batch=64)
     trainer.load(checkpoints, 1)
-    with pytest.raises(StepRefused, match="not finite for sample s4") as raised:
+    with pytest.raises(StepSkippedError, match="not finite for sample s4") as raised:
         trainer.step(samples, rule)
     assert raised.value.samples == [4]
     assert trainer.step(samples[:4] + samples[5:], rule).stepped
@@ -112,7 +112,7 @@ def test_all_ranks_name_a_non_finite_sample_and_the_others_train(
     ]
     trainer = pool.trainer(2, model(), max_tokens_per_micro_batch=64)
     before = weights(trainer)
-    with pytest.raises(StepRefused, match="gradient is not finite, from sample s3;"):
+    with pytest.raises(StepSkippedError, match="gradient is not finite, from sample s3;"):
         trainer.step(huge, keel.objective("reinforce"))
     assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
 

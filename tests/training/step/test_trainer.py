@@ -11,7 +11,7 @@ from torch import Tensor
 
 import keel
 from keel.config import CheckpointSettings, LoraSettings, TrainerSettings
-from keel.errors import BatchError, ConfigError, SignalRefused, StepRefused
+from keel.errors import BatchError, ConfigError, InvalidSignalError, StepSkippedError
 from keel.training import Checkpoints, Model, Sample, Trainer
 from tests.support.policy_strategies import LORA, branching_samples, own_logprobs, tiny
 
@@ -179,7 +179,7 @@ def test_the_error_names_only_the_sample_with_non_finite_logprobs(rule: keel.Obj
     with torch.no_grad():
         model.network.get_input_embeddings().weight[250] = torch.nan
     before = training_state(trainer)
-    with pytest.raises(StepRefused, match="not finite for sample s4") as raised:
+    with pytest.raises(StepSkippedError, match="not finite for sample s4") as raised:
         trainer.step(samples, rule)
     assert raised.value.samples == [4]
     after = training_state(trainer)
@@ -195,7 +195,7 @@ def test_the_error_names_only_the_sample_with_a_non_finite_gradient(rule: keel.O
     samples[3] = replace(samples[3], advantage=2e37, name="")
     trainer = make_trainer(max_tokens_per_micro_batch=max_tokens)
     before = training_state(trainer)
-    with pytest.raises(StepRefused, match="gradient is not finite, from sample number 3;") as raised:
+    with pytest.raises(StepSkippedError, match="gradient is not finite, from sample number 3;") as raised:
         trainer.step(samples, rule)
     assert raised.value.samples == [3]
     assert equal_states(training_state(trainer), before) and has_no_gradients(trainer)
@@ -208,7 +208,7 @@ def test_a_step_with_too_many_invalid_logprobs_raises_and_changes_nothing(rule: 
     samples[2] = replace(samples[2], sampler_logprobs=np.full(len(samples[2]), np.nan))
     trainer = make_trainer()
     before = training_state(trainer)
-    with pytest.raises(SignalRefused):
+    with pytest.raises(InvalidSignalError):
         trainer.step(samples, rule)
     assert equal_states(training_state(trainer), before) and has_no_gradients(trainer)
 
@@ -217,7 +217,7 @@ def test_the_error_for_a_non_finite_head_names_every_sample() -> None:
     trainer = make_trainer(tiny("tiny-llama-untied"))
     with torch.no_grad():
         trainer.model.network.get_output_embeddings().weight[7] = torch.nan
-    with pytest.raises(StepRefused, match=r"samples s0, s1, .* and 4 more") as raised:
+    with pytest.raises(StepSkippedError, match=r"samples s0, s1, .* and 4 more") as raised:
         trainer.step(branching_samples(), NO_DROPS)
     assert raised.value.samples == list(range(12))
 
