@@ -1,7 +1,7 @@
 """Complete training steps compared with TRL's GRPOTrainer: same model, tasks, group size, lengths and learning rate.
 
 TRL is installed into a separate environment (.venv-trl). The sides run one after the other, each in its own process:
-keel with recipes/larger_number.toml; TRL tuned for a CPU (the allocator retains memory, no gradient checkpointing); TRL
+keel with the recipe larger_number; TRL tuned for a CPU (the allocator retains memory, no gradient checkpointing); TRL
 stock. The first step of each side is not timed. Thresholds: at least 3.5 times the steps per minute of tuned TRL, 4.5
 times those of stock TRL, and a reward that is not worse after the same number of steps.
 """

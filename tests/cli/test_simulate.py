@@ -74,7 +74,6 @@ def test_the_scaling_page_shows_what_is_printed(
 ) -> None:
     page = "docs/scaling.md"
     (tmp_path / "assume.toml").write_text(next(text for text in blocks(page, "toml") if "assume.toml" in text))
-    (tmp_path / "recipes").symlink_to(ROOT / "keel/recipes")
     monkeypatch.chdir(tmp_path)
     shown = [pair for pair in sessions(page) if pair[0].startswith("keel simulate")]
     assert len(shown) >= 5
