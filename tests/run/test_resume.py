@@ -76,7 +76,7 @@ def test_a_broken_checkpoint_is_passed_over_and_nothing_is_lost(straight: Path, 
     shutil.copytree(straight, folder)
     file = folder / "checkpoints" / "step_6" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="step 6 is broken") as warned:
+    with pytest.warns(UserWarning, match="step 6 is corrupt") as warned:
         resume(folder)
     assert any("step 6 is corrupt and is replaced" in str(one.message) for one in warned)
     assert_same_bits(straight, folder)
