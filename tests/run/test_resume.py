@@ -78,7 +78,7 @@ def test_a_broken_checkpoint_is_skipped_and_nothing_is_lost(uninterrupted: Path,
     shutil.copytree(uninterrupted, folder)
     file = folder / "checkpoints" / "step_6" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="step 6 is broken") as warned:
+    with pytest.warns(UserWarning, match="step 6 is corrupt") as warned:
         resume(folder)
     assert any("step 6 is corrupt and is replaced" in str(warning.message) for warning in warned)
     assert_same_bits(uninterrupted, folder)
