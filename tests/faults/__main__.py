@@ -62,12 +62,12 @@ class Suite:
             share = 1.0 if fault == scenes.MISMATCH else 0.3
             yield f"engine, 30 %: {fault}" if share < 1 else f"engine, all: {fault}", self._wire(fault, share)
         yield (
-            "engine, all: error 500, for ever",
+            "engine, all: error 500, always",
             lambda at: scenes.wire(self.lives, at, "error 500", share=1.0, stall=8),
         )
-        yield "engine, all: hang, for ever", lambda at: scenes.wire(self.lives, at, "hang", share=1.0, stall=12)
-        yield "engine, all: hang when it is given weights", lambda at: scenes.deaf_to_weights(self.lives, at)
-        yield "full disk (tmpfs, ENOSPC), then room again", self._full
+        yield "engine, all: hang, always", lambda at: scenes.wire(self.lives, at, "hang", share=1.0, stall=12)
+        yield "engine, all: hang while loading weights", lambda at: scenes.deaf_to_weights(self.lives, at)
+        yield "full disk (tmpfs, ENOSPC), then space again", self._full
         yield "a file that cannot grow (RLIMIT_FSIZE, EFBIG), then it can", self._limited
         yield "damaged checkpoint: the newest, or all", self._checkpoints
         yield "half-written checkpoint, record and a record of no step", self._half
@@ -76,7 +76,7 @@ class Suite:
         yield "time of day jumps by up to a year, 5 times a second", self._clock
         for name, options in EPISODES.items():
             yield name, lambda at, name=name, options=options: scenes.episodes(self.lives, at, name, options)
-        yield "episode that holds the event loop for ever", lambda at: scenes.held(self.lives, at)
+        yield "episode that blocks the event loop", lambda at: scenes.held(self.lives, at)
         yield "settings changed between kill and resume", lambda at: scenes.settings(self.lives, at)
 
     def _kills(self, kind: str, synchronous: bool, victims: list[str], count: int) -> Callable[[Path], Result]:

@@ -182,12 +182,8 @@ def numbers_of(rows: list[SampleRecord], step: int, chance: random.Random) -> di
     counts, distance = {"trained": 0, "low": 0, "high": 0}, 0.0
     for row in records.trained_rows(rows):
         assert row.sequence is not None
-        for kept, l, b in zip(
-            row.token_columns["kept"],
-            row.token_columns["logprobs"],
-            row.sequence.as_lists()["sampler_logprobs"],
-            strict=True,
-        ):  # noqa: E741
+        recorded = row.sequence.as_lists()["sampler_logprobs"]
+        for kept, l, b in zip(row.token_columns["kept"], row.token_columns["logprobs"], recorded, strict=True):  # noqa: E741
             if kept is not None:
                 counts[kept.rpartition(" ")[2]] += 1
                 distance += math.exp(l - b) - 1 - (l - b)

@@ -102,9 +102,7 @@ def test_a_restarted_server_receives_the_newest_broadcast_before_it_gets_request
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_completions_in_flight_are_drained_or_continue_by_setting(
-    drain: bool, pair: list[Serving]
-) -> None:
+def test_completions_in_flight_are_drained_or_continue_by_setting(drain: bool, pair: list[Serving]) -> None:
     model, version = tiny(seed=12), 31 + drain
 
     async def scene() -> list[set[int]]:
