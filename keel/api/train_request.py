@@ -84,16 +84,18 @@ def _build_objective(base: ObjectiveLike, coef: float) -> Objective:
 
 def _reference_source(objective: Objective, step: int | None, adapter: str | Path | None) -> str | None:
     """Return the reference, as in `ReferenceSettings.source`."""
-    given = [
+    references = [
         f"{name} = {value}"
         for name, value in (("kl_penalty_reference_step", step), ("kl_ref_adapter_path", adapter))
         if value is not None
     ]
-    if len(given) == 2:
-        raise ConfigError(f"{given[0]} and {given[1]}: a step has one reference; give one of them")
+    if len(references) == 2:
+        raise ConfigError(f"{references[0]} and {references[1]}: a step has one reference; give one of them")
     if not objective.composition.reads("reference"):
-        if given:
-            raise ConfigError(f"{given[0]} has no effect: the objective uses no reference; give kl_penalty_coef too")
+        if references:
+            raise ConfigError(
+                f"{references[0]} has no effect: the objective uses no reference; give kl_penalty_coef too"
+            )
         return None
     if step is not None:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:

@@ -64,7 +64,7 @@ class TrainableTokens:
         return torch.from_numpy(temperatures[self.sample])
 
     def to_batch(self, logprobs: Tensor, trainer_version: int | None = None, **extra: Tensor | None) -> TokenBatch:
-        """Return the tokens as an objective's batch, with the policy's log-probs; sequence ids are sample indices."""
+        """Return the batch of an objective with the policy's log-probs; sequence ids are sample indices."""
         columns = {name: self.gather_field(name) for name in TOKEN_FIELDS}
         groups = [sample.group for sample in self.samples]
         if any(group is not None for group in groups):
