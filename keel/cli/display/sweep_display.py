@@ -176,7 +176,7 @@ class SweepDisplay:
         if not self._steps_trained:
             self._start_time = self._clock()  # loading the first model does not count as training time
         self._bars[trial.name] = self._progress.add_task(
-            self._trial_label(trial), total=steps, completed=start_step, told=""
+            self._trial_label(trial), total=steps, completed=start_step, status=""
         )
         if start_step:
             self._print(f"{self._trial_label(trial)}: resumed after step {start_step} of {steps}")

@@ -14,8 +14,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from keel.cli import main
+from keel.cli.display.sweep_display import SweepDisplay
 from keel.errors import ConfigError, KeelError
 from keel.tools.lens.run_reader import RunCatalog
 from keel.tools.sweep import SweepPlan, SweepRunner, Trial, TrialOutcome, Variant
@@ -396,3 +398,19 @@ def test_invalid_parallel_and_damaged_plans_are_errors(tmp_path: Path) -> None:
     (tmp_path / "trials" / "trials.json").write_text('{"format": 99}')
     with pytest.raises(KeelError, match="format 2"):
         SweepPlan.read(tmp_path / "trials")
+
+
+def test_progress_in_a_terminal_shows_each_running_trial(tmp_path: Path) -> None:
+    plan = SweepPlan.create(tmp_path / "trials", recipe(tmp_path), [], variants_from_settings(["steps=3"]), seeds=1)
+    (trial,) = plan.trials
+    out = io.StringIO()
+    with SweepDisplay(Console(file=out, force_terminal=True, width=120), plan) as display:
+        display.started(trial, 1)
+        display._progress.refresh()
+        display.step(trial, 2, {"reward": 0.5})
+        display._progress.refresh()
+        display.ended(trial, TrialOutcome("finished"))
+    text = out.getvalue()
+    assert "1/1 steps=3-seed0: resumed after step 1 of 3" in text
+    assert "step 2/3, reward 0.500" in text
+    assert "1/1 steps=3-seed0: finished in" in text

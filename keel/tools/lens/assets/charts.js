@@ -55,20 +55,20 @@ function showEmpty(container, text) {
 }
 
 /**
- * Fill a legend with one entry per line and return a function that shows the values at a place of the x axis. The place
- * itself ("step 12") is the first entry and keeps its space while no place is pointed at, so that the chart does not move.
+ * Fill a legend with one entry per line and return a function that shows the values at a position of the x axis. The
+ * position ("step 12") is the first entry and always takes the same space, so that the chart does not move.
  */
 function fillLegend(legend, lines) {
-  const place = make("span", { class: "place" }, "");
+  const position = make("span", { class: "position" }, "");
   const values = lines.map(() => make("b", {}));
   const entries = lines.map((line, index) => {
     const swatch = make("i", { class: line.points ? "swatch dot" : line.dash ? "swatch dashed" : "swatch" });
     swatch.style.color = line.color;
     return make("span", { class: "entry" }, swatch, `${line.label} `, values[index]);
   });
-  legend.replaceChildren(place, ...entries);
-  return (placeText, numbers) => {
-    place.textContent = placeText;
+  legend.replaceChildren(position, ...entries);
+  return (positionText, numbers) => {
+    position.textContent = positionText;
     numbers.forEach((value, index) => {
       values[index].textContent = formatNumber(value ?? null);
     });
