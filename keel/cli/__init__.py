@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import keel
 from keel.cli.inspect import audit, compare, config, doctor, lens, objectives, simulate
@@ -72,13 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
         "  keel eval runs/larger_number\n  keel objectives icepop --ratio_high 8\n"
         "  keel config larger_number --objective.kl_tau 0.01\n\n"
         "keel COMMAND --help shows the arguments of a command.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("-V", "--version", action="version", version=f"keel {keel.__version__}")
-    subparsers = parser.add_subparsers(
-        title="commands", dest="command", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
-    )
+    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     # the order of `keel --help`: run, inspect, serve, check
     for command in (train, launch, eval, sweep, export, lens, compare, serve, pool):
         command.add(subparsers)
@@ -88,7 +84,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that suggests the closest command for an unknown one."""
+    """A parser that keeps the line breaks of its texts, takes flags only in full, and suggests a command for a typo."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         match = re.match(r"argument COMMAND: invalid choice: '([^']*)' \(choose from (.*)\)", message)

@@ -40,8 +40,6 @@ def add(subparsers: Any) -> None:
         " no class failed but the target raised an exception on a valid batch.",
         epilog="examples:\n  keel audit icepop\n  keel audit opsm --opsm_delta 0.01\n"
         "  keel audit my_losses:sequence_mask --anchor proximal --divisor sequences",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("target", metavar="TARGET")
     declared = parser.add_argument_group(

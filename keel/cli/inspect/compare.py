@@ -44,8 +44,6 @@ def add(subparsers: Any) -> None:
         "       keel compare --live RECIPE [--objectives LIST] [--seeds K] [--parallel N] [--run DIR] [--steps N]\n"
         "                    [--html FILE] [--parquet FILE] [--json] [--a.b VALUE ...]\n"
         "       keel compare --live --resume DIR",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("run_or_file", metavar="RUN", type=Path, nargs="?")
     parser.add_argument(

@@ -27,8 +27,6 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         "  keel config larger_number --objective.kl_tau 0.01\n"
         "  keel config larger_number --sampling.max_tokens 64 > resolved.toml",
         usage="keel config [-h] [--json] [FILE] [--a.b VALUE ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "file", metavar="FILE", nargs="?", help="a TOML file (default: none, all settings are defaults)"

@@ -26,8 +26,6 @@ def add(subparsers: Any) -> None:
         " a small\ntraining step and sampling. Nothing is installed, downloaded or changed. The exit code is 1 if there"
         " is a\nproblem, else 0.",
         epilog="examples:\n  keel doctor\n  keel doctor --json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

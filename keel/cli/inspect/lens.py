@@ -21,8 +21,6 @@ def add(subparsers: Any) -> None:
         " token with its outcome.\nThe page updates while a run is in progress. It is served to this machine only,"
         " unless an API key is set.",
         epilog="examples:\n  keel lens runs\n  keel lens runs/first --port 0",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     lens.add_argument("folder", metavar="RUN_OR_FOLDER", type=Path)
     lens.add_argument("--port", type=int, default=8010, help="port to listen on; 0 chooses a free one (default: 8010)")
@@ -38,8 +36,6 @@ def add(subparsers: Any) -> None:
         description="Write the page of `keel lens` for one run as a file that needs no server and no network."
         "\nIts size is bounded: it has all curves, histograms, and a sample of rollouts, and states what was left out.",
         epilog="examples:\n  keel report runs/first\n  keel report runs/first --out first.html --megabytes 2",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     report.add_argument("folder", metavar="RUN", type=Path)
     report.add_argument("--out", type=Path, help="file to write (default: report.html in the run's folder)")

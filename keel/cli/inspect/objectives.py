@@ -36,8 +36,6 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         epilog="examples:\n  keel objectives\n  keel objectives dppo_kl\n"
         "  keel objectives icepop --rollout_min_ratio 1e-5\n  keel objectives --json",
         usage="keel objectives [-h] [--json | --markdown] [NAME] [--parameter VALUE ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="name of one objective (default: all)")
     form = parser.add_mutually_exclusive_group()

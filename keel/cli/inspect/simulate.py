@@ -62,8 +62,6 @@ def add(subparsers: Any) -> None:
         "  keel simulate --from runs/larger_number --engines 2",
         usage="keel simulate [-h] [--from RUN] [--assume FILE] [--sweep NAME=VALUE,VALUE ...] [--what-if] [--json]\n"
         "                     [--engines N] [--tokens-per-second X] [...] [RECIPE] [--a.b VALUE ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file (default: the settings of RUN)")
     parser.add_argument(

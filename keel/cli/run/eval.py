@@ -41,8 +41,6 @@ def add(subparsers: Any) -> None:
         epilog="examples:\n  keel eval runs/first\n  keel eval runs/first --step 20 --samples 8\n"
         "  keel eval smollm2-135m --recipe larger_number\n"
         "  keel eval smollm2-135m --environment larger_number --max-tokens 16",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("target", metavar="TARGET", help="the folder of a run, or a model")
     parser.add_argument("--step", type=int, metavar="N", help="for a run: checkpoint to evaluate (default: the newest)")

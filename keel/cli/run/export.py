@@ -21,8 +21,6 @@ def add(subparsers: Any) -> None:
         " DIR unchanged.",
         epilog="examples:\n  keel export runs/first out\n"
         "  keel export runs/first/checkpoints/step_20 out --dtype bfloat16",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a checkpoint or a run")
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write the model to")

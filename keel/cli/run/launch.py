@@ -37,8 +37,6 @@ def add(subparsers: Any) -> None:
         "  keel launch --resume runs/larger_number",
         usage="keel launch [-h] [--run DIR | --resume RUN] [--allow-changes] [--cluster ADDRESS]"
         " [--engines N]\n                   [RECIPE] [--a.b VALUE ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file")
     folder_group = parser.add_mutually_exclusive_group()

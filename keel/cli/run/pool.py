@@ -44,8 +44,6 @@ def add(subparsers: Any) -> None:
         " ready, 1 if some are not or none was found, and 2 after an error.",
         epilog="examples:\n  keel pool http://127.0.0.1:8000 http://127.0.0.1:8001\n"
         "  keel pool --dns engines.internal:8000 --watch\n  keel pool --file members.txt --json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("urls", metavar="URL", nargs="*", help="address of a member, such as http://10.0.0.1:8000")
     source = parser.add_mutually_exclusive_group()

@@ -27,8 +27,6 @@ def add(subparsers: Any) -> None:
         " the server must listen on loopback.",
         epilog="examples:\n  keel serve smollm2-135m\n  keel serve tiny --port 0 --max-batch 8\n"
         "  keel serve out --host 0.0.0.0 --api-key-file key.txt",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", help="a built-in name, a Hugging Face folder, or a hub name")
     parser.add_argument("--name", help="name of the model in requests (default: MODEL)")

@@ -24,8 +24,6 @@ def add(subparsers: Any) -> None:
         "  keel sweep --resume runs/run-sweep --html report.html",
         usage="keel sweep [-h] [--set a.b=VALUE,VALUE ...] [--seeds K] [--parallel N] [--run DIR | --resume DIR]\n"
         "                  [--html FILE] [--parquet FILE] [--json] [RECIPE] [--a.b VALUE ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file")
     parser.add_argument(

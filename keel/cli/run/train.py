@@ -50,8 +50,6 @@ def add(subparsers: Any) -> None:
         usage="keel train [-h] [--run DIR | --resume RUN] [--allow-changes] [--json]"
         " [--metrics-port N]\n                  [--metrics-host HOST] [--metrics-key-file FILE]"
         "\n                  [RECIPE] [--a.b VALUE ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file")
     folder_group = parser.add_mutually_exclusive_group()
