@@ -155,7 +155,7 @@ def test_failed_discovery_is_exit_code_1(run: Any, tmp_path: Path) -> None:
     code, out, err = run("--file", str(tmp_path / "missing"))
     assert (code, err) == (1, "")
     assert "0 members: none found" in out
-    assert "No such file or directory" in out.replace("\n", " ")
+    assert "No such file or directory" in " ".join(out.split())
 
 
 def test_the_api_key_is_sent_and_never_shown(run: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from keel.cli import main
 from keel.errors import KeelError
 from keel.run.ledger import Ledger
 from keel.tools.simulate.calibrate import measure_run
-from tests.docs.test_pages import ROOT, blocks, sessions
+from tests.docs.test_pages import blocks, sessions
 
 
 def test_a_run_that_cannot_be_measured_is_an_error(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def record(
     original = path.read_bytes()
     damage_file(path, damage, rng)
     if needed:
-        expect_error(copied.start(), result, rf"{path.name} cannot be read: .* restore it from a copy")
+        expect_error(copied.start(), result, rf"{path.name} cannot be read: .* restore the file from a copy")
         path.write_bytes(original)  # the fix that the error suggests
     process = copied.start()
     process.wait(RUN_TIMEOUT)

@@ -29,7 +29,7 @@ def test_a_conversation_is_recorded_token_by_token():
     policy = asyncio.run(chat())
     built = policy.trajectory.build_samples(EpisodeLimits())
     (sample,) = built.samples
-    assert sample.token_ids == engine.requests[1][0] + tuple(engine.tokenizer.encode("two" + END))
+    assert sample.token_ids.tolist() == [*engine.requests[1][0], *engine.tokenizer.encode("two" + END)]
     assert built.counts["sampled_tokens"] == built.counts["trained_tokens"] == 8
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from keel.config.rollout import PoolSettings, Sampling
+from keel.config.engine import PoolSettings
+from keel.config.rollout import Sampling
 from keel.inference.pool.discovery import DiscoveryError
 from keel.inference.pool.pool import Pool
 from keel.inference.pool.target_weights import WeightLoad

@@ -36,8 +36,8 @@ from keel.tools.lens.server import build_app as build_lens
 from keel.training import load_model
 from keel.training.model.model_source import resolve_model
 from tests.support.engine_fakes import ANYWHERE, TOKENIZER, FakeEngine, serving
-from tests.support.lens_world import make_run
-from tests.support.run_world import train
+from tests.support.lens_runs import make_run
+from tests.support.tiny_runs import train
 
 PACKAGE = Path(keel.__file__).parent
 KEY = "planted-key-0123456789abcdef"

@@ -169,8 +169,8 @@ def test_a_declaration_with_an_unknown_field_or_value_raises() -> None:
     ("target", "message"),
     [
         ("no_such_module:loss", "cannot be loaded"),
-        ("losses:no_such_loss", "cannot be loaded"),
-        ("losses:WRONG", "must be a function"),
+        ("audit_losses:no_such_loss", "cannot be loaded"),
+        ("audit_losses:WRONG", "must be a function"),
         ("icepo", "did you mean icepop"),
     ],
 )
@@ -200,9 +200,9 @@ def test_the_command_exits_1_and_prints_the_counterexample(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.syspath_prepend(str(SUPPORT_FOLDER))
-    assert main(["audit", "losses:ratio_with_its_own_detach"]) == 1
+    assert main(["audit", "audit_losses:ratio_with_its_own_detach"]) == 1
     assert "ratio against the wrong policy" in capsys.readouterr().out
-    assert main(["audit", "losses:sequence_mask_leaks", "--json"]) == 1
+    assert main(["audit", "audit_losses:sequence_mask_leaks", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["failed"] == ["d"]
     assert len(report["findings"][3]["counterexample"]["logprobs"]) == 2
@@ -217,8 +217,8 @@ def test_the_command_exits_2_when_the_loss_raises_and_no_class_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "fragile.py").write_text(
-        "import losses\n\ndef loss(batch):\n    if len(batch) == 5:\n        raise IndexError('five [tokens]')\n"
-        "    return losses.right_icepop(batch)\n"
+        "import audit_losses\n\ndef loss(batch):\n    if len(batch) == 5:\n        raise IndexError('five [tokens]')\n"
+        "    return audit_losses.right_icepop(batch)\n"
     )
     monkeypatch.syspath_prepend(str(SUPPORT_FOLDER))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -238,9 +238,9 @@ def test_a_declaration_can_be_given_on_the_command_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(SUPPORT_FOLDER))
-    assert main(["audit", "losses:sequence_mean_undeclared"]) == 1
+    assert main(["audit", "audit_losses:sequence_mean_undeclared"]) == 1
     assert "declare that if it is intended" in " ".join(capsys.readouterr().out.split())
-    assert main(["audit", "losses:sequence_mean_undeclared", "--divisor", "sequences"]) == 0
+    assert main(["audit", "audit_losses:sequence_mean_undeclared", "--divisor", "sequences"]) == 0
 
 
 @pytest.mark.process
