@@ -193,9 +193,9 @@ def test_the_lens_with_a_key_makes_a_browser_prompt_for_it(tmp_path: Path) -> No
         assert response.status_code == 401
         assert response.headers["www-authenticate"].startswith("Basic ")
         assert client.get("/", auth=("anyone", KEY)).status_code == 200
-        assert client.get("/ask/runs", auth=("anyone", KEY)).json()["runs"][0]["run"] == "run"
+        assert client.get("/query/runs", auth=("anyone", KEY)).json()["runs"][0]["run"] == "run"
         other = {"sec-fetch-site": "cross-site"}
-        assert client.get("/ask/runs", auth=("anyone", KEY), headers=other).status_code == 403
+        assert client.get("/query/runs", auth=("anyone", KEY), headers=other).status_code == 403
 
 
 # --- no code execution from data ---
@@ -282,13 +282,13 @@ def test_pickled_weights_are_never_executed(tmp_path: Path) -> None:
         ({"auto_mapping": {"parent_library": "os"}}, "auto_mapping"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"layer_replication": [[0, 4], [0, 4]]}, "layer_replication"),
-        ({"target_modules": "(a+)+$"}, "only names of layers"),
-        ({"rank_pattern": {"(a+)+$": 4}}, "only names of layers"),
-        ({"r": 10**9}, "r = 1000000000, and its tensors have rank 4"),
+        ({"target_modules": "(a+)+$"}, "only layer names are allowed"),
+        ({"rank_pattern": {"(a+)+$": 4}}, "only layer names are allowed"),
+        ({"r": 10**9}, "r = 1000000000, but its tensors have rank 4"),
         ({"rank_pattern": {"q_proj": 10**9}}, "rank 4"),
-        ({"r": -1}, "no whole number"),
-        ({"modules_to_save": ["lm_head"]}, "load it merged"),
-        ({"something_new": {"x": 1}}, "not a plain LoRA's"),
+        ({"r": -1}, "not a whole number above 0"),
+        ({"modules_to_save": ["lm_head"]}, "load merged weights"),
+        ({"something_new": {"x": 1}}, "which a plain LoRA does not have"),
     ],
 )
 def test_an_adapter_config_cannot_import_code_allocate_memory_or_change_the_base_model(
@@ -310,8 +310,8 @@ def test_an_adapter_config_cannot_import_code_allocate_memory_or_change_the_base
     ("argv", "message"),
     [
         (["--pool.api_key", KEY], "pool.api_key is not a setting; did you mean api_key_file?"),
-        (["--pool.urls", f'["http://me:{KEY}@box:8000"]'], "has a user or password in it"),
-        (["--pool.discovery_url", f"http://box/list?token={KEY}"], "has a query with token in it"),
+        (["--pool.urls", f'["http://me:{KEY}@box:8000"]'], "contains a user name or password"),
+        (["--pool.discovery_url", f"http://box/list?token={KEY}"], "contains the query parameter token"),
         (["--environments.larger_number.options.api_key", KEY], "option api_key of an environment looks like a secret"),
         (["--environments.larger_number.options.judge.password", KEY], "option judge.password of an environment"),
     ],
