@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from keel.common.tasks import gather_or_cancel
 from keel.errors import KeelError
 from keel.inference.protocol import Message
 
@@ -117,7 +118,7 @@ class TrajectoryGroup:
             return trajectory
 
         try:
-            done = await _gather_or_cancel([resolve(item) for item in self._items])
+            done = await gather_or_cancel([resolve(item) for item in self._items])
         finally:
             self._cancel_pending()
         self._items = [item for item in done if isinstance(item, Trajectory)]
@@ -149,7 +150,7 @@ async def gather_groups(
         return await group._gather(failures)
 
     try:
-        return await _gather_or_cancel([resolve(group) for group in groups])
+        return await gather_or_cancel([resolve(group) for group in groups])
     finally:
         for group in groups:
             if isinstance(group, TrajectoryGroup):
@@ -171,17 +172,6 @@ class _FailureLimit:
         self.errors.append(error)
         if self.max_exceptions is not None and len(self.errors) > self.max_exceptions:
             raise TooManyExceptions(self.errors, self.max_exceptions)
-
-
-async def _gather_or_cancel(awaitables: Sequence[Any]) -> list[Any]:
-    """Return every result, or raise the first failure after the rest was cancelled and awaited."""
-    tasks = [asyncio.ensure_future(call) for call in awaitables]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _cancel(item: Any) -> None:

@@ -1,15 +1,9 @@
 """`keel train` as a user runs it: signals, resuming, errors, and engines on other servers."""
 
 import json
-import os
 import re
 import signal
 import sqlite3
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,27 +16,7 @@ from keel.inference.server.app import build_app
 from keel.training import load_model
 from tests.support.engine_fakes import serving
 from tests.support.tiny_runs import RECIPE, train
-
-PATIENCE = 240
-"""Seconds after which a training process is killed."""
-
-
-@contextmanager
-def running(*argv: str) -> Iterator["subprocess.Popen[str]"]:
-    """Run a `keel train` process that is killed at the end in any case."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "keel.cli", "train", *argv]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as process:
-        # do not wait indefinitely for a line
-        timer = threading.Timer(PATIENCE, process.kill)
-        timer.start()
-        try:
-            yield process
-        finally:
-            timer.cancel()
-            process.kill()
+from tests.support.train_process import train_process
 
 
 def write_recipe(folder: Path) -> str:
@@ -54,7 +28,7 @@ def write_recipe(folder: Path) -> str:
 @pytest.mark.process
 def test_ctrl_c_finishes_the_step_saves_and_prints_how_to_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with running(write_recipe(tmp_path), "--run", str(folder), "--steps", "10000", "--json") as process:
+    with train_process(write_recipe(tmp_path), "--run", str(folder), "--steps", "10000", "--json") as process:
         assert process.stdout is not None
         for line in process.stdout:
             if '"step"' in line and json.loads(line).get("event") == "step":

@@ -13,35 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from tests.support.tiny_runs import tiny
+
 TIMEOUT = 300
 """Seconds after which a launch that has not ended is killed."""
 
-RECIPE = """
-steps = 4
-[model]
-name = "tiny"
-sft_warmup_steps = 300
-[environments.larger_number]
-options = { shots = 0, digits = 1 }
-[sampling]
-max_tokens = 4
-[scheduler]
-groups_per_step = 4
-group_size = 4
-max_off_policy_steps = 1
-[checkpoints]
-every = 3
-[evaluation]
-when = "never"
-[pool]
-poll_interval = 0.3
-[launch]
-engines = 2
-engine = { cpus = 0.5 }
-trainer = { cpus = 0.5 }
-orchestrator = { cpus = 0.5 }
-backoff = 0.2
-"""
+RECIPE = tiny(
+    steps=4,
+    evaluation={"when": "never"},
+    pool__poll_interval=0.3,
+    launch={"engines": 2, "backoff": 0.2} | {name: {"cpus": 0.5} for name in ("engine", "trainer", "orchestrator")},
+)
 
 HEAD = """
 import sys, ray

@@ -7,13 +7,11 @@ that ended and occasional progress lines. The remaining time is estimated from t
 import argparse
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -24,7 +22,7 @@ from rich.text import Text
 from keel.cli.display.console import PLAIN_WIDTH, console, write_stdout
 from keel.cli.display.progress import QUIET_SECONDS, escape_unprintable, format_duration
 from keel.cli.modules import add_module_folders
-from keel.cli.run.train import SIGNAL_DEBOUNCE_SECONDS
+from keel.cli.stop_signals import stop_on_signals
 from keel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +62,12 @@ def run_sweep(args: argparse.Namespace, recipe: str | None, variants: "Sequence[
     parallel = 1 if args.parallel is None else args.parallel
     with SweepDisplay(screen, plan) as display:
         runner = SweepRunner(plan, display, parallel=parallel)
-        with _stop_on_signals(runner):
+
+        def kill() -> None:
+            runner.kill()
+            os._exit(130)
+
+        with stop_on_signals(runner.stop, kill):
             outcomes = runner.run()
     results = read_results(plan, outcomes)
     _write_files(args, results)
@@ -109,28 +112,6 @@ def _write_files(args: argparse.Namespace, results: "SweepResults") -> None:
         from keel.tools.sweep.long_table import write_table
 
         write_table(args.parquet, results)
-
-
-@contextmanager
-def _stop_on_signals(runner: Any) -> Iterator[None]:
-    """Stop after the current steps on the first Ctrl-C or SIGTERM, and immediately on the second."""
-    stop_time: float | None = None
-
-    def interrupted(*_: object) -> None:
-        nonlocal stop_time
-        if stop_time is None:
-            stop_time = time.monotonic()
-            runner.stop()
-        elif time.monotonic() - stop_time > SIGNAL_DEBOUNCE_SECONDS:
-            runner.kill()
-            os._exit(130)
-
-    before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # -- progress ---------------------------------------------------------------------------------------------------------

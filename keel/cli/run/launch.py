@@ -6,22 +6,19 @@ Ctrl-C kills all components. A launch with invalid settings leaves no folder beh
 
 import argparse
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keel.cli.modules import add_module_folders
+from keel.cli.stop_signals import stop_on_signals
 from keel.errors import ConfigError, KeelError
 
 if TYPE_CHECKING:
     from keel.tools.launch.plan import LaunchPlan
-    from keel.tools.launch.supervisor import Supervisor
 
 FLAGS = ("--run", "--resume", "--allow-changes", "--cluster", "--engines")
-SIGNAL_DEBOUNCE_SECONDS = 1.0
-"""Seconds within which a second signal is ignored: wrappers forward signals that the terminal has already sent."""
 
 
 def add(subparsers: Any) -> None:
@@ -81,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
                 cluster.start_agents()
                 with make_launch_display(plan, cluster.host) as watcher:
                     supervisor = Supervisor(plan, cluster, watcher)
-                    with _stop_on_signals(supervisor):
+                    with stop_on_signals(supervisor.stop, supervisor.kill):
                         outcome = supervisor.run()
     except KeyboardInterrupt:
         return 130
@@ -144,23 +141,3 @@ def _sigterm_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _stop_on_signals(supervisor: "Supervisor") -> Iterator[None]:
-    """Handle Ctrl-C and SIGTERM: the first signal stops after the step, the second kills all components."""
-    first_signal: list[float] = []
-
-    def interrupted(*_: object) -> None:
-        if first_signal and time.monotonic() - first_signal[0] > SIGNAL_DEBOUNCE_SECONDS:
-            supervisor.kill()
-        elif not first_signal:
-            first_signal.append(time.monotonic())
-            supervisor.stop()
-
-    before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keel.cli.modules import add_module_folders
+from keel.cli.stop_signals import SIGNAL_DEBOUNCE_SECONDS
 from keel.errors import ConfigError
 
 if TYPE_CHECKING:
     from keel.run.folder import RunFolder
     from keel.run.monitor.callbacks import RunCallback
     from keel.training.distributed.world import RankInfo
-
-SIGNAL_DEBOUNCE_SECONDS = 1.0
-"""Seconds within which a second signal is ignored: wrappers forward signals that the terminal has already sent."""
 
 FLAGS = ("--run", "--resume", "--allow-changes", "--json", "--metrics-port", "--metrics-host", "--metrics-key-file")
 

@@ -7,13 +7,14 @@ released, and that a stream that failed reports the error and does not end like 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from keel.common.tasks import gather_or_cancel
 from keel.config import Sampling
 from keel.inference.protocol import BroadcastSlot, Engine, Generation
 from keel.inference.server.middleware import (
@@ -110,7 +111,7 @@ class CompletionJob:
     async def run(self) -> dict[str, Any]:
         """Return all completions in one response."""
         with self.capacity.reserve(len(self.calls)):
-            generations = await _gather_or_cancel(
+            generations = await gather_or_cancel(
                 [self.engine.generate(prompt, sampling, group=group) for prompt, sampling, group in self.calls]
             )
         choices = []
@@ -217,17 +218,6 @@ class EventStream(Response):
 
 def _to_chunk(generation: Generation) -> TokenChunk:
     return TokenChunk(generation.token_ids, generation.logprobs, generation.versions, generation.finish_reason)
-
-
-async def _gather_or_cancel(calls: list[Coroutine[Any, Any, Generation]]) -> list[Generation]:
-    """Return all generations, or cancel the rest and raise the first failure."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _merge_streams(streams: list[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item], None]:

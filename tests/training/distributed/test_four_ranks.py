@@ -1,6 +1,5 @@
 """Test that the trainer on four real processes equals one process, and that checkpoints move between two and four."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,6 @@ CASES = (
 )
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    rank_pool = RankPool()
-    yield rank_pool
-    rank_pool.close()
 
 
 def test_a_checkpoint_of_two_ranks_resumes_on_four(pool: RankPool, tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ import os
 import signal
 import sqlite3
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +16,8 @@ import torch
 from keel.cli import main
 from keel.training.model.optimizer_state import read_tensors
 from tests.support.tiny_runs import RECIPE, resume, train
+from tests.support.train_process import train_process
 
-RUN_TIMEOUT = 240
 STEPS = 3
 RANKED = ("--trainer.ranks", "2")
 SYNCHRONOUS = ("--steps", str(STEPS), "--scheduler.max_off_policy_steps", "0", "--evaluation.when", "never")
@@ -38,22 +36,13 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running(folder: Path, *args: str, launcher: tuple[str, ...] = ()) -> Iterator["subprocess.Popen[str]"]:
+def running(folder: Path, *args: str, launcher: tuple[str, ...] = ("-m",)) -> Iterator["subprocess.Popen[str]"]:
     """Start a `keel train` process and kill it at the end of the block."""
     file = folder.parent / "recipe.toml"
     file.write_text(RECIPE)
-    command = [sys.executable, *(launcher or ("-m",)), "keel.cli", "train", str(file), "--run", str(folder), "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        [*command, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        timer = threading.Timer(RUN_TIMEOUT, process.kill)
-        timer.start()
-        try:
-            yield process
-        finally:
-            timer.cancel()
-            process.kill()
+    arguments = (str(file), "--run", str(folder), "--json", *args)
+    with train_process(*arguments, launcher=launcher, stderr=subprocess.PIPE) as process:
+        yield process
 
 
 def wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:

@@ -1,7 +1,6 @@
 """Test that the trainer on two real processes has the losses, metrics, weights and errors of one process."""
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +30,6 @@ from tests.support.rank_trainers import (
 )
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    rank_pool = RankPool()
-    yield rank_pool
-    rank_pool.close()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,7 +1,6 @@
 """Test that tiny models tokenize any text, depend only on their seed, and answer questions after a warmup."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,6 @@ from keel.config.trainer import ModelSettings
 from keel.training.model import tiny_models
 from keel.training.model.model import Model, load_model
 from keel.training.model.model_source import resolve_model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield folder
-
 
 TOKENIZER = tiny_models.build_tokenizer()
 
