@@ -39,7 +39,11 @@ def test_built_in_environments_load_and_are_environments(name):
         ("no_such_module:Thing", {}, "cannot be imported: No module named 'no_such_module'"),
         ("math:nothing", {}, "cannot be imported: module 'math' has no attribute 'nothing'"),
         ("math:pi", {}, "is a float, not a class or function"),
-        ("tests.rollout.test_episode_runner:Custom", {"wrong": 1}, "do not fit tests.rollout.test_episode_runner:Custom"),
+        (
+            "tests.rollout.test_episode_runner:Custom",
+            {"wrong": 1},
+            "do not fit tests.rollout.test_episode_runner:Custom",
+        ),
         ("collections:OrderedDict", {}, "gave a OrderedDict; an environment has a name, tasks(split)"),
         ("reasoning_gym:letter_countin", {}, "did you mean letter_counting?"),
         ("reasoning_gym:letter_counting", {"config": {"min_words": -1}}, "does not fit letter_counting"),
