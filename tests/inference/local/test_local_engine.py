@@ -404,7 +404,9 @@ def test_close_fails_running_and_waiting_requests() -> None:
 
     async def run() -> None:
         engine = LocalEngine(model.network, model.tokenizer, EngineSettings(max_batch=1))
-        tasks = [asyncio.create_task(engine.generate(PROMPTS[0], Sampling(max_tokens=2000))) for _ in range(3)]
+        # greedy: these completions do not end before max_tokens
+        sampling = Sampling(max_tokens=2000, temperature=0.0)
+        tasks = [asyncio.create_task(engine.generate(PROMPTS[0], sampling)) for _ in range(3)]
         while not (await engine.health()).running:
             await asyncio.sleep(0.001)
         await engine.close()
