@@ -46,3 +46,7 @@ class StepSkippedError(KeelError):
 
 class RankError(KeelError):
     """A trainer rank was lost, hangs or failed alone. The other ranks cannot continue without it."""
+
+
+class FatalEnvironmentError(KeelError):
+    """An error of an environment that stops the run instead of failing one rollout."""

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from keel.common.settings import Settings, setting_error
+from keel.config.dataset import DatasetSettings, Fraction, RewardSettings, RewardTotal
 from keel.config.secrets import secret_names
 from keel.errors import ConfigError
 
@@ -93,15 +94,52 @@ class EnvironmentSettings(Settings):
     """One environment of a run."""
 
     name: Annotated[str, Field(min_length=1)]
-    """A built-in name, `reasoning_gym:TASK`, `verifiers:TASKSET`, or `module:attribute`."""
+    """A built-in name, `reasoning_gym:TASK`, `verifiers:TASKSET`, or `module:attribute`. With `dataset`, a label."""
     options: dict[str, Any] = {}
     """Options passed to the environment when it is created."""
+    dataset: DatasetSettings | None = None
+    """A data set whose rows are the tasks: one prompt and one completion each, scored by `rewards`."""
+    rewards: list[RewardSettings] = []
+    """Reward functions of the data set's completions, with weights."""
+    reward_total: RewardTotal = "sum"
+    """The reward is the weighted sum of the rewards that did not abstain, or their weighted mean."""
+    max_reward_failure_fraction: Fraction = 0.5
+    """The run stops when a reward function failed in more than this fraction of its calls, after its first 20."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the groups, relative to the other environments of the run."""
     sampling: Sampling | None = None
     """How completions are sampled in this environment. Defaults to the run's `sampling` table."""
     limits: EpisodeLimits = EpisodeLimits()
     """Limits of one episode in this environment."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_short_forms(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        if isinstance(values.get("dataset"), str):
+            values["dataset"] = {"path": values["dataset"]}
+        if isinstance(values.get("rewards"), str):
+            values["rewards"] = [values["rewards"]]
+        if isinstance(values.get("rewards"), list | tuple):
+            values["rewards"] = [{"name": item} if isinstance(item, str) else item for item in values["rewards"]]
+        return values
+
+    @model_validator(mode="after")
+    def _check_dataset(self) -> Self:
+        if self.dataset is None:
+            for name in ("rewards", "reward_total", "max_reward_failure_fraction"):
+                if name in self.model_fields_set:
+                    raise setting_error(f"{name} has no effect without a dataset")
+            return self
+        if not self.rewards:
+            raise setting_error('dataset needs at least one reward function: rewards = ["exact"], for example')
+        if self.options:
+            raise setting_error("options have no effect with a dataset; options of a reward stand in its entry")
+        if ":" in self.name:
+            raise setting_error("{name} and a dataset cannot be combined", name=self.name)
+        return self
 
     @model_validator(mode="after")
     def _check_no_secrets(self) -> Self:

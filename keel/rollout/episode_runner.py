@@ -5,7 +5,7 @@ depend on other episodes in flight. With a ledger, a rollout is stored as soon a
 restart returns the stored rollout instead of sampling again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,7 +31,8 @@ class RunEnvironment:
     weight: float
 
     def task_source(self, name: str) -> TaskSource:
-        return TaskSource(name, list(self.environment.tasks("train")), self.weight)
+        tasks = self.environment.tasks("train")
+        return TaskSource(name, tasks if isinstance(tasks, Sequence) else list(tasks), self.weight)
 
 
 def build_environments(settings: RunSettings) -> dict[str, RunEnvironment]:

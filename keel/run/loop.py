@@ -22,6 +22,7 @@ from keel.common.openmp import OpenMPReleasingExecutor
 from keel.config import ReferenceSettings
 from keel.errors import InvalidSignalError, KeelError, StepSkippedError, StorageError
 from keel.inference.protocol import Engine
+from keel.rollout.environments.environment import close_environments
 from keel.rollout.episode_runner import EpisodeRunner, build_environments
 from keel.rollout.policy_client import derive_seed
 from keel.rollout.rendering.renderer import Renderer
@@ -368,6 +369,7 @@ class TrainingRun:
             yield scheduler
         finally:
             remaining = await scheduler.close()
+            await close_environments(environment.environment for environment in self.environments.values())
         if self._is_complete:
             # finished before an interruption, and dispatched again under another key since
             lost = [

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
     from keel.run.monitor.callbacks import RunCallback
     from keel.training.distributed.world import RankInfo
 
-FLAGS = ("--run", "--resume", "--allow-changes", "--json", "--metrics-port", "--metrics-host", "--metrics-key-file")
+FLAGS = (
+    *("--run", "--resume", "--allow-changes", "--dataset", "--reward", "--model"),
+    *("--json", "--metrics-port", "--metrics-host", "--metrics-key-file"),
+)
 
 
 class MetricsListener(NamedTuple):
@@ -41,13 +45,15 @@ def add(subparsers: Any) -> None:
         help="train a model with a recipe, or resume a run",
         description="Train with RECIPE, a TOML file or the name of a packaged recipe, and overrides.\n"
         "Everything the run writes is in its folder.\n"
-        "After a crash, a kill or Ctrl-C, --resume continues from the last recorded step.",
+        "After a crash, a kill or Ctrl-C, --resume continues from the last recorded step.\n\n"
+        "Without a recipe, --dataset and --reward are enough: a row is a prompt whose completion the reward scores.",
         epilog="examples:\n  keel train larger_number\n"
         "  keel train larger_number --steps 5 --objective.name ipo_kl --run runs/ipo\n"
+        "  keel train --dataset train.jsonl --reward my_rewards:reward --model smollm2-135m\n"
         "  keel train --resume runs/ipo",
         usage="keel train [-h] [--run DIR | --resume RUN] [--allow-changes] [--json]"
         " [--metrics-port N]\n                  [--metrics-host HOST] [--metrics-key-file FILE]"
-        "\n                  [RECIPE] [--a.b VALUE ...]",
+        "\n                  [RECIPE | --dataset FILE --reward NAME ...] [--model NAME] [--a.b VALUE ...]",
     )
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file")
     folder_group = parser.add_mutually_exclusive_group()
@@ -56,6 +62,17 @@ def add(subparsers: Any) -> None:
     )
     folder_group.add_argument("--resume", metavar="RUN", type=Path, help="resume this run with its recorded settings")
     parser.add_argument("--allow-changes", action="store_true", help="with --resume: allow changed settings")
+    parser.add_argument(
+        "--dataset", metavar="FILE", help="train on this data set: the environment `dataset` of the run"
+    )
+    parser.add_argument(
+        "--reward",
+        dest="rewards",
+        metavar="NAME",
+        action="append",
+        help="a built-in reward or module:function for --dataset; may be repeated",
+    )
+    parser.add_argument("--model", metavar="NAME", help="the same as --model.name")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument(
         "--metrics-port",
@@ -79,8 +96,11 @@ def run(args: argparse.Namespace) -> int:
     rank_info = _rank_info()
     if rank_info is not None and rank_info.rank:
         return _run_rank_worker(rank_info)
-    if args.recipe is None and args.resume is None:
-        raise ConfigError("pass a RECIPE or --resume RUN, for example: keel train larger_number")
+    args.overrides = [*_short_overrides(args), *args.overrides]
+    if args.recipe is None and args.resume is None and args.dataset is None:
+        raise ConfigError(
+            "pass a RECIPE, --dataset FILE with --reward NAME, or --resume RUN, for example: keel train larger_number"
+        )
     if args.allow_changes and args.resume is None:
         raise ConfigError("--allow-changes has no effect without --resume")
     add_module_folders(args.recipe, args.resume)
@@ -91,6 +111,21 @@ def run(args: argparse.Namespace) -> int:
             return _train(folder, args.json, metrics_listener, rank_info)
         finally:
             folder.close()
+
+
+def _short_overrides(args: argparse.Namespace) -> list[str]:
+    """Return --dataset, --reward and --model as overrides."""
+    from keel.config.toml_writer import to_toml
+
+    if (args.dataset is None) != (args.rewards is None):
+        raise ConfigError("--dataset FILE and --reward NAME need each other")
+    overrides = [] if args.model is None else [f"--model.name={to_toml(args.model)}"]
+    if args.dataset is not None:
+        overrides += [
+            f"--environments.dataset.dataset.path={to_toml(args.dataset)}",
+            f"--environments.dataset.rewards={to_toml(args.rewards)}",
+        ]
+    return overrides
 
 
 def _rank_info() -> "RankInfo | None":
@@ -127,10 +162,12 @@ def _open_run_folder(args: argparse.Namespace, rank_info: "RankInfo | None") -> 
     if args.resume is not None:
         return RunFolder.open(args.resume, file=args.recipe, overrides=args.overrides, allow_changes=args.allow_changes)
     loaded = load_settings(args.recipe, args.overrides)
+    if args.recipe is None:
+        loaded = replace(loaded, recipe_folder=Path.cwd())  # where the data set and the module of the reward are
     build_environments(loaded.settings)  # errors here leave no folder behind
     resolve_sinks(loaded.settings.metrics)
     RankProcesses(loaded.settings.trainer, rank_info)
-    return RunFolder.create(args.folder or unused_path(Path("runs"), Path(args.recipe).stem), loaded)
+    return RunFolder.create(args.folder or unused_path(Path("runs"), Path(args.recipe or args.dataset).stem), loaded)
 
 
 def _train(

@@ -2,11 +2,12 @@
 
 An environment has tasks and an `async` episode that talks to the policy through a `PolicyClient` and returns an
 `EpisodeResult`. Failures inside an episode are data: `run_episode` always returns a `Rollout`, with the kind of its
-error; only cancellation of the run itself propagates. A synchronous computation cannot be interrupted: an environment
-that computes for long should do so in a thread.
+error; only cancellation of the run itself and a `FatalEnvironmentError` propagate. A synchronous computation cannot be
+interrupted: an environment that computes for long should do so in a thread.
 """
 
 import asyncio
+import inspect
 import math
 import time
 import traceback
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from keel.config.rollout import EpisodeLimits
+from keel.errors import FatalEnvironmentError
 from keel.inference.protocol import EngineError
 from keel.rollout.policy_client import EpisodeLimitReached, PolicyClient
 from keel.rollout.rollout import ErrorKind, Rollout
@@ -56,6 +58,14 @@ class Environment(Protocol):
         """Play one task."""
 
 
+async def close_environments(environments: Iterable[Environment]) -> None:
+    """Release what environments hold, such as worker processes. An environment may define `async def close()`."""
+    for environment in environments:
+        close = getattr(environment, "close", None)
+        if close is not None and inspect.iscoroutinefunction(close):
+            await close()
+
+
 async def run_episode(
     environment: Environment, task: Task, client: PolicyClient, limits: EpisodeLimits | None = None, *, attempt: int = 0
 ) -> Rollout:
@@ -74,6 +84,8 @@ async def run_episode(
             raise
         # the episode was not cancelled from outside: a task inside it cancelled itself
         error = "exception", _format_exception(cancelled)
+    except FatalEnvironmentError:
+        raise
     except (Exception, SystemExit) as raised:  # noqa: BLE001 - every failure of an environment is data
         error = _classify_error(raised, timed_out=scope.expired(), seconds=limits.timeout)
     if error is None and scope.expired():

@@ -11,6 +11,7 @@ from keel.common.settings import suggest_name, to_config_error
 from keel.config.rollout import EnvironmentSettings
 from keel.errors import ConfigError
 from keel.rollout.environments import builtin
+from keel.rollout.environments.dataset import DatasetEnvironment
 from keel.rollout.environments.environment import Environment
 from keel.rollout.environments.reasoning_gym_tasks import ReasoningGym
 from keel.rollout.environments.verifiers_tasks import Verifiers
@@ -21,6 +22,8 @@ INTEGRATIONS: dict[str, Callable[..., Environment]] = {"reasoning_gym": Reasonin
 
 def load_environment(settings: EnvironmentSettings) -> Environment:
     """Return the environment `settings.name`, constructed with `settings.options`."""
+    if settings.dataset is not None:
+        return DatasetEnvironment(settings)
     factory = _find_factory(settings.name)
     try:
         environment = factory(**settings.options)

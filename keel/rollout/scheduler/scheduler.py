@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Self
 
 from keel.config import SchedulerSettings
-from keel.errors import KeelError, StorageError
+from keel.errors import FatalEnvironmentError, KeelError, StorageError
 from keel.rollout.scheduler.accounts import RolloutBatch, SchedulerAccounts, SchedulerClosed, TasksExhausted
 from keel.rollout.scheduler.group_queue import GroupQueue
 from keel.rollout.scheduler.groups import (
@@ -319,7 +319,7 @@ class Scheduler:
     def _on_done(self, slot: RolloutSlot, task: asyncio.Future[Any]) -> None:
         """Handle the end of a task. A removed group emitted it on cancellation; then only its slot is freed."""
         rollout, kind, error, version = read_result(task)
-        if not task.cancelled() and isinstance(raised := task.exception(), StorageError):
+        if not task.cancelled() and isinstance(raised := task.exception(), StorageError | FatalEnvironmentError):
             self._failure = raised  # not a rollout's error: retries would sample indefinitely and store nothing
         if slot.group.state == "open":
             slot.task = None

@@ -1,0 +1,244 @@
+"""An environment made of a data set and reward functions: one prompt, one completion, one reward."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from keel.config.dataset import DatasetSettings
+from keel.config.rollout import EnvironmentSettings
+from keel.errors import ConfigError
+from keel.rollout.environments.dataset_rows import InvalidRow, Row, Rows, find_dataset, open_rows
+from keel.rollout.environments.environment import EpisodeResult, Split, Task
+from keel.rollout.environments.rewards.scorer import RewardScorer
+from keel.rollout.policy_client import PolicyClient
+
+MAX_NAMED_ROWS = 5
+"""Unusable rows that an error names."""
+RESERVED = ("completion", "completions", "prompt", "prompts", "messages", "completion_tokens", "answer")
+"""Names of the arguments of a reward that do not come from a column of the same name."""
+
+logger = logging.getLogger("keel")
+
+
+class DatasetEnvironment:
+    """Tasks from a data set; the episode asks for one completion and scores it."""
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        assert settings.dataset is not None
+        self.name = settings.name
+        self._settings = settings.dataset
+        self._scorer = RewardScorer(settings.rewards, settings.reward_total, settings.max_reward_failure_fraction)
+        self._format = PromptFormat(settings.dataset)
+        path = find_dataset(settings.dataset.path)
+        train = IndexedRows(path, settings.dataset, self._format)
+        if train.examples:
+            self._format.examples = train.examples
+        if settings.dataset.eval_path is not None:
+            held_out = IndexedRows(find_dataset(settings.dataset.eval_path), settings.dataset, self._format)
+            self._eval = DatasetTasks(held_out, np.arange(len(held_out)))
+            in_training = ~np.isin(train.hashes, held_out.hashes)
+            if overlap := int((~in_training).sum()):
+                logger.warning("%s: %d rows have a prompt of %s and are not trained", path, overlap, held_out.path)
+        else:
+            # the hash of a prompt is uniform, so a threshold selects the fraction
+            in_training = train.hashes >= np.uint64(settings.dataset.eval_fraction * 2**64)
+            self._eval = DatasetTasks(train, np.flatnonzero(~in_training))
+        indices = np.flatnonzero(in_training)
+        if settings.dataset.shuffle:
+            indices = np.random.default_rng(settings.dataset.seed).permutation(indices)
+        if not len(indices):
+            raise ConfigError(f'dataset.path = "{path}" has no row to train on')
+        self._train = DatasetTasks(train, indices)
+
+    def tasks(self, split: Split) -> "DatasetTasks":
+        return self._train if split == "train" else self._eval
+
+    async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
+        messages = self._format.messages(task.data)
+        reply = await client.chat(messages)
+        columns = {name: value for name, value in task.data.items() if name not in RESERVED}
+        answer_column = self._format.answer_column(task.data)
+        answer = {} if answer_column is None else {"answer": task.data[answer_column]}
+        return await self._scorer.score(
+            {
+                **columns,
+                **answer,
+                "prompt": messages[-1]["content"],
+                "messages": messages,
+                "completion": reply.text,
+                "completion_tokens": len(reply.generation.token_ids),
+            }
+        )
+
+    async def close(self) -> None:
+        await self._scorer.close()
+
+
+class PromptFormat:
+    """How a row becomes messages."""
+
+    def __init__(self, settings: DatasetSettings) -> None:
+        self._settings = settings
+        self._render = _compile_template(settings.template)
+        self.examples: list[Row] = []
+        """Rows shown before every prompt."""
+
+    def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the messages of a prompt, with the system message and the examples."""
+        system = [] if self._settings.system is None else [{"role": "system", "content": self._settings.system}]
+        shown: list[dict[str, Any]] = []
+        for example in self.examples:
+            shown += self.prompt(example)
+            shown.append({"role": "assistant", "content": str(example[self.answer_column(example) or ""])})
+        return [*system, *shown, *self.prompt(row)]
+
+    def prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the messages of the row itself; raise InvalidRow if it has none."""
+        if self._render is not None:
+            return [{"role": "user", "content": _nonempty("the rendered template", self._render(row))}]
+        column = self._settings.prompt
+        if column not in row:
+            raise InvalidRow(f'no column "{column}"; it has {", ".join(map(str, row)) or "none"}')
+        value = row[column]
+        if isinstance(value, str):
+            return [{"role": "user", "content": _nonempty(f'the column "{column}"', value)}]
+        if not isinstance(value, list) or not value or not all(_is_message(message) for message in value):
+            raise InvalidRow(f'the column "{column}" is neither text nor a list of messages with role and content')
+        if value[-1]["role"] == "assistant":
+            raise InvalidRow(f'the column "{column}" ends with a message of the assistant, not of the user')
+        return [dict(message) for message in value]
+
+    def answer_column(self, row: Mapping[str, Any]) -> str | None:
+        if self._settings.answer is not None:
+            return self._settings.answer
+        return "answer" if "answer" in row else None
+
+    def check(self, row: Row) -> None:
+        """Raise InvalidRow if the row has no usable prompt or lacks the answer that the settings name."""
+        self.prompt(row)
+        if self._settings.answer is not None and row.get(self._settings.answer) is None:
+            raise InvalidRow(f'no column "{self._settings.answer}"')
+
+
+class IndexedRows:
+    """The usable rows of a data set, with a hash of each prompt."""
+
+    def __init__(self, path: Path, settings: DatasetSettings, prompt_format: PromptFormat) -> None:
+        self.path = path
+        self._rows: Rows = open_rows(path)
+        self._id_column = settings.id
+        self.examples: list[Row] = []
+        usable, hashes, problems = [], [], []
+        ids: set[str] = set()
+        for index in range(len(self._rows)):
+            try:
+                row = self._rows[index]
+                prompt_format.check(row)
+                if settings.id is not None:
+                    self._check_id(row, ids)
+            except InvalidRow as error:
+                problems.append(f"{self._rows.place(index)}: {error}")
+                continue
+            if len(self.examples) < settings.few_shot and path == find_dataset(settings.path):
+                if prompt_format.answer_column(row) is None:
+                    raise ConfigError(f"dataset.few_shot = {settings.few_shot} needs a column of answers")
+                self.examples.append(row)
+                continue
+            usable.append(index)
+            hashes.append(_hash(prompt_format.prompt(row)))
+        _report_problems(path, problems, len(self._rows), settings.max_invalid_fraction)
+        self._indices = np.array(usable, dtype=np.int64)
+        self.hashes = np.array(hashes, dtype=np.uint64)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def task(self, number: int) -> Task:
+        index = int(self._indices[number])
+        row = self._rows[index]
+        label = row[self._id_column] if self._id_column is not None else f"{self.path.name}:{index}"
+        return Task(str(label), row)
+
+    def _check_id(self, row: Row, ids: set[str]) -> None:
+        value = row.get(self._id_column or "")
+        if value is None or value == "":
+            raise InvalidRow(f'no column "{self._id_column}"')
+        if str(value) in ids:
+            raise InvalidRow(f"the id {str(value)[:80]!r} is not unique")
+        ids.add(str(value))
+
+
+class DatasetTasks(Sequence[Task]):
+    """Some rows of a data set as tasks, read when they are needed."""
+
+    def __init__(self, rows: IndexedRows, indices: "np.ndarray[Any, Any]") -> None:
+        self._rows, self._indices = rows, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return DatasetTasks(self._rows, self._indices[index])
+        return self._rows.task(int(self._indices[index]))
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self._rows.task(int(index)) for index in self._indices)
+
+
+def _report_problems(path: Path, problems: list[str], total: int, limit: float) -> None:
+    if not total:
+        raise ConfigError(f'dataset.path = "{path}" has no rows')
+    if not problems:
+        return
+    named = "\n".join(f"  {problem}" for problem in problems[:MAX_NAMED_ROWS])
+    more = f"\n  and {len(problems) - MAX_NAMED_ROWS} more" if len(problems) > MAX_NAMED_ROWS else ""
+    text = f"{len(problems)} of {total} rows of {path} cannot be used:\n{named}{more}"
+    if len(problems) > limit * total:
+        raise ConfigError(f"{text}\nfix them, or raise dataset.max_invalid_fraction = {limit:g}")
+    logger.warning("%s", text)
+
+
+def _compile_template(template: str | None) -> Callable[[Mapping[str, Any]], str] | None:
+    if template is None:
+        return None
+    import jinja2
+    import jinja2.sandbox
+
+    environment = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
+    try:
+        compiled = environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"dataset.template is not a jinja template: {error}") from error
+
+    def render(row: Mapping[str, Any]) -> str:
+        try:
+            return compiled.render(**row)
+        except jinja2.TemplateError as error:
+            raise InvalidRow(f"dataset.template cannot be rendered: {error}") from None
+
+    return render
+
+
+def _nonempty(name: str, text: str) -> str:
+    if not text.strip():
+        raise InvalidRow(f"{name} is empty")
+    return text
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and {"role", "content"} <= message.keys()
+
+
+def _hash(messages: list[dict[str, Any]]) -> int:
+    text = json.dumps(messages, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
