@@ -20,7 +20,7 @@ export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 run() { LD_PRELOAD=$preload "$python" "$@"; }
 
 echo "native kernels: $KEEL_NATIVE_CFLAGS"
-run -c 'from keel.inference.kernels.build import why_not; raise SystemExit(why_not() or 0)'
+run -c 'from keel.inference.kernels.build import unavailable_reason; raise SystemExit(unavailable_reason() or 0)'
 
 # pack_matrix() is told that its input has 64 rows, and given 8: it reads past the end of the tensor
 report=$(run - 2>&1 <<'PYTHON' || true
@@ -28,10 +28,10 @@ from ctypes import c_int64, c_void_p
 
 import torch
 
-from keel.inference.kernels.build import library
+from keel.inference.kernels.build import require_library
 
 matrix, panels = torch.ones(8, 24), torch.empty(64 * 24)
-library().pack_matrix(c_void_p(matrix.data_ptr()), *map(c_int64, (64, 24, 24, 1)), c_void_p(panels.data_ptr()))
+require_library().pack_matrix(c_void_p(matrix.data_ptr()), *map(c_int64, (64, 24, 24, 1)), c_void_p(panels.data_ptr()))
 PYTHON
 )
 grep -q "AddressSanitizer: heap-buffer-overflow" <<<"$report" \

@@ -258,7 +258,6 @@ class Flat:
         return 1.0
 
 
-@pytest.mark.model
 def test_the_reward_rises_with_real_advantages_and_not_with_shuffled_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
