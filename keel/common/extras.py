@@ -26,6 +26,8 @@ EXTRA_OF = {
     "renderers": "environments",
     "reasoning_gym": "environments",
     "verifiers": "environments",
+    "math_verify": "rewards",
+    "jsonschema": "rewards",
     "wandb": "metrics",
     "trackio": "metrics",
     "tensorboardX": "metrics",

@@ -34,26 +34,16 @@ class DatasetEnvironment:
         self._settings = settings.dataset
         self._scorer = RewardScorer(settings.rewards, settings.reward_total, settings.max_reward_failure_fraction)
         self._format = PromptFormat(settings.dataset)
-        path = find_dataset(settings.dataset.path)
-        train = IndexedRows(path, settings.dataset, self._format)
-        if train.examples:
-            self._format.examples = train.examples
-        if settings.dataset.eval_path is not None:
-            held_out = IndexedRows(find_dataset(settings.dataset.eval_path), settings.dataset, self._format)
-            self._eval = DatasetTasks(held_out, np.arange(len(held_out)))
-            in_training = ~np.isin(train.hashes, held_out.hashes)
-            if overlap := int((~in_training).sum()):
-                logger.warning("%s: %d rows have a prompt of %s and are not trained", path, overlap, held_out.path)
-        else:
-            # the hash of a prompt is uniform, so a threshold selects the fraction
-            in_training = train.hashes >= np.uint64(settings.dataset.eval_fraction * 2**64)
-            self._eval = DatasetTasks(train, np.flatnonzero(~in_training))
-        indices = np.flatnonzero(in_training)
-        if settings.dataset.shuffle:
-            indices = np.random.default_rng(settings.dataset.seed).permutation(indices)
-        if not len(indices):
-            raise ConfigError(f'dataset.path = "{path}" has no row to train on')
-        self._train = DatasetTasks(train, indices)
+        rows = IndexedRows(find_dataset(settings.dataset.path), settings.dataset, self._format)
+        rows.check_problems()
+        self._format.examples = rows.examples
+        self._train, self._eval, overlap = split_indices(rows, settings.dataset, self._format)
+        if overlap:
+            logger.warning(
+                "%s: %d rows have a prompt of %s and are not trained", rows.path, overlap, settings.dataset.eval_path
+            )
+        if not len(self._train):
+            raise ConfigError(f'dataset.path = "{rows.path}" has no row to train on')
 
     def tasks(self, split: Split) -> "DatasetTasks":
         return self._train if split == "train" else self._eval
@@ -133,7 +123,9 @@ class IndexedRows:
         self._rows: Rows = open_rows(path)
         self._id_column = settings.id
         self.examples: list[Row] = []
-        usable, hashes, problems = [], [], []
+        usable, hashes = [], []
+        self.problems: list[str] = []
+        """The place and reason of every unusable row."""
         ids: set[str] = set()
         for index in range(len(self._rows)):
             try:
@@ -142,7 +134,7 @@ class IndexedRows:
                 if settings.id is not None:
                     self._check_id(row, ids)
             except InvalidRow as error:
-                problems.append(f"{self._rows.place(index)}: {error}")
+                self.problems.append(f"{self._rows.place(index)}: {error}")
                 continue
             if len(self.examples) < settings.few_shot and path == find_dataset(settings.path):
                 if prompt_format.answer_column(row) is None:
@@ -151,12 +143,32 @@ class IndexedRows:
                 continue
             usable.append(index)
             hashes.append(_hash(prompt_format.prompt(row)))
-        _report_problems(path, problems, len(self._rows), settings.max_invalid_fraction)
+        self._max_invalid_fraction = settings.max_invalid_fraction
         self._indices = np.array(usable, dtype=np.int64)
         self.hashes = np.array(hashes, dtype=np.uint64)
 
     def __len__(self) -> int:
         return len(self._indices)
+
+    @property
+    def total(self) -> int:
+        """Rows of the file, unusable ones included."""
+        return len(self._rows)
+
+    def check_problems(self) -> None:
+        """Warn about unusable rows; raise if there are too many or no row at all."""
+        if not self.total:
+            raise ConfigError(f'dataset.path = "{self.path}" has no rows')
+        if not self.problems:
+            return
+        named = "\n".join(f"  {problem}" for problem in self.problems[:MAX_NAMED_ROWS])
+        more = f"\n  and {len(self.problems) - MAX_NAMED_ROWS} more" if len(self.problems) > MAX_NAMED_ROWS else ""
+        text = f"{len(self.problems)} of {self.total} rows of {self.path} cannot be used:\n{named}{more}"
+        if len(self.problems) > self._max_invalid_fraction * self.total:
+            raise ConfigError(
+                f"{text}\nfix them, or raise dataset.max_invalid_fraction = {self._max_invalid_fraction:g}"
+            )
+        logger.warning("%s", text)
 
     def task(self, number: int) -> Task:
         index = int(self._indices[number])
@@ -195,17 +207,25 @@ class DatasetTasks(Sequence[Task]):
         return (self._rows.task(int(index)) for index in self._indices)
 
 
-def _report_problems(path: Path, problems: list[str], total: int, limit: float) -> None:
-    if not total:
-        raise ConfigError(f'dataset.path = "{path}" has no rows')
-    if not problems:
-        return
-    named = "\n".join(f"  {problem}" for problem in problems[:MAX_NAMED_ROWS])
-    more = f"\n  and {len(problems) - MAX_NAMED_ROWS} more" if len(problems) > MAX_NAMED_ROWS else ""
-    text = f"{len(problems)} of {total} rows of {path} cannot be used:\n{named}{more}"
-    if len(problems) > limit * total:
-        raise ConfigError(f"{text}\nfix them, or raise dataset.max_invalid_fraction = {limit:g}")
-    logger.warning("%s", text)
+def split_indices(
+    rows: IndexedRows, settings: DatasetSettings, prompt_format: PromptFormat
+) -> tuple[DatasetTasks, DatasetTasks, int]:
+    """Return the tasks for training and evaluation, and the number of training rows left out for their prompt."""
+    overlap = 0
+    if settings.eval_path is not None:
+        other = IndexedRows(find_dataset(settings.eval_path), settings, prompt_format)
+        other.check_problems()
+        held_out = DatasetTasks(other, np.arange(len(other)))
+        in_training = ~np.isin(rows.hashes, other.hashes)
+        overlap = int((~in_training).sum())
+    else:
+        # the hash of a prompt is uniform, so a threshold selects the fraction
+        in_training = rows.hashes >= np.uint64(settings.eval_fraction * 2**64)
+        held_out = DatasetTasks(rows, np.flatnonzero(~in_training))
+    indices = np.flatnonzero(in_training)
+    if settings.shuffle:
+        indices = np.random.default_rng(settings.seed).permutation(indices)
+    return DatasetTasks(rows, indices), held_out, overlap
 
 
 def _compile_template(template: str | None) -> Callable[[Mapping[str, Any]], str] | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from keel.common.extras import missing_dependency
 from keel.common.settings import suggest_name
 from keel.common.tasks import gather_or_cancel
 from keel.config.dataset import RewardSettings, RewardTotal
@@ -128,7 +129,9 @@ def _find_function(settings: RewardSettings) -> RewardFunction:
         module = importlib.import_module(BUILTIN[name])
         try:
             getattr(module, name)(**settings.options)
-        except (TypeError, ValueError, ImportError) as error:
+        except ModuleNotFoundError as error:
+            raise missing_dependency(error) or error from error
+        except (TypeError, ValueError) as error:
             raise ConfigError(f'reward "{name}": options = {settings.options} cannot be used: {error}') from error
         return RewardFunction(factory, settings.options)
     module_name, _, attribute = name.partition(":")
