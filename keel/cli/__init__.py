@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import keel
-from keel.cli.inspect import audit, compare, config, data, doctor, lens, objectives, simulate
+from keel.cli.inspect import audit, compare, config, data, doctor, lens, objectives, reward, simulate
 from keel.cli.run import eval, export, launch, pool, serve, sweep, train
 from keel.common.extras import missing_dependency
 from keel.common.settings import suggest_name
@@ -78,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     # the order of `keel --help`: run, inspect, serve, check
     for command in (train, launch, eval, sweep, export, lens, compare, serve, pool):
         command.add(subparsers)
-    for command in (data, objectives, audit, config, simulate, doctor):
+    for command in (data, reward, objectives, audit, config, simulate, doctor):
         command.add(subparsers)
     return parser
 

@@ -103,7 +103,10 @@ class TrainingRun:
                 self._watchdog.set_activity("starting the engine")
                 async with open_engine(self.settings, self.trainer.model, self.folder.weights) as engine:
                     self._engine = engine.engine
-                    await self._train(engine)
+                    try:
+                        await self._train(engine)
+                    finally:
+                        await close_environments(table.environment for table in self.environments.values())
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
             with suppress(StorageError):  # a full disk is already the error being raised
@@ -369,7 +372,6 @@ class TrainingRun:
             yield scheduler
         finally:
             remaining = await scheduler.close()
-            await close_environments(environment.environment for environment in self.environments.values())
         if self._is_complete:
             # finished before an interruption, and dispatched again under another key since
             lost = [

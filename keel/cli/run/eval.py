@@ -182,6 +182,7 @@ async def evaluate_environments(
 ) -> "list[EvaluationResult]":
     """Evaluate one environment after another, with a progress bar in a terminal."""
     from keel.inference.protocol import WeightSource
+    from keel.rollout.environments.environment import close_environments
     from keel.rollout.environments.registry import load_environment
     from keel.rollout.policy_client import derive_seed
     from keel.rollout.rendering.renderer import Renderer
@@ -219,6 +220,7 @@ async def evaluate_environments(
                 )
                 results.append(result)
     finally:
+        await close_environments(environment for environment, _ in loaded.values())
         await engine.close()
     return results
 

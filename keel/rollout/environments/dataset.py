@@ -15,7 +15,7 @@ from keel.errors import ConfigError
 from keel.rollout.environments.dataset_rows import InvalidRow, Row, Rows, find_dataset, open_rows
 from keel.rollout.environments.environment import EpisodeResult, Split, Task
 from keel.rollout.environments.rewards.scorer import RewardScorer
-from keel.rollout.policy_client import PolicyClient
+from keel.rollout.policy_client import PolicyClient, Reply
 
 MAX_NAMED_ROWS = 5
 """Unusable rows that an error names."""
@@ -49,8 +49,15 @@ class DatasetEnvironment:
         return self._train if split == "train" else self._eval
 
     async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
-        messages = self._format.messages(task.data)
-        reply = await client.chat(messages)
+        messages = self.messages(task)
+        return await self.score(task, messages, await client.chat(messages))
+
+    def messages(self, task: Task) -> list[dict[str, Any]]:
+        """Return the prompt of a task."""
+        return self._format.messages(task.data)
+
+    async def score(self, task: Task, messages: Sequence[Mapping[str, Any]], reply: Reply) -> EpisodeResult:
+        """Return the reward of a completion."""
         columns = {name: value for name, value in task.data.items() if name not in RESERVED}
         answer_column = self._format.answer_column(task.data)
         answer = {} if answer_column is None else {"answer": task.data[answer_column]}
@@ -59,7 +66,7 @@ class DatasetEnvironment:
                 **columns,
                 **answer,
                 "prompt": messages[-1]["content"],
-                "messages": messages,
+                "messages": list(messages),
                 "completion": reply.text,
                 "completion_tokens": len(reply.generation.token_ids),
             }
