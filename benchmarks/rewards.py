@@ -7,13 +7,18 @@ without faults. Both sides run in one process, interleaved.
 """
 
 import argparse
-import asyncio
+import os
 import random
-import statistics
 import sys
+from pathlib import Path
+
+# replace this folder, whose signal.py would shadow the standard library's, by the repository
+sys.path.insert(0, os.path.dirname(os.path.abspath(sys.path.pop(0))))
+
+import asyncio
+import statistics
 import tempfile
 import time
-from pathlib import Path
 
 from keel.rollout.environments.rewards.workers import RewardError, RewardFunction, RewardWorkers
 

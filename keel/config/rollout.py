@@ -130,7 +130,7 @@ class EnvironmentSettings(Settings):
     def _check_dataset(self) -> Self:
         if self.dataset is None:
             for name in ("rewards", "reward_total", "max_reward_failure_fraction"):
-                if name in self.model_fields_set:
+                if getattr(self, name) != type(self).model_fields[name].default:
                     raise setting_error(f"{name} has no effect without a dataset")
             return self
         if not self.rewards:
