@@ -136,14 +136,14 @@ def _open_run_folder(args: argparse.Namespace, rank_info: "RankInfo | None") -> 
 def _train(
     folder: "RunFolder", json: bool, metrics_listener: MetricsListener | None, rank_info: "RankInfo | None"
 ) -> int:
-    from keel.cli.display.progress import make_run_display
+    from keel.cli.display.progress import escape_unprintable, make_run_display
     from keel.run.event_loop import run_to_completion
     from keel.run.loop import TrainingRun
     from keel.run.monitor.callbacks import CallbackList
     from keel.run.monitor.sinks import open_sinks
     from keel.run.summary import summarize_run
 
-    summary = ""
+    summary, problem = "", None
     with _serve_metrics(metrics_listener) as exporter:
         display = make_run_display(json=json)
         # the display comes last, so that it can still show notices of sinks that are closing
@@ -154,12 +154,18 @@ def _train(
             training_run = TrainingRun(folder, callbacks, on_hang=_exit_hung_run, rank_info=rank_info)
             run_to_completion(_train_until_signal(training_run))
             summary = summarize_run(folder) + f"\nview       keel lens {folder.path}"
-            if folder.ledger.get_meta("status") == "stopped":
+            status = folder.ledger.get_meta("status")
+            if status == "stopped":
                 summary += (
                     f"\nstopped    after step {training_run.step}; resume with: keel train --resume {folder.path}"
                 )
+            elif status == "failed":
+                problem = folder.ledger.get_meta("why")
         finally:
             callbacks.ended(summary)
+    if problem is not None:
+        sys.stderr.write(f"keel: {escape_unprintable(problem)}\n")
+        return 1
     return 0
 
 
