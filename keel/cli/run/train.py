@@ -41,7 +41,9 @@ def add(subparsers: Any) -> None:
         help="train a model with a recipe, or resume a run",
         description="Train with RECIPE, a TOML file or the name of a packaged recipe, and overrides.\n"
         "Everything the run writes is in its folder.\n"
-        "After a crash, a kill or Ctrl-C, --resume continues from the last recorded step.",
+        "After a crash, a kill or Ctrl-C, --resume continues from the last recorded step.\n\n"
+        "The exit code is 0 if the run ended or was stopped, 1 if every rollout failed and nothing trained, and 2\n"
+        "after an error.",
         epilog="examples:\n  keel train larger_number\n"
         "  keel train larger_number --steps 5 --objective.name ipo_kl --run runs/ipo\n"
         "  keel train --resume runs/ipo",
