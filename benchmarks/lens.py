@@ -72,6 +72,7 @@ def make_file(path: Path, seed: int) -> None:
     columns: dict[str, Any] = {name: [value] * ROLLOUTS for name, value in constants.items()}
     columns |= {"outcome": ["trained"] * ROLLOUTS, "reason": [None] * ROLLOUTS, "error": [None] * ROLLOUTS}
     columns |= {"split_reason": ["start"] * ROLLOUTS, "temperature": [1.0] * ROLLOUTS, "reward": rewards}
+    columns |= {name: [[]] * ROLLOUTS for name in ("reward_components", "environment_metrics")}
     columns["group"] = [f"sums/{number // GROUP}" for number in range(ROLLOUTS)]
     columns["member"] = [number % GROUP for number in range(ROLLOUTS)]
     columns["advantage"] = rewards - 0.5

@@ -32,7 +32,10 @@ COMMAND_FLAGS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 for success, 2 for an error of the user, 130 after Ctrl-C."""
+    """Run one command and return its exit code.
+
+    0: success; 1: the command ended, and what it checked or trained failed; 2: an error of the user; 130: Ctrl-C.
+    """
     parser, argv = build_parser(), sys.argv[1:] if argv is None else argv
     if not argv:
         parser.print_help(sys.stderr)

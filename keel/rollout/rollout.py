@@ -28,6 +28,7 @@ class Rollout:
     reward_components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other values that the environment reported."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Counts of sampled tokens; see `TrajectorySamples.counts`."""
     error: str | None = None
@@ -43,3 +44,13 @@ class Rollout:
         """Oldest policy version of the trainable tokens; None if there are none."""
         versions = [sample.oldest_version for sample in self.samples]
         return min((version for version in versions if version is not None), default=None)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens that the policy sampled, over all turns."""
+        return self.counts.get("sampled_tokens", 0)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a completion ended at its maximum of tokens, or a sample exceeds `limits.max_sequence_tokens`."""
+        return any(self.counts.get(name, 0) for name in ("length_turns", "truncated_samples", "dropped_samples"))

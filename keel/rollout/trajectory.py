@@ -28,8 +28,9 @@ class TrajectorySamples:
 
     samples: tuple[Sample, ...]
     counts: Mapping[str, int]
-    """turns, samples; sampled_tokens = trained_tokens + dropped_tokens + truncated_tokens; dropped_samples and
-    truncated_samples: over length; empty_samples: without a sampled token; split_REASON: samples started for it."""
+    """turns, samples; length_turns: completions that ended at their maximum of tokens; sampled_tokens =
+    trained_tokens + dropped_tokens + truncated_tokens; dropped_samples and truncated_samples: over length;
+    empty_samples: without a sampled token; split_REASON: samples started for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class EpisodeTrajectory:
         lost = len(self._sampled_tokens) - len(trained)
         counts.update(
             samples=len(kept),
+            length_turns=sum(turn.generation.finish_reason == "length" for turn in self.turns),
             sampled_tokens=len(self._sampled_tokens),
             trained_tokens=len(trained),
             dropped_tokens=lost if limits.on_overlength == "drop" else 0,

@@ -19,6 +19,7 @@ from keel.rollout.environments.environment import Environment, Task, run_episode
 from keel.rollout.policy_client import PolicyClient, derive_seed
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout import Rollout
+from keel.rollout.rollout_metrics import completion_metrics, environment_means
 from keel.run.intervals import Estimate, mean_reward_interval, pass_at_k_interval, pass_k_values
 
 PASS_THRESHOLD = 1 - 1e-9
@@ -47,6 +48,11 @@ class EvaluationResult:
     """95 % interval of each pass@k."""
     first_error: str = ""
     """Error of the first episode that failed."""
+    environment_means: Mapping[str, float] = field(default_factory=dict)
+    """Means of reward components and environment metrics, by `reward_components/NAME` and `environment_metrics/NAME`;
+    a mean is over the episodes that reported the name."""
+    completions: Mapping[str, float] = field(default_factory=dict)
+    """completion_tokens, completion_tokens_max and truncated, over the episodes without an error."""
 
     def scalars(self) -> dict[str, float]:
         """Return the finite values as metrics for the ledger and the log."""
@@ -62,6 +68,7 @@ class EvaluationResult:
         metrics |= {f"pass@{k}": value for k, value in self.pass_at_k.items()}
         for k, (low, high) in self.pass_at_k_intervals.items():
             metrics |= {f"pass@{k}/low": low, f"pass@{k}/high": high}
+        metrics |= {**self.completions, **self.environment_means}
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -118,6 +125,7 @@ def summarize_rollouts(environment: str, rollouts: Sequence[Sequence[Rollout]], 
     """Return the result from the rollouts of each task; all tasks have the same number of rollouts."""
     everything = [rollout for task in rollouts for rollout in task]
     samples = len(rollouts[0])
+    succeeded = [rollout for rollout in everything if rollout.error is None]
     errors = [f"{rollout.task_id}: {rollout.error}" for rollout in everything if rollout.error is not None]
     if len(errors) == len(everything):
         raise KeelError(f'evaluation of "{environment}": all {len(errors)} episodes failed; the first, {errors[0]}')
@@ -137,6 +145,8 @@ def summarize_rollouts(environment: str, rollouts: Sequence[Sequence[Rollout]], 
         seconds=seconds,
         pass_at_k_intervals={k: (estimate.low, estimate.high) for k, estimate in passes.items()},
         first_error=errors[0] if errors else "",
+        environment_means=environment_means(succeeded),
+        completions=completion_metrics(succeeded),
     )
 
 

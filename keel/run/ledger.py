@@ -73,6 +73,21 @@ class RolloutOutcome(NamedTuple):
     tokens: int
 
 
+class RolloutErrors(NamedTuple):
+    """The rollouts of a run that ended in an error."""
+
+    total: int
+    last: str
+    """The most frequent error of the last step that has one."""
+    last_total: int
+    """Rollouts with the error `last`."""
+
+    def __str__(self) -> str:
+        plural = "" if self.total == 1 else "s"
+        times = "" if self.total == 1 else f" ({self.last_total} times)"
+        return f"{self.total} rollout{plural} failed; the last error{times}: {self.last}"
+
+
 class StepRow(NamedTuple):
     """One recorded step."""
 
@@ -217,6 +232,14 @@ class Ledger:
     def outcome_counts(self) -> dict[str, int]:
         """Count rollouts by outcome: "trained", or the reason why they were dropped."""
         return dict(self._query("SELECT coalesce(reason, outcome), count(*) FROM rollouts GROUP BY 1 ORDER BY 2 DESC"))
+
+    def errors(self) -> RolloutErrors | None:
+        """Return how many rollouts ended in an error, and the last error; None if there is none."""
+        rows = self._query(
+            "SELECT error, count(*) FROM rollouts WHERE error IS NOT NULL GROUP BY error"
+            " ORDER BY max(step) DESC, 2 DESC, 1"
+        )
+        return RolloutErrors(sum(count for _, count in rows), *rows[0]) if rows else None
 
     # -- finished rollouts --------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from keel.rollout.environments.environment import close_environments
 from keel.rollout.episode_runner import EpisodeRunner, build_environments
 from keel.rollout.policy_client import derive_seed
 from keel.rollout.rendering.renderer import Renderer
-from keel.rollout.scheduler.accounts import NothingToTrain, RolloutBatch, TasksExhausted
+from keel.rollout.scheduler.accounts import NothingToTrain, RolloutBatch, RolloutFailures, TasksExhausted
 from keel.rollout.scheduler.scheduler import Scheduler
 from keel.run import records, scoring
 from keel.run.engine_factory import PublishingEngine, open_engine
@@ -74,6 +74,7 @@ class TrainingRun:
         self.checkpoints = Checkpoints(folder.checkpoints, settings.checkpoints)
         self.step = self.version = self._saved_step = 0
         self._stopping, self._mismatch_count = False, 0
+        self._failures_shown = RolloutFailures()
         self._rank_processes = RankProcesses(settings.trainer, rank_info)
         self._threads = torch.get_num_threads()
         self._live_status = LiveStatus(folder.path)
@@ -93,7 +94,10 @@ class TrainingRun:
         self.callback.notice(f"finishing step {self.step + 1}; interrupt again to stop immediately")
 
     async def train(self) -> None:
-        """Train from the current step to the end, or until `stop` is called."""
+        """Train from the current step to the end, or until `stop` is called.
+
+        If no optimizer step was taken because every rollout failed, the status in the ledger is "failed".
+        """
         self.ledger.set_status("running")
         try:
             retain_freed_memory(self.settings.trainer.retain_freed_memory)
@@ -117,7 +121,10 @@ class TrainingRun:
         finally:
             self._live_status.remove()
             torch.set_num_threads(self._threads)
-        self.ledger.set_status("finished" if self._is_complete else "stopped")
+        if self._is_complete and (problem := scoring.all_rollouts_failed(self.ledger)):
+            self.ledger.set_status("failed", problem)
+        else:
+            self.ledger.set_status("finished" if self._is_complete else "stopped")
 
     @property
     def _is_complete(self) -> bool:
@@ -178,9 +185,14 @@ class TrainingRun:
 
     async def _next_batch(self, scheduler: Scheduler, engine: PublishingEngine) -> RolloutBatch:
         """Return the next batch; a publication may be in flight meanwhile."""
+
+        def status() -> str:
+            self._show_failures(scheduler.failures)
+            return f"sampling: {scheduler.status()}"
+
         try:
             return await self._await_with_status(
-                lambda: f"sampling: {scheduler.status()}",
+                status,
                 engine.run_alongside(scheduler.next_batch(self.version)),
                 progress_mark=lambda: ("completed", scheduler.completed),
             )
@@ -188,6 +200,14 @@ class TrainingRun:
             rows = scoring.dropped_rows(halt.batch.dropped)
             self.ledger.write_dropped(self.step, scoring.outcomes(rows), self._resume_state(scheduler.snapshot()))
             raise
+        finally:
+            self._show_failures(scheduler.failures)
+
+    def _show_failures(self, failures: RolloutFailures) -> None:
+        """Report failed rollouts to the callback, if there are new ones."""
+        if failures != self._failures_shown:
+            self._failures_shown = failures
+            self.callback.rollouts_failed(failures.total, failures.last_error)
 
     async def _train_batch(self, rows: list[SampleRecord]) -> StepReport | None:
         """Train on the batch and return the report; None if nothing is left to train on.

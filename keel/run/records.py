@@ -21,6 +21,7 @@ from keel.errors import StorageError
 from keel.training import StepReport
 
 _FLOAT_LIST = pa.list_(pa.float64())
+_FLOAT_MAP = pa.map_(pa.string(), pa.float64())
 
 SCHEMA = pa.schema(
     [
@@ -36,6 +37,8 @@ SCHEMA = pa.schema(
         ("reason", pa.string()),  # why it was dropped
         ("error", pa.string()),
         ("reward", pa.float64()),
+        ("reward_components", _FLOAT_MAP),  # of the rollout, as its environment returned them
+        ("environment_metrics", _FLOAT_MAP),  # EpisodeResult.metrics
         ("advantage", pa.float64()),
         ("turns", pa.int32()),
         ("seconds", pa.float64()),  # duration of the rollout
@@ -59,10 +62,14 @@ SCHEMA = pa.schema(
 
 ROLLOUT_COLUMNS = (
     *("group", "environment", "task_id", "member", "attempt", "sample"),
-    *("outcome", "reason", "error", "reward", "turns", "seconds", "ended_at"),
+    *("outcome", "reason", "error", "reward", "reward_components", "environment_metrics", "turns", "seconds"),
+    "ended_at",
 )
 """Columns that are fields of a `SampleRecord`."""
-COLUMNS_NOT_READ = ("seconds", "ended_at", "token_text", "logprobs", "dloss_dlogprob", "entropy", "drop_reason")
+COLUMNS_NOT_READ = (
+    *("reward_components", "environment_metrics", "seconds", "ended_at", "token_text"),
+    *("logprobs", "dloss_dlogprob", "entropy", "drop_reason"),
+)
 """Columns that training a step again does not need."""
 
 
@@ -82,6 +89,8 @@ class SampleRecord:
     reason: str | None = None
     error: str | None = None
     reward: float | None = None
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+    environment_metrics: Mapping[str, float] = field(default_factory=dict)
     turns: int = 0
     seconds: float | None = None
     ended_at: float | None = None
@@ -166,6 +175,7 @@ def write_step(
     for row in rows:
         values: dict[str, Any] = {"step": step, "version": version, "advantage": row.advantage}
         values |= {name: getattr(row, name) for name in ROLLOUT_COLUMNS}
+        values |= {name: list(values[name].items()) for name in ("reward_components", "environment_metrics")}
         if row.sequence is not None:
             lists = row.sequence.as_lists()
             values |= {name: lists[name] for name in ("split_reason", "temperature", "token_ids", "trainable")}

@@ -8,6 +8,7 @@ rollouts do not count in the baseline.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import pstdev
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from keel.config import AdvantageSettings
 from keel.errors import KeelError
 from keel.rollout.rollout import Rollout
+from keel.rollout.rollout_metrics import completion_metrics, environment_means, sample_metrics
 from keel.rollout.scheduler.accounts import RolloutBatch
 from keel.rollout.scheduler.groups import DroppedRollout, Group
 from keel.run.ledger import Ledger, RolloutOutcome
@@ -78,14 +80,24 @@ def outcomes(rows: Sequence[SampleRecord]) -> list[RolloutOutcome]:
 
 
 def batch_metrics(batch: RolloutBatch, rows: Sequence[SampleRecord], version: int) -> dict[str, float]:
-    """Return the metrics of a batch: rewards, staleness, and how many rollouts were dropped for which reason."""
-    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    """Return the metrics of a batch: rewards, completions, staleness, and dropped rollouts by reason.
+
+    Metrics of rollouts are over the rollouts without an error in the groups of the batch, also those of zero-variance
+    groups.
+    """
+    rollouts: list[Rollout] = [rollout for group in batch.groups for rollout in group.rollouts]
     metrics: dict[str, float] = {"groups": len(batch.groups), "rollouts": len(rollouts)}
     if rollouts:
         metrics["reward"] = _mean([rollout.reward for rollout in rollouts])
-    for name in dict.fromkeys(group.environment for group in batch.groups):
-        rewards = [r.reward for g in batch.groups if g.environment == name for r in g.rollouts]
-        metrics[f"reward/{name}"] = _mean(rewards)
+        metrics["reward_std"] = _std(rollouts)
+        metrics["reward_std_group"] = _mean([_std(group.rollouts) for group in batch.groups])
+    by_environment: dict[str, list[Rollout]] = {}
+    for group in batch.groups:
+        by_environment.setdefault(group.environment, []).extend(group.rollouts)
+    for name, members in by_environment.items():
+        metrics[f"reward/{name}"] = _mean([rollout.reward for rollout in members])
+        metrics |= environment_means(members, name)
+    metrics |= completion_metrics(rollouts) | sample_metrics(rollouts)
     staleness = [
         version - sampled
         for row in rows
@@ -124,11 +136,20 @@ def stop_if_nothing_trains(ledger: Ledger, step: int, max_empty_steps: int | Non
         return
     metrics = last[-1].metrics.items()
     reasons = [f"{name.removeprefix('dropped/')} {count:.0f}" for name, count in metrics if name.startswith("dropped/")]
+    errors = ledger.errors()
     raise KeelError(
         f"{max_empty_steps} steps in a row trained nothing (scheduler.max_empty_steps = {max_empty_steps}); dropped in"
-        f" the last one: {', '.join(reasons) or 'nothing'}; check the rewards, or set"
+        f" the last one: {', '.join(reasons) or 'nothing'}; {f'{errors}; ' if errors else ''}check the rewards, or set"
         ' advantages.zero_variance_groups = "train"'
     )
+
+
+def all_rollouts_failed(ledger: Ledger) -> str | None:
+    """Return an error message if no optimizer step was taken because every rollout of the run failed, else None."""
+    errors = ledger.errors()
+    if errors is None or any(row.stepped or row.metrics.get("rollouts") for row in ledger.steps()):
+        return None
+    return f"no optimizer step was taken: {errors}; fix the cause and start a new run"
 
 
 def _advantages(
@@ -160,8 +181,15 @@ def _rollout_rows(key: RolloutKey, rollout: Rollout | None, **fields: Any) -> li
         return [SampleRecord(*key, **fields)]
     fields = {"error": rollout.error, **fields, "reward": rollout.reward, "turns": rollout.turns}
     fields |= {"seconds": rollout.seconds, "ended_at": rollout.ended_at}
+    fields |= {"reward_components": rollout.reward_components, "environment_metrics": rollout.metrics}
     rows = [SampleRecord(*key, index, sample, **fields) for index, sample in enumerate(rollout.samples)]
     return rows or [SampleRecord(*key, **fields)]
+
+
+def _std(rollouts: Sequence[Rollout]) -> float:
+    """Return the population standard deviation of the rewards."""
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    return pstdev(rewards) if rewards else 0.0
 
 
 def _mean(values: Sequence[float | None]) -> float:

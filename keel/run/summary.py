@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from keel.rollout.rollout_metrics import ENVIRONMENT_METRICS, REWARD_COMPONENTS
 from keel.run.folder import RunFolder
 
 
@@ -20,11 +21,14 @@ def summarize_run(folder: RunFolder) -> str:
             f"training   reward {first:.2f} in the first {window} of {len(rewards)} steps, {last:.2f} in the last"
             f" ({seconds / len(rewards):.1f} s per step)"
         )
+    lines += _reported_lines([row.metrics for row in steps])
     lines += _token_lines([row.metrics for row in steps])
     outcomes = ledger.outcome_counts()
     trained = outcomes.pop("trained", 0)
     dropped = ", ".join(f"{reason} {count}" for reason, count in outcomes.items())
     lines.append(f"rollouts   {trained} trained; dropped: {dropped or 'none'}")
+    if errors := ledger.errors():
+        lines.append(f"errors     {errors}")
     lines.append(f"folder     {path}: run.db, rollouts/, metrics.parquet, checkpoints/, config.toml")
     return "\n".join(lines)
 
@@ -48,6 +52,21 @@ def _format_interval(metrics: Mapping[str, Any]) -> str:
     low, high = metrics.get("low"), metrics.get("high")
     interval = f" ({low:.2f} to {high:.2f})" if low is not None and high is not None else ""
     return f"{metrics['reward']:.2f}{interval}"
+
+
+def _reported_lines(steps: list[dict[str, float]]) -> list[str]:
+    """Return the means of reward components and environment metrics over the first and the last fifth of the steps."""
+    lines = []
+    for title, prefix in (("components", f"{REWARD_COMPONENTS}/"), ("metrics", f"{ENVIRONMENT_METRICS}/")):
+        parts = []
+        for name in dict.fromkeys(name for metrics in steps for name in metrics if name.startswith(prefix)):
+            values = [metrics[name] for metrics in steps if name in metrics]
+            window = max(len(values) // 5, 1)
+            first, last = (sum(part) / window for part in (values[:window], values[-window:]))
+            parts.append(f"{name.removeprefix(prefix)} {first:.3g} -> {last:.3g}")
+        if parts:
+            lines.append(f"{title:<10} {', '.join(parts)}")
+    return lines
 
 
 def _token_lines(steps: list[dict[str, float]]) -> list[str]:

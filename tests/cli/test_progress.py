@@ -194,8 +194,30 @@ def test_failed_episodes_are_shown_in_the_line_of_an_evaluation():
     assert out.getvalue().startswith("evaluated after step 10:")
 
 
+def test_a_log_reports_failed_rollouts_immediately_and_then_at_most_every_quiet_time():
+    clock = Clock()
+    log, out = make_log(clock)
+    for second in range(int(2 * QUIET_SECONDS)):
+        clock.now = float(second)
+        log.rollouts_failed(second + 1, f"KeyError: 'word'{HOSTILE} (mine.py:20)")
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("1 rollout failed; the last error: KeyError: 'word'\\x1b") and first.endswith(
+        "(mine.py:20)"
+    )
+    assert second.startswith("31 rollouts failed; the last error: KeyError")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # JSON
+
+
+def test_json_reports_failed_rollouts():
+    lines = []
+    log = RunJsonLog(lines.append, Clock())
+    log.rollouts_failed(54, "KeyError: 'word' (mine.py:20)")
+    log.rollouts_failed(55, "KeyError: 'word' (mine.py:20)")
+    (event,) = map(json.loads, lines)
+    assert event == {"event": "rollouts_failed", "count": 54, "last_error": "KeyError: 'word' (mine.py:20)"}
 
 
 def test_json_is_one_object_per_line_with_every_metric():
@@ -260,6 +282,21 @@ def test_the_table_fits_eighty_columns_and_a_small_window():
         small.step(step, METRICS)
     small.close()
     assert [line.split()[0] for line in drawn(small).splitlines()[2:5]] == ["13", "14", "15"]
+
+
+def test_the_terminal_shows_components_and_the_last_error_until_the_summary_has_them():
+    shown, _ = make_screen(height=9)
+    shown.started("demo", Path("runs/demo"), 100, 0)
+    for step in range(1, 6):
+        shown.step(step, METRICS | {"reward_components/sums/correct": 0.25, "reward_components/sums/style": 1e-3})
+    shown.rollouts_failed(54, "KeyError: '\x1b[2J' (mine.py:20)")
+    text = drawn(shown, height=9).splitlines()
+    assert [line.split()[0] for line in text[2:4]] == ["4", "5"]  # the window is small: two lines are for the notes
+    assert text[4] == "reward components: sums/correct 0.25, sums/style 0.001"
+    assert text[5] == "54 rollouts failed; the last error: KeyError: '\\x1b[2J' (mine.py:20)"
+    assert text[6].startswith("step 5/100")
+    shown.ended("errors     54 rollouts failed")
+    assert "54 rollouts failed" not in drawn(shown)
 
 
 def test_the_bar_is_removed_at_the_end():

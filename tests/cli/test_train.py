@@ -75,6 +75,23 @@ def test_a_stopped_run_is_resumed_by_the_command(tmp_path: Path, capsys: pytest.
     assert "rollouts   " in output and "tokens     " in output and f"view       keel lens {folder}\n" in output
 
 
+@pytest.mark.model
+def test_a_run_whose_rollouts_all_failed_exits_with_1_and_prints_the_last_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["train", write_recipe(tmp_path), "--run", str(tmp_path / "run"), "--steps", "2", "--evaluation.when=never"]
+    argv += ["--environments.larger_number.name=tests.run.test_scoring:Broken"]
+    assert main([*argv, "--scheduler.max_error_reschedule_attempts", "0"]) == 1
+    printed = capsys.readouterr()
+    error = r"LookupError: no judge for train \(test_scoring\.py:\d+\)"
+    assert re.search(rf"^\d+ rollouts failed; the last error: {error}$", printed.out, re.MULTILINE)
+    assert re.search(
+        rf"^errors     \d+ rollouts failed; the last error \(\d+ times\): {error}$", printed.out, re.MULTILINE
+    )
+    assert re.match(rf"keel: no optimizer step was taken: \d+ rollouts failed; .*{error}; fix the cause", printed.err)
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 1
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -174,6 +174,15 @@ def test_an_invalid_result_is_an_exception(result, error_message):
     assert error_message in rollout.error
 
 
+def test_names_of_components_become_text_and_values_floats():
+    async def numbered(task, policy):
+        await one_turn(task, policy)
+        return EpisodeResult(1, {1: True}, {2: 3})
+
+    rollout = run(numbered, "x" + END)
+    assert (rollout.reward_components, rollout.metrics) == ({"1": 1.0}, {"2": 3.0})
+
+
 def test_a_plain_number_is_a_valid_result():
     async def plain(task, policy):
         await one_turn(task, policy)

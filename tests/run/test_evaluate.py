@@ -144,7 +144,8 @@ class Digest:
 
     async def episode(self, task, client):
         reply = await client.chat([{"role": "user", "content": task.id}])
-        return EpisodeResult(sum(reply.generation.token_ids) % 97 / 97)
+        reward = sum(reply.generation.token_ids) % 97 / 97
+        return EpisodeResult(reward, {"digest": reward, "bonus": 0}, {"tokens": len(reply.generation.token_ids)})
 
 
 def run(environment, engine=None, **options):
@@ -244,6 +245,25 @@ def test_metrics_omit_unknown_values():
     assert {"pass@1", "pass@1/low", "pass@1/high", "tasks", "samples", "seconds"} <= metrics.keys()
 
 
+def test_means_of_components_are_over_the_episodes_that_reported_them():
+    class Parts(Finite):
+        async def episode(self, task, client):
+            result = await super().episode(task, client)
+            number = task.data["number"]
+            return EpisodeResult(result.reward, {"half": number / 2} if number else {}, {"number": number})
+
+    def reward(number, _):
+        if number == 3:
+            raise RuntimeError("no judge")
+        return 1.0
+
+    result = run(Parts(reward))
+    means = {"reward_components/half": 0.75, "environment_metrics/number": 1.0}
+    assert result.environment_means == means
+    assert result.completions == {"completion_tokens": 2.0, "completion_tokens_max": 2.0, "truncated": 0.0}
+    assert result.scalars().items() >= {**means, "completion_tokens": 2.0, "truncated": 0.0}.items()
+
+
 def test_a_built_in_environment_gives_full_reward_to_correct_completions():
     environment = load_environment("larger_number", shots=0, digits=1)
 
@@ -315,6 +335,23 @@ def test_eval_is_reproducible_and_prints_a_table_with_intervals(tmp_path, capsys
     header = shown[0].splitlines()[1]
     assert all(title in header for title in ("environment", "reward", "95 % interval", "pass@1", "pass@2", "failed"))
     assert "4 x 2" in shown[0]
+
+
+def test_eval_prints_components_metrics_and_completion_lengths(tmp_path, capsys):
+    folder = make_run_folder(tmp_path)
+    (report,) = json.loads(run_eval(capsys, folder, "--json")[1])["evaluations"]
+    assert report["reward_components/digest"] == pytest.approx(report["reward"])
+    assert (report["reward_components/bonus"], report["environment_metrics/tokens"]) == (
+        0.0,
+        report["completion_tokens"],
+    )
+    printed = run_eval(capsys, folder)[1].splitlines()
+    assert printed[-3] == (
+        f"small: completions of {report['completion_tokens']:.1f} tokens on average, 4 at most;"
+        f" {report['truncated']:.1%} truncated"
+    )
+    assert printed[-2] == f"small: reward components digest {report['reward']:.3g}, bonus 0"
+    assert printed[-1] == f"small: metrics tokens {report['completion_tokens']:.3g}"
 
 
 def test_eval_of_a_lora_run_samples_with_its_adapter(tmp_path, capsys):

@@ -129,6 +129,8 @@ def make_group(
             rng.choice(COMPLETIONS).format(a=a, b=b, c=total, n=name, t=thing) for _ in range(paragraphs)
         )
         row = SampleRecord(**names, member=member, attempt=0, sample=0, reward=float(right[member]), turns=1)
+        row.reward_components = {"correct": float(right[member])}
+        row.environment_metrics = {"guess": float(total)}
         advantage = None if index == 0 else float(right[member]) - mean
         tokens = vocabulary.split(prompt), vocabulary.split(f"{completion}<|im_end|>")
         row.sequence = make_sample(*tokens, step, rng, advantage)

@@ -64,9 +64,13 @@ class Watcher(NullCallback):
         self.steps: dict[int, dict[str, float]] = {}
         self.evaluations: dict[int, EvaluationResult] = {}
         self.notices: list[str] = []
+        self.failures: list[tuple[int, str]] = []
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         self.steps[step] = dict(numbers)
+
+    def rollouts_failed(self, count: int, last_error: str) -> None:
+        self.failures.append((count, last_error))
 
     def evaluated(self, step: int, evaluation: EvaluationResult) -> None:
         self.evaluations[step] = evaluation

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.cli.display.console import console, write_stdout
+from keel.rollout.rollout_metrics import REWARD_COMPONENTS
 from keel.run.monitor.callbacks import RunCallback
 
 if TYPE_CHECKING:
@@ -83,6 +84,20 @@ class RunDisplay(RunCallback):
         self.close()
 
 
+class FailureNotice:
+    """Decides when a log reports failed rollouts: the first time, then at most every `QUIET_SECONDS`."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._last_time = -math.inf
+
+    def is_due(self) -> bool:
+        due = self._clock() - self._last_time >= QUIET_SECONDS
+        if due:
+            self._last_time = self._clock()
+        return due
+
+
 class StepPace:
     """Estimates the time left from the end times of the last steps."""
 
@@ -113,7 +128,7 @@ class RunScreen(RunDisplay):
         self._console = screen
         self._pace = StepPace(clock)
         self._rows: tuple[tuple[int, tuple[str, ...]], ...] = ()
-        self._status = ""
+        self._status = self._failures = self._components = ""
         self._last_step = self._total_steps = 0
         # a separate thread draws four times a second; the callbacks only change what it draws
         self._live = Live(console=screen, get_renderable=self._draw, refresh_per_second=4)
@@ -136,6 +151,10 @@ class RunScreen(RunDisplay):
         self._last_step = step
         # assigned as a new tuple, since the drawing thread may be reading the old one
         self._rows = (*self._rows, (step, tuple(column.format_cell(metrics) for column in COLUMNS)))[-TABLE_ROWS:]
+        self._components = escape_unprintable(format_components(metrics))
+
+    def rollouts_failed(self, count: int, last_error: str) -> None:
+        self._failures = _failure_line(count, last_error)
 
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         self._pace.restart()
@@ -146,6 +165,8 @@ class RunScreen(RunDisplay):
 
     def ended(self, summary: str) -> None:
         self._status, self._total_steps = "", 0  # the last drawing shows neither status nor bar
+        if summary:
+            self._failures = ""  # part of the summary
         self.close()
         if summary:
             self._console.print(Text(_escape_lines(summary)), soft_wrap=True)
@@ -161,10 +182,14 @@ class RunScreen(RunDisplay):
             header = column.title.replace(" ", "\n")
             table.add_column(header, justify="right", no_wrap=True, min_width=column.width)
         # in a small window show only the newest steps, so that the bar below them stays visible
-        for step, cells in self._rows[-max(1, self._console.height - 5) :]:
+        notes = [Text(self._components, style="dim", no_wrap=True, overflow="ellipsis")] if self._components else []
+        notes += [Text(self._failures, style="red")] if self._failures else []
+        note_lines = bool(self._components) + math.ceil(len(self._failures) / max(self._console.width, 1))
+        for step, cells in self._rows[-max(1, self._console.height - 5 - note_lines) :]:
             table.add_row(str(step), *cells)
         status = Text(self._status, style="dim", no_wrap=True, overflow="ellipsis")
-        return Group(*([table] if self._rows else []), *([self._progress_bar()] if self._total_steps else []), status)
+        bar = [self._progress_bar()] if self._total_steps else []
+        return Group(*([table] if self._rows else []), *notes, *bar, status)
 
     def _progress_bar(self) -> RenderableType:
         left = self._pace.seconds_left(self._total_steps - self._last_step)
@@ -184,6 +209,7 @@ class RunLog(RunDisplay):
         self._console = screen
         self._clock = clock
         self._pace = StepPace(clock)
+        self._failure_notice = FailureNotice(clock)
         self._total_steps = 0
         self._last_line_time = clock()
 
@@ -202,6 +228,10 @@ class RunLog(RunDisplay):
         cells = [f"{column.title} {column.format_cell(metrics):>{column.width}}" for column in COLUMNS]
         left = self._pace.seconds_left(self._total_steps - step)
         self._print("  ".join([step_number, *cells, f"left {'-' if left is None else format_duration(left)}"]))
+
+    def rollouts_failed(self, count: int, last_error: str) -> None:
+        if self._failure_notice.is_due():
+            self._print(_failure_line(count, last_error))
 
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         self._pace.restart()
@@ -225,6 +255,7 @@ class RunJsonLog(RunDisplay):
     def __init__(self, out: Callable[[str], None] | None = None, clock: Clock = time.monotonic) -> None:
         self._out = out or _write_and_flush
         self._clock = clock
+        self._failure_notice = FailureNotice(clock)
         self._last_line_time = -math.inf
 
     def started(self, name: str, folder: Path, steps: int, start_step: int) -> None:
@@ -236,6 +267,10 @@ class RunJsonLog(RunDisplay):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._emit("step", step=step, metrics=_replace_non_finite(metrics))
+
+    def rollouts_failed(self, count: int, last_error: str) -> None:
+        if self._failure_notice.is_due():
+            self._emit("rollouts_failed", count=count, last_error=last_error)
 
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         metrics = _replace_non_finite(evaluation.scalars())
@@ -270,6 +305,17 @@ def format_duration(seconds: float) -> str:
     if rounded < 3600:
         return f"{rounded // 60}m{rounded % 60:02d}s"
     return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
+
+
+def format_components(metrics: Mapping[str, float]) -> str:
+    """Format the means of the reward components of a step, or return an empty string if there are none."""
+    prefix = f"{REWARD_COMPONENTS}/"
+    parts = [f"{name.removeprefix(prefix)} {value:.3g}" for name, value in metrics.items() if name.startswith(prefix)]
+    return f"reward components: {', '.join(parts)}" if parts else ""
+
+
+def _failure_line(count: int, last_error: str) -> str:
+    return escape_unprintable(f"{count} rollout{'' if count == 1 else 's'} failed; the last error: {last_error}")
 
 
 def _start_line(name: str, folder: Path, steps: int, start_step: int) -> str:

@@ -21,6 +21,7 @@ from keel.cli.display.console import console, write_stdout
 from keel.cli.display.progress import escape_unprintable, format_interval
 from keel.cli.modules import add_module_folders
 from keel.errors import ConfigError
+from keel.rollout.rollout_metrics import ENVIRONMENT_METRICS, REWARD_COMPONENTS
 
 if TYPE_CHECKING:
     from keel.config import EnvironmentSettings, RunSettings, Sampling
@@ -261,8 +262,27 @@ def print_evaluations(target: EvaluationTarget, evaluations: "list[EvaluationRes
     screen.print(Text(escape_unprintable(target.weights) + step), soft_wrap=True)
     screen.print(table)
     for result in evaluations:
+        for line in _detail_lines(result):
+            screen.print(Text(escape_unprintable(line)), soft_wrap=True)
         if result.failed_episodes:
             screen.print(
                 Text(escape_unprintable(f"{result.environment}: first failure: {result.first_error}")),
                 soft_wrap=True,
             )
+
+
+def _detail_lines(result: "EvaluationResult") -> Iterator[str]:
+    """Yield the lengths of the completions, and the means of what the environment reported."""
+    if lengths := result.completions:
+        yield (
+            f"{result.environment}: completions of {lengths['completion_tokens']:.1f} tokens on average,"
+            f" {lengths['completion_tokens_max']:.0f} at most; {lengths['truncated']:.1%} truncated"
+        )
+    for prefix, title in ((f"{REWARD_COMPONENTS}/", "reward components"), (f"{ENVIRONMENT_METRICS}/", "metrics")):
+        means = [
+            f"{name.removeprefix(prefix)} {value:.3g}"
+            for name, value in result.environment_means.items()
+            if name.startswith(prefix)
+        ]
+        if means:
+            yield f"{result.environment}: {title} {', '.join(means)}"

@@ -46,7 +46,9 @@ def add(subparsers: Any) -> None:
         description="Train with RECIPE, a TOML file or the name of a packaged recipe, and overrides.\n"
         "Everything the run writes is in its folder.\n"
         "After a crash, a kill or Ctrl-C, --resume continues from the last recorded step.\n\n"
-        "Without a recipe, --dataset and --reward are enough: a row is a prompt whose completion the reward scores.",
+        "Without a recipe, --dataset and --reward are enough: a row is a prompt whose completion the reward scores.\n\n"
+        "The exit code is 0 if the run ended or was stopped, 1 if every rollout failed and nothing trained, and 2\n"
+        "after an error.",
         epilog="examples:\n  keel train larger_number\n"
         "  keel train larger_number --steps 5 --objective.name ipo_kl --run runs/ipo\n"
         "  keel train --dataset train.jsonl --reward my_rewards:reward --model smollm2-135m\n"
@@ -173,14 +175,14 @@ def _open_run_folder(args: argparse.Namespace, rank_info: "RankInfo | None") -> 
 def _train(
     folder: "RunFolder", json: bool, metrics_listener: MetricsListener | None, rank_info: "RankInfo | None"
 ) -> int:
-    from keel.cli.display.progress import make_run_display
+    from keel.cli.display.progress import escape_unprintable, make_run_display
     from keel.run.event_loop import run_to_completion
     from keel.run.loop import TrainingRun
     from keel.run.monitor.callbacks import CallbackList
     from keel.run.monitor.sinks import open_sinks
     from keel.run.summary import summarize_run
 
-    summary = ""
+    summary, problem = "", None
     with _serve_metrics(metrics_listener) as exporter:
         display = make_run_display(json=json)
         # the display comes last, so that it can still show notices of sinks that are closing
@@ -191,12 +193,18 @@ def _train(
             training_run = TrainingRun(folder, callbacks, on_hang=_exit_hung_run, rank_info=rank_info)
             run_to_completion(_train_until_signal(training_run))
             summary = summarize_run(folder) + f"\nview       keel lens {folder.path}"
-            if folder.ledger.get_meta("status") == "stopped":
+            status = folder.ledger.get_meta("status")
+            if status == "stopped":
                 summary += (
                     f"\nstopped    after step {training_run.step}; resume with: keel train --resume {folder.path}"
                 )
+            elif status == "failed":
+                problem = folder.ledger.get_meta("why")
         finally:
             callbacks.ended(summary)
+    if problem is not None:
+        sys.stderr.write(f"keel: {escape_unprintable(problem)}\n")
+        return 1
     return 0
 
 

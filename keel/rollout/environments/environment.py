@@ -41,8 +41,9 @@ class EpisodeResult:
 
     reward: float
     reward_components: Mapping[str, float] = field(default_factory=dict)
-    """Named parts of the reward, for the record."""
+    """Named parts of the reward: recorded per rollout, and averaged as `reward_components/ENVIRONMENT/NAME`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other values: recorded per rollout, and averaged as `environment_metrics/ENVIRONMENT/NAME`."""
 
 
 @runtime_checkable
@@ -128,7 +129,7 @@ def _validate_result(result: Any) -> EpisodeResult:
         if not math.isfinite(value):
             raise ValueError(f"{name} = {value} is not finite")
     floats = [
-        {name: float(value) for name, value in part.items()} for part in (result.reward_components, result.metrics)
+        {str(name): float(value) for name, value in part.items()} for part in (result.reward_components, result.metrics)
     ]
     return EpisodeResult(float(result.reward), *floats)
 

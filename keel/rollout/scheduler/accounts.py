@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from keel.errors import KeelError
 from keel.rollout.scheduler.groups import DroppedRollout, DropReason, Group
@@ -41,6 +42,13 @@ class NothingToTrain(KeelError):
         """Counts of rollouts dropped since the last batch that trained, by reason."""
 
 
+class RolloutFailures(NamedTuple):
+    """How many rollouts failed, retried or not, and the last error."""
+
+    total: int = 0
+    last_error: str = ""
+
+
 class SchedulerAccounts:
     """Keeps dropped rollouts until they are drained, counters per batch, and reasons since the last non-empty batch."""
 
@@ -52,6 +60,8 @@ class SchedulerAccounts:
         """Consecutive batches with nothing to train on."""
         self.last_error: str | None = None
         """The error of the last rollout that failed since a batch was cut."""
+        self.failures = RolloutFailures()
+        """Failed rollouts since the scheduler was created."""
 
     def record_drop(self, dropped: DroppedRollout) -> None:
         self.dropped.append(dropped)

@@ -14,7 +14,13 @@ from typing import Any, Self
 
 from keel.config import SchedulerSettings
 from keel.errors import FatalEnvironmentError, KeelError, StorageError
-from keel.rollout.scheduler.accounts import RolloutBatch, SchedulerAccounts, SchedulerClosed, TasksExhausted
+from keel.rollout.scheduler.accounts import (
+    RolloutBatch,
+    RolloutFailures,
+    SchedulerAccounts,
+    SchedulerClosed,
+    TasksExhausted,
+)
 from keel.rollout.scheduler.group_queue import GroupQueue
 from keel.rollout.scheduler.groups import (
     DroppedRollout,
@@ -121,6 +127,11 @@ class Scheduler:
     def drain_dropped(self) -> list[DroppedRollout]:
         """Return the rollouts dropped so far, instead of emitting them with the next batch."""
         return self._accounts.drain()
+
+    @property
+    def failures(self) -> RolloutFailures:
+        """Failed rollouts since the scheduler was created."""
+        return self._accounts.failures
 
     def status(self) -> SchedulerStatus:
         """Return what is in progress; takes time proportional to the queue and the rollouts in flight."""
@@ -350,6 +361,7 @@ class Scheduler:
     def _on_failure(self, slot: RolloutSlot, rollout: Any, kind: DropReason, error: str | None) -> None:
         group, limit = slot.group, self.settings.max_error_reschedule_attempts
         self._accounts.counts["failed"] += 1
+        self._accounts.failures = RolloutFailures(self._accounts.failures.total + 1, error or kind)
         slot.failures += 1
         if limit is None or slot.failures <= limit:
             self._accounts.record_drop(slot.to_dropped(kind, error, rollout))

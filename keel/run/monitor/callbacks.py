@@ -24,6 +24,9 @@ class RunCallback(Protocol):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is trained and recorded. Metric names are those of `steps.metrics` in the ledger."""
 
+    def rollouts_failed(self, count: int, last_error: str) -> None:
+        """Rollouts have failed: `count` since the run was started or resumed, retried or not; and the last error."""
+
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         """One environment was evaluated after that step; 0: before the first step."""
 
@@ -44,6 +47,9 @@ class NullCallback:
         pass
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def rollouts_failed(self, count: int, last_error: str) -> None:
         pass
 
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
@@ -73,6 +79,10 @@ class CallbackList:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         for callback in self.callbacks:
             callback.step(step, metrics)
+
+    def rollouts_failed(self, count: int, last_error: str) -> None:
+        for callback in self.callbacks:
+            callback.rollouts_failed(count, last_error)
 
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         for callback in self.callbacks:

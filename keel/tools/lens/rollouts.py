@@ -52,7 +52,8 @@ FROM {{files}} WHERE "group" = ? ORDER BY member, attempt, sample LIMIT ? OFFSET
 
 SAMPLE_QUERY = """
 SELECT "group", member, attempt, sample, version, environment, task_id, outcome, reason,
-    left(error, 2000) AS error, reward, advantage, turns, split_reason, temperature,
+    left(error, 2000) AS error, COLUMNS('^(reward|reward_components|environment_metrics)$'), advantage, turns,
+    split_reason, temperature,
     coalesce(len(token_ids), 0) AS length,
     list_slice(token_ids, $first, $last) AS token_ids,
     list_transform(list_slice(token_text, $first, $last), lambda p: left(p, $max_characters)) AS token_text,

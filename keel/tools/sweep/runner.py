@@ -184,7 +184,10 @@ def run_trial(
                 asyncio.run(run.train())
             finally:
                 callback.ended("")
-            return TrialOutcome("finished" if folder.ledger.get_meta("status") == "finished" else "stopped")
+            status = folder.ledger.get_meta("status")
+            if status == "failed":
+                return TrialOutcome("failed", folder.ledger.get_meta("why") or "")
+            return TrialOutcome("finished" if status == "finished" else "stopped")
         finally:
             folder.close()
     except Exception as error:  # noqa: BLE001 - an error in one trial must not stop the others

@@ -186,6 +186,18 @@ def test_a_rollout_can_be_read_with_the_keyboard(window: Browser, address: str) 
 
 @pytest.mark.browser
 @needs_browser
+def test_a_rollout_shows_its_reward_components_and_metrics(window: Browser, address: str) -> None:
+    show(window, address, "run=first&step=3", "tokens")
+    window.wait("return document.querySelector('.t.dropped') !== null")
+    facts = window.run("return document.querySelector('.about').innerText")
+    reward = re.search(r"reward\s+([01])\b", facts)
+    assert reward is not None
+    assert re.search(rf"components\s+correct {reward[1]}\b", facts)
+    assert re.search(r"metrics\s+guess \d+", facts)
+
+
+@pytest.mark.browser
+@needs_browser
 def test_pointing_at_a_token_shows_its_numbers(window: Browser, address: str) -> None:
     show(window, address, "run=first&step=3", "tokens")
     window.wait("return document.querySelector('.t.dropped') !== null")

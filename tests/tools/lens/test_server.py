@@ -293,6 +293,23 @@ def test_the_pages_of_a_sample_join_to_the_complete_sample(world: Path, lens: Le
         assert [value for page in pages for value in page[column]] == row[column]
 
 
+def test_a_sample_has_its_reward_components_unless_its_file_is_older(world: Path, tmp_path: Path) -> None:
+    shutil.copytree(world / "a", tmp_path / "a")
+    sample = {"run": "a", "step": 2, "group": "sums/201", "member": 0, "attempt": 0, "sample": 0}
+    opened = Lens(tmp_path)
+    try:
+        read = query(opened, "sample", **sample)
+        assert read["reward_components"] == {"correct": read["reward"]}
+        assert read["environment_metrics"].keys() == {"guess"}
+        path = tmp_path / "a/rollouts/step_000002.parquet"
+        older = pq.read_table(path).drop_columns(["reward_components", "environment_metrics"])
+        pq.write_table(older, path)
+        again = query(opened, "sample", **sample)
+        assert "reward_components" not in again and again["reward"] == read["reward"]
+    finally:
+        opened.close()
+
+
 def test_a_failed_rollout_has_an_error_and_no_tokens(lens: Lens) -> None:
     result = query(lens, "sample", run="a", step=1, group="sums/101", member=3, attempt=0, sample=-1)
     assert (result["reason"], result["length"], result["token_ids"]) == ("failed", 0, None)

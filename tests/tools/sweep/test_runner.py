@@ -172,6 +172,20 @@ def test_a_failed_trial_is_reported_and_the_others_continue(
     assert math.isnan(fine.measures["evaluation"])
 
 
+@pytest.mark.process
+def test_a_trial_whose_rollouts_all_failed_is_a_failed_trial(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = recipe(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    args = ["--set", "environments.larger_number.name=tests.run.test_scoring:Broken,tests.run.test_scoring:Parts"]
+    args += ["--steps", "1", "--evaluation.when", "never", "--scheduler.max_error_reschedule_attempts", "0"]
+    assert main(["sweep", str(path), *args]) == 1
+    assert "failed: no optimizer step was taken: " in " ".join(capsys.readouterr().out.split())
+    failed, fine = read_results(SweepPlan.read(tmp_path / "runs" / "tiny-sweep")).trials
+    assert (failed.status, fine.status) == ("failed", "finished")
+
+
 @pytest.mark.faults
 def test_a_killed_process_is_a_failed_trial_that_can_be_resumed(tmp_path: Path) -> None:
     def kill(trial: Trial, step: int) -> None:

@@ -8,6 +8,12 @@ const COLOUR_MODES = [["reason", "drop reason"], ["ratio", "ratio"], ["advantage
 const TOKEN_FILTERS = [["any", "all"], ["dropped", "dropped"], ["positive", "dropped, A > 0"], ["negative", "dropped, A < 0"], ["low", "dropped low"], ["high", "dropped high"], ["trained", "trained"]];
 const PAGE_TOKENS = 2000;
 
+/** The values by name as one text, null without any: `correct 1, called 0.1`. */
+function listValues(values) {
+  const parts = Object.entries(values ?? {}).map(([name, value]) => `${name} ${formatNumber(value)}`);
+  return parts.length ? parts.join(", ") : null;
+}
+
 /** The strength of each colour for a token, from -1 to 1; null where the token has no such number. */
 const COLOUR_VALUES = {
   reason: (token) => (token.status === null ? null : token.dropped ? (token.high ? 1 : -1) : 0),
@@ -105,7 +111,8 @@ export function createReader(page) {
     const facts = [
       ["rollout", `${sample.group}/${sample.member}${sample.attempt ? `, attempt ${sample.attempt}` : ""}${sample.sample > 0 ? `, sample ${sample.sample}` : ""}`],
       ["task", sample.task_id], ["outcome", sample.outcome + (sample.reason ? `: ${sample.reason}` : "")],
-      ["reward", formatNumber(sample.reward)], ["advantage", formatNumber(sample.advantage)], ["turns", sample.turns || null],
+      ["reward", formatNumber(sample.reward)], ["components", listValues(sample.reward_components)],
+      ["metrics", listValues(sample.environment_metrics)], ["advantage", formatNumber(sample.advantage)], ["turns", sample.turns || null],
       ["tokens", `${formatNumber(trainable)} of ${formatNumber(sample.length)} from the policy, ${formatNumber(dropped)} dropped`],
       ["split reason", sample.split_reason === "start" ? null : sample.split_reason], ["error", sample.error],
     ];
