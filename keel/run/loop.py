@@ -295,7 +295,7 @@ class TrainingRun:
         self._watchdog.set_activity(f"loading {settings.model.name}")
         self.trainer = Trainer(
             settings.model,
-            settings.trainer,
+            settings.trainer_with_schedule,
             teacher=settings.teacher,
             seed=settings.seed,
             world=self._rank_processes.join(),

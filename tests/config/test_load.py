@@ -317,6 +317,50 @@ def test_errors_between_tables_use_full_setting_names(overrides: list[str], mess
     assert error_message(None, *overrides) == message
 
 
+SCHEDULE = "--trainer.optimizer.lr_schedule=cosine"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "length"),
+    [
+        ([], 100),
+        (["--steps=30"], 30),
+        (["--steps=30", "--trainer.optimizer_steps=4"], 120),
+        # a batch of 8 groups takes at most 8 optimizer steps
+        (["--steps=30", "--trainer.optimizer_steps=12"], 240),
+        (["--steps=30", "--trainer.optimizer.total_steps=50"], 50),
+    ],
+)
+def test_the_schedule_is_as_long_as_the_run_by_default(overrides: list[str], length: int) -> None:
+    settings = load_settings(overrides=[SCHEDULE, *overrides]).settings
+    assert settings.trainer_with_schedule.optimizer.total_steps == length
+
+
+def test_a_constant_learning_rate_has_no_length() -> None:
+    settings = load_settings().settings
+    assert settings.trainer_with_schedule is settings.trainer
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["--steps=30", "--trainer.optimizer_steps=2", "--trainer.optimizer.total_steps=30"],
+            "trainer.optimizer.total_steps = 30 ends the learning-rate schedule before the run: steps = 30 with"
+            " trainer.optimizer_steps = 2 takes up to 60 optimizer steps; remove total_steps, which then follows the"
+            " run, or set it to at least 60",
+        ),
+        (
+            ["--steps=30", "--trainer.optimizer.warmup_steps=30"],
+            "trainer.optimizer.warmup_steps = 30 must be below the length of the learning-rate schedule: steps = 30"
+            " with trainer.optimizer_steps = 1 takes up to 30 optimizer steps",
+        ),
+    ],
+)
+def test_a_schedule_that_ends_before_the_run_is_an_error(overrides: list[str], message: str) -> None:
+    assert error_message(None, SCHEDULE, *overrides) == message
+
+
 def test_an_error_in_the_sampling_of_an_environment_uses_its_full_name() -> None:
     for name in ("sampling", "environments.arithmetic.sampling"):
         settings = load_settings(overrides=["--environments.arithmetic.weight=1", f"--{name}.top_p=0.5"]).settings
