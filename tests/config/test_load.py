@@ -263,6 +263,68 @@ def test_a_renamed_key_no_longer_exists_and_its_new_name_does(old: str, new: str
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--num_generations=8", "num_generations is not a setting; Keel's name is scheduler.group_size"),
+        (
+            "--objective.beta=0.04",
+            "objective.beta is not a setting; Keel's name is objective.reference_kl_coef (a KL term in the loss)",
+        ),
+        (
+            "--objective={name = 'grpo', epsilon = 0.2}",
+            "objective.epsilon is not a setting; Keel's name is objective.eps (with a clipped preset such as"
+            ' objective.name = "grpo")',
+        ),
+        ("--rollout.n=8", "rollout.n is not a setting; Keel's name is scheduler.group_size"),
+        ("--n-samples-per-prompt=8", "n-samples-per-prompt is not a setting; Keel's name is scheduler.group_size"),
+        ("--model.base_model=tiny", "model.base_model is not a setting; Keel's name is model.name"),
+        (
+            "--algorithm.kl_ctrl.kl_coef=0.1",
+            "algorithm.kl_ctrl.kl_coef is not a setting; Keel's name is objective.kl_penalty_coef (a KL penalty in the"
+            " advantages)",
+        ),
+        (
+            "--actor={ppo_epochs = 2, optim = {lr = 1e-6}}",
+            "actor.ppo_epochs is not a setting; Keel trains on every batch once; trainer.optimizer_steps divides a"
+            " batch among several optimizer steps\n"
+            "actor.optim.lr is not a setting; Keel's name is trainer.optimizer.lr",
+        ),
+        ("--eval.n=4", "eval.n is not a setting; Keel's name is evaluation.samples_per_task"),
+    ],
+)
+def test_a_setting_of_another_system_is_answered_with_the_name_in_keel(override: str, message: str) -> None:
+    assert error_message(None, override) == message
+
+
+def test_all_unknown_settings_of_a_file_are_named_together(toml: Path) -> None:
+    toml.write_text("learning_rate = 1e-6\nnum_generations = 8\nstpes = 3\n")
+    assert error_message(toml).splitlines() == [
+        "learning_rate is not a setting; Keel's name is trainer.optimizer.lr",
+        "num_generations is not a setting; Keel's name is scheduler.group_size",
+        "stpes is not a setting; did you mean steps?",
+    ]
+
+
+@pytest.mark.parametrize(("setting", "words"), [(setting, words) for setting, _, words in renamed.OTHER_SYSTEMS])
+def test_the_words_of_other_systems_lead_to_settings_that_exist(setting: str, words: str) -> None:
+    table, _, name = setting.rpartition(".")
+    if table == "objective" and name != "name":
+        assert name in {*PRESET_PARAMETERS, *COMMON_NAMES}
+    else:
+        assert not setting or setting_exists(setting.replace("NAME", "*"))
+    for word in words.split():
+        message = error_message(None, f"--unknown.{word}=1")
+        assert message.startswith(f"unknown.{word} is not a setting; ")
+        assert f"Keel's name is {setting}" in message if setting else "Keel's name" not in message
+
+
+def test_a_word_of_other_systems_has_one_setting() -> None:
+    words = [word for _, _, words in renamed.OTHER_SYSTEMS for word in words.split()]
+    assert len(words) == len(set(words))
+    assert not [word for word in words if setting_exists(word)]
+
+
+@pytest.mark.parametrize(
     ("table", "old", "new"),
     [
         ('gates = [{on = "ratio", high = 2.0}]', "gates.0.on", "gates.0.statistic"),
