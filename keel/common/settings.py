@@ -106,7 +106,7 @@ def to_config_error(
             # a request or an option names only the first: its sender may have written any number of them
             for key in context["keys"] if of_run else context["keys"][:1]:
                 value = item["input"].get(key) if isinstance(item["input"], Mapping) else None
-                lines += _unknown_lines(label((*path, key)), key, value, context["known"], of_run)
+                lines += _unknown_lines(label((*path, key)), key, value, context["known"], of_run=of_run)
         elif item["type"] == "keel":
             shown = {
                 field: f"{label((*path, *field.split('.')))} = {_toml_value(value)}"
@@ -126,12 +126,28 @@ def to_config_error(
     return ConfigError("\n".join(dict.fromkeys(lines)))
 
 
+def unknown_setting_error(name: str, known: Iterable[str]) -> ConfigError:
+    """Return the error for a name that is not a setting of a run; `known` are the full names of all settings."""
+    hints = [
+        *_renamed_lines(name, None),
+        *(f"{name} is not a setting; {hint}" for _, hint in other_system_hints(name, None)),
+    ]
+    if hints:
+        return ConfigError(hints[0])
+    # a typo in a full name, or in its last part, which stands for the shortest name that ends with it
+    by_length = sorted(known, key=len, reverse=True)
+    full_names = {written: full for full in by_length for written in (full.rpartition(".")[2], full)}
+    close = difflib.get_close_matches(name, full_names, n=1, cutoff=0.7)
+    hint = f"did you mean {full_names[close[0]]}?" if close else "`keel config --explain` lists all settings"
+    return ConfigError(f"{name} is not a setting; {hint}")
+
+
 def _fill_fields(sentence: str, shown: Mapping[str, str]) -> str:
     """Replace each `{field}` that is in `shown`. Other braces are part of the user's text."""
     return _FIELD.sub(lambda match: shown.get(match[1], match[0]), sentence)
 
 
-def _unknown_lines(name: str, key: str, value: Any, known: Iterable[str], of_run: bool) -> list[str]:
+def _unknown_lines(name: str, key: str, value: Any, known: Iterable[str], *, of_run: bool) -> list[str]:
     """Return the lines about an unknown key: its new name, Keel's name for it, or the closest name."""
     if lines := _renamed_lines(name, value):
         return lines
