@@ -145,6 +145,7 @@ class TrainingRun:
         if self.synchronous:
             await engine.clear_prefix_cache()
         batch = await self._next_batch(scheduler, engine)
+        self.folder.sampled = True
         scheduler_state = scheduler.snapshot()  # of everything outside the batch
         sampled = time.monotonic()
         rows = scoring.score_batch(batch, self.settings.advantages, self._moving_baseline)

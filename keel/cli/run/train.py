@@ -84,11 +84,16 @@ def run(args: argparse.Namespace) -> int:
     if args.allow_changes and args.resume is None:
         raise ConfigError("--allow-changes has no effect without --resume")
     add_module_folders(args.recipe, args.resume)
-    # the port is bound before the folder is created, so that an error leaves no folder behind
+    # bound first, so that no folder is created if the port is in use
     with _bind_metrics_port(args) as metrics_listener:
         folder = _open_run_folder(args, rank_info)
         try:
             return _train(folder, args.json, metrics_listener, rank_info)
+        except Exception as error:
+            # a start that failed leaves no folder behind, unless the error says to rerun with --resume
+            if not isinstance(error, _resumable_errors()):
+                folder.discard_if_unused()
+            raise
         finally:
             folder.close()
 
@@ -114,6 +119,13 @@ def _run_rank_worker(rank_info: "RankInfo") -> int:
         signal.signal(number, signal.SIG_IGN)
     run_rank_worker(rank_info)
     return 0
+
+
+def _resumable_errors() -> tuple[type[Exception], ...]:
+    from keel.errors import StorageError
+    from keel.run.watchdog import RunStalled
+
+    return RunStalled, StorageError
 
 
 def _open_run_folder(args: argparse.Namespace, rank_info: "RankInfo | None") -> "RunFolder":
