@@ -105,6 +105,7 @@ class RunFolder:
             created._before = before
             return created
         except BaseException as error:
+            before.restore()
             lock.close()
             if isinstance(error, OSError):
                 raise StorageError(
