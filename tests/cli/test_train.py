@@ -15,6 +15,7 @@ from keel.config import EngineSettings, ModelSettings
 from keel.inference.local.local_engine import LocalEngine
 from keel.inference.server.allowed_paths import AllowedFolders
 from keel.inference.server.app import build_app
+from keel.run.watchdog import RunStalled
 from keel.training import load_model
 from tests.support.engine_fakes import serving
 from tests.support.tiny_runs import RECIPE, train
@@ -160,6 +161,18 @@ def test_a_failed_start_leaves_an_existing_folder_as_it_was(tmp_path: Path) -> N
     assert sorted(path.name for path in folder.rglob("*")) == ["checkpoints", "config.toml", "notes.txt"]
     assert (folder / "config.toml").read_text() == RECIPE
     assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_an_error_that_says_to_resume_keeps_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stall(*_: object) -> None:
+        raise RunStalled("no progress; fix the cause and rerun with --resume")
+
+    monkeypatch.setattr("keel.run.loop.TrainingRun._load", stall)
+    assert main(["train", write_recipe(tmp_path), "--run", str(tmp_path / "run")]) == 2
+    assert "rerun with --resume" in capsys.readouterr().err
+    assert (tmp_path / "run" / "run.db").is_file()
 
 
 @pytest.mark.model

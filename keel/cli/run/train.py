@@ -90,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
         try:
             return _train(folder, args.json, metrics_listener, rank_info)
         except Exception as error:
-            # a start that failed leaves no folder behind, unless the error says to rerun with --resume
-            if not isinstance(error, _resumable_errors()):
+            # a start that failed leaves no folder behind, unless the error (a stall, a full disk, a lost rank) says to
+            # rerun with --resume
+            if "--resume" not in str(error):
                 folder.discard_if_unused()
             raise
         finally:
@@ -119,13 +120,6 @@ def _run_rank_worker(rank_info: "RankInfo") -> int:
         signal.signal(number, signal.SIG_IGN)
     run_rank_worker(rank_info)
     return 0
-
-
-def _resumable_errors() -> tuple[type[Exception], ...]:
-    from keel.errors import StorageError
-    from keel.run.watchdog import RunStalled
-
-    return RunStalled, StorageError
 
 
 def _open_run_folder(args: argparse.Namespace, rank_info: "RankInfo | None") -> "RunFolder":
