@@ -8,17 +8,15 @@ import argparse
 import difflib
 import os
 import sys
-import types
 import typing
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
 from keel.cli import build_parser
 from keel.cli.display.objectives_markdown import render_markdown
 from keel.config import RunSettings
+from keel.config.setting_reference import describe_table, is_mapping, nested_settings
 from keel.config.simulate import SimulateSettings
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -27,7 +25,8 @@ SETTINGS_HEAD = """# Settings
 
 A recipe is a TOML file with these tables; every setting can be overridden on the command line, for example
 `keel train larger_number --scheduler.group_size 16`. Defaults < recipe < command line. `keel config FILE` prints the
-resolved settings and where each value came from. An unknown or renamed key is an error that names the right one.
+resolved settings and where each value came from, `keel config --explain NAME` describes a setting or a table in the
+terminal. An unknown or renamed key is an error that names the right one.
 
 """
 CLI_HEAD = """# Command line
@@ -48,8 +47,7 @@ def settings_page() -> str:
 def settings_sections(name: str, model: type[BaseModel]) -> typing.Iterator[str]:
     if name:
         yield f"## `[{name}]`\n\n"
-        # the docstring of the class, unless it inherits the one of its base
-        yield f"{one_line(model.__doc__)}\n\n" if model.__doc__ else ""
+        yield f"{escape(describe_table(name, model).description)}\n\n" if model.__doc__ else ""
     yield settings_table(model)
     for key, field in model.model_fields.items():
         for inner in nested_settings(field.annotation):
@@ -64,61 +62,13 @@ def settings_sections(name: str, model: type[BaseModel]) -> typing.Iterator[str]
 
 
 def settings_table(model: type[BaseModel]) -> str:
-    rows = []
-    for key, field in model.model_fields.items():
-        if nested_settings(field.annotation):
-            continue
-        required = field.default is PydanticUndefined and field.default_factory is None
-        default = field.get_default(call_default_factory=True) if not required else "required"
-        shown = "not set" if default is None else "required" if required else f"`{toml(default)}`"
-        rows.append(
-            f"| `{key}` | {escape(type_name(field.annotation))} | {escape(shown)} | {one_line(field.description)} |"
-        )
+    rows = [
+        f"| `{setting.name}` | {escape(setting.type)} | {escape(setting.default)} | {escape(setting.description)} |"
+        for setting in describe_table("", model, quote="`").settings
+    ]
     if not rows:
         return ""
     return "| setting | type | default | description |\n|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
-
-
-def nested_settings(annotation: Any) -> list[type[BaseModel]]:
-    """Return the settings classes inside an annotation such as `PoolSettings | None` or `dict[str, X]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if typing.get_origin(annotation) in (list, tuple):
-        return []
-    return [model for argument in typing.get_args(annotation) for model in nested_settings(argument)]
-
-
-def is_mapping(annotation: Any) -> bool:
-    return typing.get_origin(annotation) is dict
-
-
-def type_name(annotation: Any) -> str:
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return type_name(arguments[0])
-    if origin is typing.Literal:
-        return " or ".join(f"`{toml(value)}`" for value in arguments)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(type_name(one) for one in arguments if one is not type(None))
-    if origin is not None:
-        inner = ", ".join(type_name(one) for one in arguments if one is not Ellipsis)
-        return f"{'list' if origin is tuple else origin.__name__} of {inner}"
-    names = {"str": "string", "int": "integer", "bool": "boolean"}
-    return names.get(annotation.__name__, annotation.__name__) if isinstance(annotation, type) else str(annotation)
-
-
-def toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(toml(one) for one in value)}]"
-    return str(value)
-
-
-def one_line(text: str | None) -> str:
-    return escape(" ".join((text or "").split()))
 
 
 def escape(text: str) -> str:

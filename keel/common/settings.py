@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
-from keel.common.renamed_settings import renamed_keys_in, renamed_value
+from keel.common.renamed_settings import other_system_hints, renamed_keys_in, renamed_value
 from keel.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
@@ -73,10 +73,8 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _forbid_unknown_keys(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            for key in data:
-                if key not in cls.model_fields:
-                    raise PydanticCustomError("unknown", "{key}", {"key": str(key), "known": list(cls.model_fields)})
+        if isinstance(data, Mapping) and (unknown := [str(key) for key in data if key not in cls.model_fields]):
+            raise PydanticCustomError("unknown", "{keys}", {"keys": unknown, "known": list(cls.model_fields)})
         return data
 
 
@@ -85,11 +83,16 @@ def dotted_name(path: KeyPath) -> str:
 
 
 def to_config_error(
-    error: ValidationError, prefix: KeyPath = (), user_name_of: Callable[[KeyPath], str | None] = lambda _path: None
+    error: ValidationError,
+    prefix: KeyPath = (),
+    user_name_of: Callable[[KeyPath], str | None] = lambda _path: None,
+    *,
+    of_run: bool = False,
 ) -> ConfigError:
     """Convert all problems of one validation to a single error, with one line per problem.
 
-    `user_name_of` may map the path of a setting to the name under which the user wrote it.
+    `user_name_of` may map the path of a setting to the name under which the user wrote it. With `of_run`, these are
+    settings of a run, and a setting of another system is answered with Keel's name.
     """
 
     def label(path: KeyPath) -> str:
@@ -100,10 +103,10 @@ def to_config_error(
         path: KeyPath = tuple(part for part in item["loc"] if not _is_union_tag(part))
         context = item.get("ctx", {})
         if item["type"] == "unknown":
-            key = context["key"]
-            name = label((*path, key))
-            value = item["input"].get(key) if isinstance(item["input"], Mapping) else None
-            lines += _renamed_lines(name, value) or [f"{name} is not a setting; {suggest_name(key, context['known'])}"]
+            # a request or an option names only the first: its sender may have written any number of them
+            for key in context["keys"] if of_run else context["keys"][:1]:
+                value = item["input"].get(key) if isinstance(item["input"], Mapping) else None
+                lines += _unknown_lines(label((*path, key)), key, value, context["known"], of_run=of_run)
         elif item["type"] == "keel":
             shown = {
                 field: f"{label((*path, *field.split('.')))} = {_toml_value(value)}"
@@ -123,9 +126,34 @@ def to_config_error(
     return ConfigError("\n".join(dict.fromkeys(lines)))
 
 
+def unknown_setting_error(name: str, known: Iterable[str]) -> ConfigError:
+    """Return the error for a name that is not a setting of a run; `known` are the full names of all settings."""
+    hints = [
+        *_renamed_lines(name, None),
+        *(f"{name} is not a setting; {hint}" for _, hint in other_system_hints(name, None)),
+    ]
+    if hints:
+        return ConfigError(hints[0])
+    # a typo in a full name, or in its last part, which stands for the shortest name that ends with it
+    by_length = sorted(known, key=len, reverse=True)
+    full_names = {written: full for full in by_length for written in (full.rpartition(".")[2], full)}
+    close = difflib.get_close_matches(name, full_names, n=1, cutoff=0.7)
+    hint = f"did you mean {full_names[close[0]]}?" if close else "`keel config --explain` lists all settings"
+    return ConfigError(f"{name} is not a setting; {hint}")
+
+
 def _fill_fields(sentence: str, shown: Mapping[str, str]) -> str:
     """Replace each `{field}` that is in `shown`. Other braces are part of the user's text."""
     return _FIELD.sub(lambda match: shown.get(match[1], match[0]), sentence)
+
+
+def _unknown_lines(name: str, key: str, value: Any, known: Iterable[str], *, of_run: bool) -> list[str]:
+    """Return the lines about an unknown key: its new name, Keel's name for it, or the closest name."""
+    if lines := _renamed_lines(name, value):
+        return lines
+    if of_run and (hints := list(other_system_hints(name, value))):
+        return [f"{setting} is not a setting; {hint}" for setting, hint in hints]
+    return [f"{name} is not a setting; {suggest_name(key, known)}"]
 
 
 def _renamed_lines(name: str, unknown: Any) -> list[str]:

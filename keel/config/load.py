@@ -87,7 +87,7 @@ def _validate(tree: dict[str, Any], origin: str, overrides: Sequence[str]) -> Lo
     try:
         return LoadedSettings(RunSettings.model_validate(tree), origins)
     except ValidationError as error:
-        raise to_config_error(error) from None
+        raise to_config_error(error, of_run=True) from None
 
 
 def _dump(value: Any) -> Any:

@@ -178,6 +178,7 @@ class RunSettings(Settings):
                     },
                 )
         self._check_transport()
+        self._check_schedule()
         if self.references and not reads("reference"):
             raise setting_error(
                 "{references} has no effect: the objective reads no reference", references=list(self.references)
@@ -187,6 +188,40 @@ class RunSettings(Settings):
                 "{teacher.name} has no effect: the objective reads no teacher", {"teacher.name": self.teacher.name}
             )
         return self
+
+    @property
+    def max_optimizer_steps(self) -> int:
+        """Maximum number of optimizer steps of the run. A batch takes at most one per group."""
+        return self.steps * min(self.trainer.optimizer_steps, self.scheduler.groups_per_step)
+
+    @property
+    def trainer_with_schedule(self) -> TrainerSettings:
+        """The trainer's settings, with the length of the run as the length of its learning-rate schedule by default."""
+        optimizer = self.trainer.optimizer
+        if optimizer.lr_schedule == "constant" or optimizer.total_steps is not None:
+            return self.trainer
+        optimizer = optimizer.model_copy(update={"total_steps": self.max_optimizer_steps})
+        return self.trainer.model_copy(update={"optimizer": optimizer})
+
+    def _check_schedule(self) -> None:
+        """Raise an error if the learning-rate schedule would end before the run."""
+        optimizer, length = self.trainer.optimizer, self.max_optimizer_steps
+        if optimizer.lr_schedule == "constant":
+            return
+        run = {"steps": self.steps, "trainer.optimizer_steps": self.trainer.optimizer_steps}
+        if optimizer.total_steps is not None and optimizer.total_steps < length:
+            raise setting_error(
+                "{trainer.optimizer.total_steps} ends the learning-rate schedule before the run: {steps} with"
+                f" {{trainer.optimizer_steps}} takes up to {length} optimizer steps; remove total_steps, which then"
+                f" follows the run, or set it to at least {length}",
+                {"trainer.optimizer.total_steps": optimizer.total_steps, **run},
+            )
+        if optimizer.total_steps is None and optimizer.warmup_steps >= length:
+            raise setting_error(
+                "{trainer.optimizer.warmup_steps} must be below the length of the learning-rate schedule: {steps} with"
+                f" {{trainer.optimizer_steps}} takes up to {length} optimizer steps",
+                {"trainer.optimizer.warmup_steps": optimizer.warmup_steps, **run},
+            )
 
     def _check_transport(self) -> None:
         """Raise an error if the weights of this run cannot be published with the configured transport."""

@@ -72,7 +72,8 @@ class OptimizerSettings(Settings):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate after the warm-up, until total_steps."""
     total_steps: Count | None = None
-    """Step at which the decay ends. The learning rate stays at min_lr_ratio * lr afterwards."""
+    """Optimizer step at which the decay ends; the learning rate stays at min_lr_ratio * lr afterwards. Defaults to the
+    length of the run, steps * trainer.optimizer_steps, and must not be below it."""
     min_lr_ratio: Fraction | None = None
     """Fraction of lr at which the decay ends. Defaults to 0."""
 
@@ -84,9 +85,7 @@ class OptimizerSettings(Settings):
                     raise setting_error(
                         f'{{{name}}} has no effect with lr_schedule = "constant"', **{name: getattr(self, name)}
                     )
-        elif self.total_steps is None:
-            raise setting_error("{lr_schedule} needs total_steps", lr_schedule=self.lr_schedule)
-        elif self.total_steps <= self.warmup_steps:
+        elif self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise setting_error(
                 "{total_steps} must be above {warmup_steps}",
                 total_steps=self.total_steps,

@@ -119,7 +119,7 @@ class ObjectivePreset:
         try:
             values = self.parameters_class.model_validate(dict(overrides)).model_dump()
         except ValidationError as error:
-            raise to_config_error(error, prefix) from None
+            raise to_config_error(error, prefix, of_run=True) from None
         if values["reduction"] != "constant":
             values["length"] = None  # a default that the chosen reduction does not use
         template = self.template(values)

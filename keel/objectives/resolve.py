@@ -29,7 +29,7 @@ def resolve_objective(table: Mapping[str, Any]) -> tuple[str | None, dict[str, A
         try:
             return None, {}, Composition.model_validate({key: value for key, value in table.items() if key != "name"})
         except ValidationError as error:
-            raise to_config_error(error, ("objective",)) from None
+            raise to_config_error(error, ("objective",), of_run=True) from None
     name = table["name"]
     if name not in PRESETS:
         raise ConfigError(f'objective.name = "{name}" is not a preset; {suggest_name(str(name), PRESETS)}')

@@ -13,6 +13,7 @@ import fcntl
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -50,7 +51,10 @@ class RunFolder:
         self.path, self.settings, self.ledger = path, settings, ledger
         self.settings_changed = False
         """Whether the run resumes with other settings than before."""
+        self.sampled = False
+        """Whether a batch was sampled since the folder was created or opened."""
         self._lock = lock
+        self._before: FolderSnapshot | None = None
 
     @property
     def rollouts(self) -> Path:
@@ -82,6 +86,7 @@ class RunFolder:
                 " choose another --run"
             )
         try:
+            before = FolderSnapshot(path)
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--run {path} cannot be created: {error.strerror}") from error
@@ -96,8 +101,11 @@ class RunFolder:
             ledger.set_meta("config", text)
             ledger.close()
             temporary.rename(path / "run.db")
-            return cls(path, loaded.settings, lock, Ledger(path / "run.db"))
+            created = cls(path, loaded.settings, lock, Ledger(path / "run.db"))
+            created._before = before
+            return created
         except BaseException as error:
+            before.restore()
             lock.close()
             if isinstance(error, OSError):
                 raise StorageError(
@@ -145,9 +153,44 @@ class RunFolder:
             lock.close()
             raise
 
+    def discard_if_unused(self) -> None:
+        """Close the run; if this process created it and sampled nothing, restore what was there before."""
+        unused = self._before is not None and not self.sampled and self.ledger.is_empty
+        self.ledger.close()
+        if unused and self._before is not None:
+            self._before.restore()  # still locked: no other process may start a run here meanwhile
+        self._lock.close()
+
     def close(self) -> None:
         self.ledger.close()
         self._lock.close()
+
+
+class FolderSnapshot:
+    """What a folder held before a run was created in it. `restore` removes the rest."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._entries = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+        # a new run overwrites these two
+        files = (path / "config.toml", path / "run.json")
+        self._contents = {file: file.read_bytes() for file in files if file.is_file()}
+        self._missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+
+    def restore(self) -> None:
+        """Remove what was added since, including parent folders that did not exist and are empty now."""
+        with contextlib.suppress(OSError):  # the run has failed already, and its error matters more
+            for entry in self._path.iterdir():
+                if entry.name in self._entries:
+                    continue
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
+            for file, content in self._contents.items():
+                file.write_bytes(content)
+            for folder in self._missing:
+                folder.rmdir()
 
 
 def settings_diff(before: LoadedSettings, after: LoadedSettings) -> list[str]:

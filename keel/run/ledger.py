@@ -270,6 +270,12 @@ class Ledger:
             for group, member, attempt, data in rows
         ]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was sampled: no step, no rollout and no evaluation is recorded."""
+        tables = ("steps", "rollouts", "finished", "evaluations")
+        return not any(self._query(f"SELECT EXISTS (SELECT 1 FROM {table})")[0][0] for table in tables)
+
     # -- evaluations --------------------------------------------------------------------------------------------------
 
     def write_evaluation(self, step: int, environment: str, metrics: Mapping[str, Any]) -> None:

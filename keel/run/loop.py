@@ -156,6 +156,7 @@ class TrainingRun:
         if self.synchronous:
             await engine.clear_prefix_cache()
         batch = await self._next_batch(scheduler, engine)
+        self.folder.sampled = True
         scheduler_state = scheduler.snapshot()  # of everything outside the batch
         sampled = time.monotonic()
         rows = scoring.score_batch(batch, self.settings.advantages, self._moving_baseline)
@@ -319,7 +320,7 @@ class TrainingRun:
         self._watchdog.set_activity(f"loading {settings.model.name}")
         self.trainer = Trainer(
             settings.model,
-            settings.trainer,
+            settings.trainer_with_schedule,
             teacher=settings.teacher,
             seed=settings.seed,
             world=self._rank_processes.join(),

@@ -362,6 +362,37 @@ def test_json_settings_have_values_and_origins(run: Any) -> None:
     assert rows["objective.rollout_min_ratio"] == {"value": None, "origin": "default"}
 
 
+def test_explain_prints_default_type_and_meaning(run: Any) -> None:
+    assert run("config", "--explain", "scheduler.group_size").out == (
+        "[scheduler]\nHow groups are sampled and batches are cut.\n"
+        "scheduler.group_size\n    integer; default: 8\n    Rollouts in a group.\n"
+    )
+    assert json.loads(run("config", "--json", "--explain=checkpoints.keep_last").out) == [
+        {
+            "name": "checkpoints.keep_last",
+            "type": "integer",
+            "default": "2",
+            "description": "Number of newest checkpoints that are kept.",
+        }
+    ]
+
+
+def test_explain_without_a_name_prints_every_setting(run: Any) -> None:
+    out = run("config", "--explain").out
+    assert out.startswith("steps\n    integer; default: 100\n    Number of batches to train on.\n")
+    assert (
+        "\n[trainer.optimizer]\nAdamW" in out and "\nlaunch.engine.extra_args\n    list of string; default: []\n" in out
+    )
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_explain_with_a_file_or_an_override_is_an_error(run: Any) -> None:
+    for argv in (["larger_number", "--explain", "lr"], ["--explain", "lr", "--steps", "3"]):
+        ran = run("config", *argv)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.startswith("keel: --explain takes the name of a setting or of a table and nothing else; remove ")
+
+
 # docs/objectives.md
 
 

@@ -1,8 +1,10 @@
 """`keel train` as a user runs it: signals, resuming, errors, and engines on other servers."""
 
+import contextlib
 import json
 import re
 import signal
+import socket
 import sqlite3
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from keel.config import EngineSettings, ModelSettings
 from keel.inference.local.local_engine import LocalEngine
 from keel.inference.server.allowed_paths import AllowedFolders
 from keel.inference.server.app import build_app
+from keel.run.watchdog import RunStalled
 from keel.training import load_model
 from tests.support.engine_fakes import serving
 from tests.support.tiny_runs import RECIPE, train
@@ -119,6 +122,88 @@ def test_invalid_arguments_are_one_line_errors(
     assert main(argv) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+BROKEN_ENVIRONMENT = """
+class Broken:
+    name = "broken"
+
+    def tasks(self, split):
+        raise FileNotFoundError("no dataset")
+
+    async def episode(self, task, client):
+        raise NotImplementedError
+"""
+FAILING_STARTS = {
+    "model": ["--model.name", "./no-such-model"],
+    "import": ["--environments.other.name", "no_such_module:Environment"],
+    "dataset": ["--environments.other.name", "broken_environment:Broken"],
+    "engine": ["--engine.kind", "vllm", "--engine.vllm_python", "no-such-python"],
+    "reference": ["--objective.reference_kl_coef", "0.1", "--references.a.source", "adapter:/no-such-adapter"],
+    "pool": ["--engine.kind", "pool", "--pool.urls", "['http://127.0.0.1:9']", "--pool.ready_timeout", "1"],
+}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("overrides", FAILING_STARTS.values(), ids=FAILING_STARTS)
+def test_a_failed_start_leaves_no_folder_behind(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_recipe(tmp_path)
+    (tmp_path / "broken_environment.py").write_text(BROKEN_ENVIRONMENT)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with contextlib.suppress(FileNotFoundError):  # the environment's own error
+        assert main(["train", "recipe.toml", "--run", "new/run", *overrides]) == 2
+    assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts] == before
+
+
+def test_a_port_in_use_leaves_no_folder_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        argv = ["train", write_recipe(tmp_path), "--run", str(tmp_path / "run"), "--metrics-port", port]
+        assert main(argv) == 2
+    assert f"--metrics-port {port}: cannot listen" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.model
+def test_a_failed_start_leaves_an_existing_folder_as_it_was(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.toml").write_text(RECIPE)
+    (folder / "notes.txt").write_text("mine")
+    recipe = str(folder / "config.toml")
+    assert main(["train", recipe, "--run", str(folder), "--model.name", "./no-such-model"]) == 2
+    assert sorted(path.name for path in folder.rglob("*")) == ["checkpoints", "config.toml", "notes.txt"]
+    assert (folder / "config.toml").read_text() == RECIPE
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_an_error_that_says_to_resume_keeps_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stall(*_: object) -> None:
+        raise RunStalled("no progress; fix the cause and rerun with --resume")
+
+    monkeypatch.setattr("keel.run.loop.TrainingRun._load", stall)
+    assert main(["train", write_recipe(tmp_path), "--run", str(tmp_path / "run")]) == 2
+    assert "rerun with --resume" in capsys.readouterr().err
+    assert (tmp_path / "run" / "run.db").is_file()
+
+
+@pytest.mark.model
+def test_a_run_that_fails_after_it_has_sampled_keeps_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("keel.run.loop.TrainingRun._train_once", fail)
+    argv = ["train", write_recipe(tmp_path), "--run", str(tmp_path / "run"), "--evaluation.when", "never"]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        main(argv)
+    assert (tmp_path / "run" / "run.db").is_file()
 
 
 @pytest.mark.model

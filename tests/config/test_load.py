@@ -263,6 +263,68 @@ def test_a_renamed_key_no_longer_exists_and_its_new_name_does(old: str, new: str
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--num_generations=8", "num_generations is not a setting; Keel's name is scheduler.group_size"),
+        (
+            "--objective.beta=0.04",
+            "objective.beta is not a setting; Keel's name is objective.reference_kl_coef (a KL term in the loss)",
+        ),
+        (
+            "--objective={name = 'grpo', epsilon = 0.2}",
+            "objective.epsilon is not a setting; Keel's name is objective.eps (with a clipped preset such as"
+            ' objective.name = "grpo")',
+        ),
+        ("--rollout.n=8", "rollout.n is not a setting; Keel's name is scheduler.group_size"),
+        ("--n-samples-per-prompt=8", "n-samples-per-prompt is not a setting; Keel's name is scheduler.group_size"),
+        ("--model.base_model=tiny", "model.base_model is not a setting; Keel's name is model.name"),
+        (
+            "--algorithm.kl_ctrl.kl_coef=0.1",
+            "algorithm.kl_ctrl.kl_coef is not a setting; Keel's name is objective.kl_penalty_coef (a KL penalty in the"
+            " advantages)",
+        ),
+        (
+            "--actor={ppo_epochs = 2, optim = {lr = 1e-6}}",
+            "actor.ppo_epochs is not a setting; Keel trains on every batch once; trainer.optimizer_steps divides a"
+            " batch among several optimizer steps\n"
+            "actor.optim.lr is not a setting; Keel's name is trainer.optimizer.lr",
+        ),
+        ("--eval.n=4", "eval.n is not a setting; Keel's name is evaluation.samples_per_task"),
+    ],
+)
+def test_a_setting_of_another_system_is_answered_with_the_name_in_keel(override: str, message: str) -> None:
+    assert error_message(None, override) == message
+
+
+def test_all_unknown_settings_of_a_file_are_named_together(toml: Path) -> None:
+    toml.write_text("learning_rate = 1e-6\nnum_generations = 8\nstpes = 3\n")
+    assert error_message(toml).splitlines() == [
+        "learning_rate is not a setting; Keel's name is trainer.optimizer.lr",
+        "num_generations is not a setting; Keel's name is scheduler.group_size",
+        "stpes is not a setting; did you mean steps?",
+    ]
+
+
+@pytest.mark.parametrize(("setting", "words"), [(setting, words) for setting, _, words in renamed.OTHER_SYSTEMS])
+def test_the_words_of_other_systems_lead_to_settings_that_exist(setting: str, words: str) -> None:
+    table, _, name = setting.rpartition(".")
+    if table == "objective" and name != "name":
+        assert name in {*PRESET_PARAMETERS, *COMMON_NAMES}
+    else:
+        assert not setting or setting_exists(setting.replace("NAME", "*"))
+    for word in words.split():
+        message = error_message(None, f"--unknown.{word}=1")
+        assert message.startswith(f"unknown.{word} is not a setting; ")
+        assert f"Keel's name is {setting}" in message if setting else "Keel's name" not in message
+
+
+def test_a_word_of_other_systems_has_one_setting() -> None:
+    words = [word for _, _, words in renamed.OTHER_SYSTEMS for word in words.split()]
+    assert len(words) == len(set(words))
+    assert not [word for word in words if setting_exists(word)]
+
+
+@pytest.mark.parametrize(
     ("table", "old", "new"),
     [
         ('gates = [{on = "ratio", high = 2.0}]', "gates.0.on", "gates.0.statistic"),
@@ -315,6 +377,50 @@ def test_a_renamed_key_inside_a_composition_is_named(table: str, old: str, new: 
 )
 def test_errors_between_tables_use_full_setting_names(overrides: list[str], message: str) -> None:
     assert error_message(None, *overrides) == message
+
+
+SCHEDULE = "--trainer.optimizer.lr_schedule=cosine"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "length"),
+    [
+        ([], 100),
+        (["--steps=30"], 30),
+        (["--steps=30", "--trainer.optimizer_steps=4"], 120),
+        # a batch of 8 groups takes at most 8 optimizer steps
+        (["--steps=30", "--trainer.optimizer_steps=12"], 240),
+        (["--steps=30", "--trainer.optimizer.total_steps=50"], 50),
+    ],
+)
+def test_the_schedule_is_as_long_as_the_run_by_default(overrides: list[str], length: int) -> None:
+    settings = load_settings(overrides=[SCHEDULE, *overrides]).settings
+    assert settings.trainer_with_schedule.optimizer.total_steps == length
+
+
+def test_a_constant_learning_rate_has_no_length() -> None:
+    settings = load_settings().settings
+    assert settings.trainer_with_schedule is settings.trainer
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["--steps=30", "--trainer.optimizer_steps=2", "--trainer.optimizer.total_steps=30"],
+            "trainer.optimizer.total_steps = 30 ends the learning-rate schedule before the run: steps = 30 with"
+            " trainer.optimizer_steps = 2 takes up to 60 optimizer steps; remove total_steps, which then follows the"
+            " run, or set it to at least 60",
+        ),
+        (
+            ["--steps=30", "--trainer.optimizer.warmup_steps=30"],
+            "trainer.optimizer.warmup_steps = 30 must be below the length of the learning-rate schedule: steps = 30"
+            " with trainer.optimizer_steps = 1 takes up to 30 optimizer steps",
+        ),
+    ],
+)
+def test_a_schedule_that_ends_before_the_run_is_an_error(overrides: list[str], message: str) -> None:
+    assert error_message(None, SCHEDULE, *overrides) == message
 
 
 def test_an_error_in_the_sampling_of_an_environment_uses_its_full_name() -> None:

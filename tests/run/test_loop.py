@@ -44,6 +44,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watcher]:
     return folder, train(folder)
 
 
+@pytest.mark.model
+def test_the_learning_rate_decays_over_the_length_of_the_run(tmp_path: Path) -> None:
+    schedule = {"trainer__optimizer__lr_schedule": "linear", "trainer__optimizer__lr": 1e-3}
+    watcher = train(tmp_path / "run", steps=4, evaluation__when="never", **schedule)
+    rates = [metrics["lr"] for metrics in watcher.steps.values()]
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+
+
 def test_every_rollout_has_one_outcome_and_the_files_agree_with_the_ledger(run: tuple[Path, Watcher]) -> None:
     folder, _ = run
     recorded = outcomes(folder)

@@ -1,5 +1,6 @@
 """Lost, damaged or changed files of a run are detected and named before anything trains on them."""
 
+import errno
 import shutil
 import sqlite3
 from pathlib import Path
@@ -129,6 +130,17 @@ def test_a_new_run_does_not_start_in_a_folder_with_leftovers_of_another(tmp_path
     path.touch()
     with pytest.raises(ConfigError, match=rf"holds {part} of a run whose run\.db is missing"):
         RunFolder.create(tmp_path / "run", loaded(tmp_path / "run"))
+
+
+def test_a_folder_that_cannot_be_written_is_removed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    settings = loaded(tmp_path / "run")
+    monkeypatch.setattr("keel.run.folder.write_json", fail)
+    with pytest.raises(StorageError, match=r"run could not be written: No space left on device; free space, or"):
+        RunFolder.create(tmp_path / "new" / "run", settings)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:

@@ -106,11 +106,17 @@ def run(args: argparse.Namespace) -> int:
     if args.allow_changes and args.resume is None:
         raise ConfigError("--allow-changes has no effect without --resume")
     add_module_folders(args.recipe, args.resume)
-    # the port is bound before the folder is created, so that an error leaves no folder behind
+    # bound first, so that no folder is created if the port is in use
     with _bind_metrics_port(args) as metrics_listener:
         folder = _open_run_folder(args, rank_info)
         try:
             return _train(folder, args.json, metrics_listener, rank_info)
+        except Exception as error:
+            # a start that failed leaves no folder behind, unless the error (a stall, a full disk, a lost rank) says to
+            # rerun with --resume
+            if "--resume" not in str(error):
+                folder.discard_if_unused()
+            raise
         finally:
             folder.close()
 

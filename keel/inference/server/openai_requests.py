@@ -254,7 +254,7 @@ def parse_request(schema: type[RequestT], body: bytes) -> RequestT:
         return schema.model_validate(fields, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        param = str(first["loc"][0]) if first["loc"] else first.get("ctx", {}).get("key")
+        param = str(first["loc"][0]) if first["loc"] else first.get("ctx", {}).get("keys", [None])[0]
         raise RequestError(400, str(to_config_error(error)), param=param) from None
 
 

@@ -116,6 +116,11 @@ def suppress_hf_output() -> Iterator[None]:
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a folder, or raise an error that names what is missing."""
     if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ModelError(
+                f"model folder {folder} holds an adapter, not a model; train its base model, and name the adapter in"
+                ' references.NAME.source = "adapter:PATH" if it is the reference'
+            )
         raise ModelError(f"model folder {folder} has no config.json: it is not a Hugging Face model")
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ModelError(f"model folder {folder} has no tokenizer (none of {', '.join(_TOKENIZERS)})")
@@ -261,7 +266,9 @@ def _from_hub(name: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    known = f"built-in models: {', '.join(builtin_names())}; {suggest_name(name, builtin_names())}"
+    known = f"built-in models: {', '.join(builtin_names())}"
+    if "did you mean" in (hint := suggest_name(name, builtin_names())):
+        known += f"; {hint}"
     if name.startswith((".", "/", "~")):
         raise ModelError(f"model folder {name} does not exist; {known}")
     try:

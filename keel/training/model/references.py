@@ -195,6 +195,8 @@ class _ReferenceLoader:
 
 def check_adapter_base(folder: Path, model: Model) -> None:
     """Raise if an adapter is missing, corrupt, or was trained on another base; name both bases."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder} {'is a file, not a folder' if folder.exists() else 'does not exist'}")
     if not (folder / ADAPTER_CONFIG_FILE).is_file():
         raise ModelError(f"{folder} is not an adapter: it has no {ADAPTER_CONFIG_FILE}")
     if (folder / atomic_files.MANIFEST_FILE).is_file():

@@ -6,6 +6,16 @@ from collections.abc import Iterable
 import torch
 
 from keel.config.trainer import OptimizerSettings
+from keel.errors import ConfigError
+
+
+def check_schedule(settings: OptimizerSettings) -> None:
+    """Raise a `ConfigError` for a decay without a length. `keel train` takes the length from its number of steps."""
+    if settings.lr_schedule != "constant" and settings.total_steps is None:
+        raise ConfigError(
+            f'trainer.optimizer.lr_schedule = "{settings.lr_schedule}" needs trainer.optimizer.total_steps: outside of'
+            " `keel train` the number of steps is not known"
+        )
 
 
 def learning_rate(settings: OptimizerSettings, step: int) -> float:
@@ -14,7 +24,7 @@ def learning_rate(settings: OptimizerSettings, step: int) -> float:
         return settings.lr * (step + 1) / (settings.warmup_steps + 1)
     if settings.lr_schedule == "constant":
         return settings.lr
-    assert settings.total_steps is not None
+    assert settings.total_steps is not None  # see check_schedule
     progress = min((step - settings.warmup_steps) / (settings.total_steps - settings.warmup_steps), 1.0)
     decay = 1 - progress if settings.lr_schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     min_ratio = settings.min_lr_ratio or 0.0

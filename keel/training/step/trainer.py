@@ -51,6 +51,7 @@ class Trainer:
         """With `world`, each rank loads its shard of the model and the teacher, which must be given as settings."""
         self.settings, self.seed, self.world = settings or TrainerSettings(), seed, world
         _check_ranks(self.settings, world)
+        adamw.check_schedule(self.settings.optimizer)
         retain_freed_memory(self.settings.retain_freed_memory)
         if isinstance(model, str):
             model = ModelSettings(name=model)

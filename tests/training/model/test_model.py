@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from keel.config.trainer import ModelSettings
 from keel.errors import ConfigError, ModelError
 from keel.training.model import model_source, tiny_models
 from keel.training.model.model import Model, load_model
-from keel.training.model.model_source import resolve_model
+from keel.training.model.model_source import builtin_names, resolve_model
 
 IDS = torch.tensor([list(b"Which is larger, 3 or 7?")])
 
@@ -545,3 +546,18 @@ print(*accepted, retained, faults())
         return
     assert accepted == ["True"] * 3
     assert int(disabled) > 20 * max(int(retained), 1)
+
+
+def test_the_error_for_an_unknown_model_lists_every_built_in_model_once() -> None:
+    with pytest.raises(ModelError, match=r"^model folder \./zzzzzzzz does not exist; built-in models: ") as caught:
+        resolve_model("./zzzzzzzz")
+    listed = re.findall(r"[\w.-]+", str(caught.value).partition("built-in models: ")[2])
+    assert sorted(listed) == sorted(builtin_names())
+    with pytest.raises(ModelError, match=r"does not exist; built-in models: .*; did you mean tiny-qwen3\?$"):
+        resolve_model("./tiny-qwen3x")
+
+
+def test_an_adapter_folder_as_model_is_an_error_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"holds an adapter, not a model; train its base model"):
+        resolve_model(str(tmp_path))

@@ -300,6 +300,8 @@ def test_a_missing_adapter_or_model_raises(tmp_path: Path) -> None:
     policy = tiny(lora=LORA)
     with pytest.raises(ModelError, match=r"is not an adapter: it has no adapter_config\.json"):
         references({"a": f"adapter:{tmp_path}"}, policy)
+    with pytest.raises(ModelError, match=r'references\.a\.source = "adapter:.*/absent": .*/absent does not exist$'):
+        references({"a": f"adapter:{tmp_path / 'absent'}"}, policy)
     with pytest.raises(ModelError, match=r"references\.a\.source.*does not exist"):
         references({"a": f"model:{tmp_path / 'absent'}"}, policy)
 

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.config.trainer import OptimizerSettings
+from keel.config.trainer import OptimizerSettings, TrainerSettings
+from keel.errors import ConfigError
+from keel.training import Trainer
 from keel.training.step.optimizer import build_optimizer, learning_rate, set_learning_rate
 from tests.support.policy_strategies import tiny
 
@@ -33,6 +35,12 @@ def test_a_cosine_schedule_is_halfway_down_after_half_the_steps() -> None:
     assert learning_rate(settings, 4) == pytest.approx(2.0 * 0.55)
     assert learning_rate(settings, 2) == pytest.approx(2.0 * (0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2))
     assert learning_rate(settings, 8) == learning_rate(settings, 800) == pytest.approx(0.2)
+
+
+def test_a_trainer_with_a_schedule_of_unknown_length_is_an_error_before_the_model_is_loaded() -> None:
+    settings = TrainerSettings(optimizer=OptimizerSettings(lr_schedule="cosine"))
+    with pytest.raises(ConfigError, match=r'^trainer.optimizer.lr_schedule = "cosine" needs trainer.optimizer.total_s'):
+        Trainer("no-such-model", settings)
 
 
 @given(
