@@ -1,6 +1,8 @@
 """The code reward: right and wrong programs, the forms of tests, and programs that try to forge the verdict."""
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
 import time
@@ -138,6 +140,23 @@ def test_importing_the_reward_loads_neither_torch_nor_the_rest_of_keel():
     source += "('torch', 'numpy', 'pydantic', 'keel.config', 'keel.inference')))"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.process
+def test_the_example_of_the_page_prints_what_is_shown():
+    if sandbox.isolation() != "bubblewrap":
+        pytest.skip("the page shows a machine with bubblewrap")
+    page = (Path(__file__).parents[4] / "docs/code_execution.md").read_text()
+    example, shown = re.findall(r"^```(?:python)?\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:2]
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, check=True)
+    assert done.stdout == shown
+
+
+def test_the_page_lists_every_option_with_its_default():
+    page = (Path(__file__).parents[4] / "docs/code_execution.md").read_text()
+    for name, parameter in inspect.signature(code).parameters.items():
+        default = str(parameter.default) if isinstance(parameter.default, float | int) else f'"{parameter.default}"'
+        assert re.search(rf"^\| `{name}` \| `?{re.escape(default)}`? \|", page, re.MULTILINE), name
 
 
 # --- programs
