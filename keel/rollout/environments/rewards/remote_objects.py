@@ -67,7 +67,7 @@ class RemoteObject:
 
     def __iter__(self) -> Iterator[Any]:
         iterator = self._connection.request("iter", self)
-        return iter(iterator) if not isinstance(iterator, RemoteObject) else _RemoteIterator(iterator)
+        return iterator if isinstance(iterator, RemoteObject) else iter(iterator)
 
     def __contains__(self, value: Any) -> bool:
         return any(value is item or value == item for item in self)
@@ -114,19 +114,6 @@ class RemoteObject:
     __truediv__, __floordiv__, __mod__ = _binary("truediv"), _binary("floordiv"), _binary("mod")
     __pow__, __and__, __or__, __xor__ = _binary("pow"), _binary("and_"), _binary("or_"), _binary("xor")
     __lt__, __gt__, __le__, __ge__ = _binary("lt"), _binary("gt"), _binary("le"), _binary("ge")
-
-
-class _RemoteIterator:
-    """Iterates over a remote iterator; its end is a reply, not an exception that crosses the connection."""
-
-    def __init__(self, iterator: RemoteObject) -> None:
-        self._iterator = iterator
-
-    def __iter__(self) -> "_RemoteIterator":
-        return self
-
-    def __next__(self) -> Any:
-        return self._iterator.__next__()
 
 
 def _plain(value: Any, kind: type) -> Any:

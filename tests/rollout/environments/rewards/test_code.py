@@ -2,10 +2,13 @@
 
 import ast
 import inspect
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -238,6 +241,19 @@ class TestPrograms:
         assert score(ADD, TESTS) == 1.0
         assert score("import os\nos._exit(0)", TESTS) == 0.0
         assert score(ECHO_SUM, PAIRS) == 1.0
+
+
+@pytest.mark.process
+def test_rewards_in_threads_leave_no_files_and_no_descriptors(either_isolation, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    reward = code(timeout=20.0)
+    jobs = [(ADD, TESTS, 1.0), ("import os; os._exit(0)", TESTS, 0.0), (ECHO_SUM, PAIRS, 1.0), ("1 +", PAIRS, 0.0)] * 2
+    before = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(3) as pool:
+        scores = list(pool.map(lambda job: reward(job[0], tests=job[1]), jobs))
+    assert scores == [expected for _, _, expected in jobs]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert list(tmp_path.iterdir()) == []
 
 
 VALUES = """

@@ -13,21 +13,6 @@ from keel.rollout.environments.rewards.sandbox import SandboxError, SandboxLimit
 from keel.rollout.environments.rewards.sandbox_bootstrap import AUDIT_ARCH, build_filter
 
 
-@pytest.fixture
-def bubblewrap() -> None:
-    if sandbox.isolation() != "bubblewrap":
-        pytest.skip("bubblewrap does not work on this machine")
-
-
-@pytest.fixture(params=["bubblewrap", "rlimits"])
-def either_isolation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "bubblewrap":
-        request.getfixturevalue("bubblewrap")
-    else:
-        monkeypatch.setattr(sandbox, "isolation", lambda: "rlimits")
-    return str(request.param)
-
-
 def run(program: str, stdin: bytes = b"", **limits: float) -> SandboxResult:
     settings = SandboxLimits(**limits)  # type: ignore[arg-type]
     return sandbox.run_script(program, settings, stdin=stdin)
@@ -193,7 +178,7 @@ def test_the_sandbox_dies_with_the_process_that_started_it(either_isolation, tmp
         f"command = sandbox.python_command()\nsandbox.python_command = lambda: [*command, '-X', 'marker={marker}']\n"
         "sandbox.run_script('import time; time.sleep(60)', sandbox.SandboxLimits(timeout=60))\n"
     )
-    worker = subprocess.Popen([sys.executable, "-c", source])
+    worker = subprocess.Popen([sys.executable, "-c", source], env={**os.environ, "TMPDIR": str(tmp_path)})
     deadline = time.monotonic() + 10
     while not processes_with(marker) and time.monotonic() < deadline:
         time.sleep(0.02)
