@@ -142,8 +142,12 @@ def _token_table(finding: "Finding") -> Table:
         table.add_column(columns[name], justify="right")
     for index in range(len(batch)):
         cells = [tensors[name][index].item() for name in names]
-        table.add_row(str(index), *(f"{cell:.6g}" if isinstance(cell, float) else str(cell).lower() for cell in cells))
+        table.add_row(str(index), *(_cell(cell) for cell in cells))
     return table
+
+
+def _cell(value: float | int | bool) -> str:
+    return f"{value + 0.0:.6g}" if isinstance(value, float) else str(value).lower()  # adding 0 turns -0 into 0
 
 
 def _as_json(report: "Report") -> dict[str, Any]:
