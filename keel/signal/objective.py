@@ -201,13 +201,19 @@ def _evaluate(active: ActiveTokens, totals: StepTotals) -> Evaluated:
 
 
 def _token_scale(totals: StepTotals, rows: SequenceTable | None, dtype: torch.dtype) -> Tensor | float:
-    """Return the factor on each token's terms: one number, or one per sequence with reduction over sequences."""
+    """Return the factor on each token's terms: one number, or one per sequence with reduction over sequences.
+
+    It is 0 where the divisor is 0. With denominator "kept" that is a step, or a sequence of the reduction over
+    sequences, of which no token is kept: a penalty on its dropped tokens has no count to be divided by.
+    """
     reduction = totals.composition.reduction
+    denominator = totals.denominator()
+    scale = 1.0 / denominator if denominator else 0.0
     if reduction.over != "sequences":
-        return 1.0 / totals.denominator()
+        return scale
     assert rows is not None
-    lengths = rows["trainable" if reduction.denominator == "trainable" else "kept"].clamp(min=1)
-    return (1.0 / totals.denominator()) / lengths.to(dtype)
+    lengths = rows["trainable" if reduction.denominator == "trainable" else "kept"]
+    return (scale / lengths.clamp(min=1).to(dtype)) * (lengths > 0)
 
 
 def _scaled_sum(values: Tensor, scale: Tensor | float) -> Tensor:

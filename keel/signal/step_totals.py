@@ -73,16 +73,17 @@ class StepTotals:
         return apply_gates(self.composition.gates, active, advantage, table, self.thresholds)
 
     def denominator(self) -> float:
-        """Return the divisor common to all tokens, without the sequence length of reduction over sequences."""
+        """Return the divisor common to all tokens, without the sequence length of reduction over sequences.
+
+        It is 0 if no token counts in it.
+        """
         reduction = self.composition.reduction
         if reduction.over == "tokens":
-            divisor = float(self.num_trainable if self.num_kept is None else self.num_kept)
-        else:
-            assert self.sequence_table is not None
-            counts = self.sequence_table.columns.get("trainable" if reduction.denominator == "trainable" else "kept")
-            sequences = 0.0 if counts is None else float((counts > 0).sum())  # None: a step without batches
-            divisor = sequences * (reduction.length or 1.0)
-        return max(divisor, 1.0)
+            return float(self.num_trainable if self.num_kept is None else self.num_kept)
+        assert self.sequence_table is not None
+        counts = self.sequence_table.columns.get("trainable" if reduction.denominator == "trainable" else "kept")
+        sequences = 0.0 if counts is None else float((counts > 0).sum())  # None: a step without batches
+        return sequences * (reduction.length or 1.0)
 
 
 def reference_log_ratio(active: ActiveTokens) -> Float[Tensor, "n"]:

@@ -393,6 +393,24 @@ def test_reductions_by_hand(parameters: dict[str, Any], expected: float) -> None
     assert loss_of_three_sequences(**parameters) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("reduction", [{}, {"reduction": "sequences"}, {"reduction": "constant", "length": 8}])
+def test_a_step_without_a_kept_token_has_no_loss_if_kept_tokens_are_the_divisor(reduction: dict[str, Any]) -> None:
+    dropped = batch([-3.0, -4.0, -5.0], [-0.1, -0.1, -0.1], advantages=[1.0, 1.0, 1.0], sequence=[0, 0, 1])
+    loss, gradient, result = run(keel.objective("ipo", denominator="kept", **reduction), dropped)
+    assert (result.kept_tokens, loss.item(), gradient.tolist()) == (0, 0.0, [0.0, 0.0, 0.0])
+    penalised, _, _ = run(keel.objective("ipo", **reduction), dropped)
+    assert penalised.item() > 0  # with all trainable tokens as the divisor, dropped tokens keep their penalty
+
+
+def test_a_sequence_without_a_kept_token_has_no_penalty_in_a_mean_over_kept_sequences() -> None:
+    step = batch([-1.0, -4.0, -5.0], [-1.0, -0.1, -0.1], advantages=[1.0, 1.0, 1.0], sequence=[0, 1, 1])
+    _, gradient, result = run(keel.objective("ipo", reduction="sequences", denominator="kept"), step)
+    assert result.keep.tolist() == [True, False, False]
+    assert gradient.tolist() == [-1.0, 0.0, 0.0]
+    _, gradient, _ = run(keel.objective("ipo", denominator="kept"), step)
+    assert gradient.tolist() == pytest.approx([-1.0, -2e-3 * 3.9, -2e-3 * 4.9])  # one kept token in the divisor
+
+
 def test_untrainable_tokens_and_sequences_do_not_count_in_the_divisor() -> None:
     step = batch(
         [-1.0, -1.0, -1.0, -1.0],

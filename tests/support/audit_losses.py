@@ -105,6 +105,22 @@ def right_kept_divisor(batch: TokenBatch) -> Tensor:
     return linear(batch, keep).sum() / keep.sum().clamp(min=1)
 
 
+@keel.declare(divisor="kept tokens", dropped_from="policy term")
+def right_kept_divisor_and_penalty_on_all(batch: TokenBatch) -> Tensor:
+    """A step without a kept token has nothing to be divided by, and no loss."""
+    keep = kept_mask(batch, 0.5, 2.0)
+    valid = batch.trainable & batch.sampler_logprobs.isfinite()
+    d = batch.logprobs[valid] - batch.sampler_logprobs[valid]
+    if not keep.any():
+        return d.sum() * 0
+    return (linear(batch, keep).sum() + 1e-3 * d.square().sum()) / keep.sum()
+
+
+def right_sign_of_advantage(batch: TokenBatch) -> Tensor:
+    """The size of the advantage has no effect."""
+    return linear(batch, kept_mask(batch), batch.advantages.sign()).sum() / tokens_of(batch)
+
+
 RIGHT: list[Loss] = [
     right_icepop,
     right_clip,
@@ -115,6 +131,8 @@ RIGHT: list[Loss] = [
     right_penalty_on_all,
     right_proximal,
     right_kept_divisor,
+    right_kept_divisor_and_penalty_on_all,
+    right_sign_of_advantage,
 ]
 
 
@@ -478,6 +496,15 @@ def kept_divisor_undeclared(batch: TokenBatch) -> Tensor:
     return right_kept_divisor(batch)
 
 
+@keel.declare(divisor="kept tokens", dropped_from="policy term")
+def penalty_divided_by_one(batch: TokenBatch) -> Tensor:
+    """If no token is kept, the penalty of the whole step is divided by 1."""
+    keep = kept_mask(batch, 0.5, 2.0)
+    valid = batch.trainable & batch.sampler_logprobs.isfinite()
+    d = batch.logprobs[valid] - batch.sampler_logprobs[valid]
+    return (linear(batch, keep).sum() + 1e-3 * d.square().sum()) / keep.sum().clamp(min=1)
+
+
 def kl_coefficient_ignored(batch: TokenBatch, kl_coef: float = 0.1) -> Tensor:
     """The coefficient is accepted and never used."""
     return right_icepop(batch)
@@ -560,6 +587,7 @@ WRONG: dict[Loss, str] = {
     sequence_mean_undeclared: "f",
     kept_divisor_undeclared: "f",
     untrainable_tokens_in_sum: "f",
+    penalty_divided_by_one: "f",
     kl_coefficient_ignored: "g",
     dual_clip_ignored: "g",
     kl_ignored_without_reference: "g",

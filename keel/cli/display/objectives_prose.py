@@ -73,6 +73,10 @@ it is an error, because its gradient does not contain the reference.
 | sequences | S * n, the mean of the sequences' token means | sequences with a kept token * own kept tokens |
 | constant | S * length | sequences with a kept token * length |
 
+Where no token is kept, the divisor of `denominator = "kept"` is 0 and the loss and its gradient are 0, penalties of
+scope "all" included. This applies to a step without a kept token and, with reduction over sequences, to each sequence
+without one.
+
 **Precision.** Arithmetic is in float32, or in float64 if the batch is in float64; bfloat16 is converted to float32.
 Ratios saturate at e^40, whose square still fits float32.
 

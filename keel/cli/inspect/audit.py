@@ -10,12 +10,12 @@ from rich.text import Text
 from keel.cli.display.console import console, write_stdout
 from keel.cli.modules import add_module_folders
 from keel.config.load import parse_overrides
+from keel.objectives import PRESETS
 
 if TYPE_CHECKING:
-    from keel.signal import TokenBatch
     from keel.signal.audit import Finding, Report
 
-FLAGS = ("--anchor", "--decisions", "--dropped-from", "--divisor", "--signal", "--seed", "--json")
+FLAGS = ("--like", "--anchor", "--decisions", "--dropped-from", "--divisor", "--signal", "--seed", "--json")
 """The command's own flags; any other `--name value` is a parameter of the preset."""
 
 COLUMNS = {
@@ -26,6 +26,9 @@ COLUMNS = {
     "sampler_logprobs": "b",
     "advantages": "A",
 }
+OPTIONAL_COLUMNS = {"proximal_logprobs": "o", "reference_logprobs": "f", "teacher_logprobs": "h"}
+"""Columns of a counterexample of the comparison, if the preset reads them."""
+
 STYLES = {"passed": "green", "failed": "bold red", "error": "bold yellow", "not applicable": "dim"}
 
 
@@ -36,12 +39,21 @@ def add(subparsers: Any) -> None:
         help="check a preset or any loss for known silent failures",
         description="Check a loss for known silent failures.\n\nTARGET is a preset, with any of its parameters"
         " as --name value;\na TOML file with an [objective];\nor module:function, a function from a TokenBatch to a"
-        " loss.\n\nExit code 0: every class passed; 1: a class failed; 2: the target cannot be loaded or called,\nor"
-        " no class failed but the target raised an exception on a valid batch.",
+        " loss.\n\nWith --like PRESET, its loss and gradient are also compared with those of a preset on random"
+        " batches,\nand --name value are the parameters of PRESET.\n\nExit code 0: every class passed; 1: a class"
+        " failed; 2: the target cannot be loaded or called,\nor no class failed but the target raised an exception, or"
+        " is not finite, on a valid batch.",
         epilog="examples:\n  keel audit icepop\n  keel audit opsm --opsm_delta 0.01\n"
-        "  keel audit my_losses:sequence_mask --anchor proximal --divisor sequences",
+        "  keel audit my_losses:sequence_mask --anchor proximal --divisor sequences\n"
+        "  keel audit my_losses:clip_higher --like dapo --eps_high 0.3",
     )
     parser.add_argument("target", metavar="TARGET")
+    parser.add_argument(
+        "--like",
+        metavar="PRESET",
+        help="compare with a preset, or with the [objective] of a TOML file; a function without a declaration is"
+        " checked against that of PRESET",
+    )
     declared = parser.add_argument_group(
         "declaration", "the intended properties of the loss; the others keep their defaults"
     )
@@ -70,7 +82,10 @@ def run(args: argparse.Namespace) -> int:
     declared: dict[str, Any] = {name: value.replace("-", " ") for name, value in options.items() if value}
     if args.decisions is not None:
         declared["decisions"] = tuple(part.strip() for part in args.decisions.split(",") if part.strip())
-    report = audit(args.target, seed=args.seed, parameters=dict(parse_overrides(args.overrides)), **declared)
+    parameters = dict(parse_overrides(args.overrides))
+    if args.like in PRESETS and "anchor" in PRESETS[args.like].parameters and args.anchor:
+        parameters["anchor"] = args.anchor  # the flag has the name of a parameter of these presets
+    report = audit(args.target, seed=args.seed, parameters=parameters, like=args.like, **declared)
     if args.json:
         write_stdout(json.dumps(_as_json(report), indent=2) + "\n")
     else:
@@ -97,9 +112,9 @@ def _print_report(report: "Report") -> None:
         if finding.batch is None or location in shown:
             continue
         shown.add(location)
-        kind = "batch found that raises" if finding.status == "error" else "counterexample found"
+        kind = "batch found with this error" if finding.status == "error" else "counterexample found"
         screen.print(f"\n{finding.letter}. smallest {kind}")
-        screen.print(_token_table(finding.batch))
+        screen.print(_token_table(finding))
     screen.print(f"\n{_summary(report)}")
 
 
@@ -114,17 +129,25 @@ def _summary(report: "Report") -> str:
     return summary
 
 
-def _token_table(batch: "TokenBatch") -> Table:
+def _token_table(finding: "Finding") -> Table:
+    batch = finding.batch
+    assert batch is not None
+    optional = finding.like.optional_fields if finding.like is not None else ()
+    columns = COLUMNS | {name: OPTIONAL_COLUMNS[name] for name in optional}
     table = Table(box=None, pad_edge=False)
     table.add_column("token", justify="right")
     tensors = batch.tensors()
-    names = [name for name in COLUMNS if name in tensors]
+    names = [name for name in columns if name in tensors]
     for name in names:
-        table.add_column(COLUMNS[name], justify="right")
+        table.add_column(columns[name], justify="right")
     for index in range(len(batch)):
         cells = [tensors[name][index].item() for name in names]
-        table.add_row(str(index), *(f"{cell:.6g}" if isinstance(cell, float) else str(cell).lower() for cell in cells))
+        table.add_row(str(index), *(_cell(cell) for cell in cells))
     return table
+
+
+def _cell(value: float | int | bool) -> str:
+    return f"{value + 0.0:.6g}" if isinstance(value, float) else str(value).lower()  # adding 0 turns -0 into 0
 
 
 def _as_json(report: "Report") -> dict[str, Any]:

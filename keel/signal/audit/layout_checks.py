@@ -140,7 +140,8 @@ def _split_anywhere(target: Target, batch: TokenBatch) -> Iterator[tuple[Tensor,
 def _split_by_group(target: Target, batch: TokenBatch) -> Iterator[tuple[Tensor, Evaluation, float]]:
     """Split a step between groups, and weight each half by its part of the divisor.
 
-    Groups stay whole because a function may compute a group baseline. A step-wide decision cannot be split.
+    Groups stay whole because a function may compute a group baseline. A step-wide decision cannot be split, and neither
+    can a step of which one half has no kept token, and therefore no divisor.
     """
     assert batch.group is not None
     first = batch.group <= batch.group.median()
@@ -149,6 +150,8 @@ def _split_by_group(target: Target, batch: TokenBatch) -> Iterator[tuple[Tensor,
         parts = [torch.arange(len(batch))]
     micro_batches = [batch.take(part) for part in parts]
     weights = [_weight(target, micro_batch) for micro_batch in micro_batches]
+    if 0.0 in weights and target.declaration.dropped_from == "policy term":
+        parts, micro_batches, weights = [torch.arange(len(batch))], [batch], [1.0]
     for part, micro_batch, weight in zip(parts, micro_batches, weights, strict=True):
         fraction = weight / max(sum(weights), 1e-300) if len(parts) > 1 else 1.0
         yield part, target.evaluate(micro_batch), fraction

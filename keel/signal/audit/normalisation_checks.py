@@ -170,9 +170,12 @@ def check_dropped_tokens_in_divisor(target: Target, batch: TokenBatch) -> str | 
 
 
 def _on_policy(target: Target, batch: TokenBatch) -> TokenBatch:
+    """Return the batch on-policy with all advantages 1. Raises if the loss or a gradient is not finite there."""
     names = ("sampler_logprobs", "proximal_logprobs", "reference_logprobs", "teacher_logprobs")
     fields = {name: batch.logprobs.detach() for name in names}
-    return with_advantages(target.declaration, batch.replace(**fields), torch.ones_like(batch.advantages))
+    on_policy = with_advantages(target.declaration, batch.replace(**fields), torch.ones_like(batch.advantages))
+    target.evaluate_finite(on_policy)
+    return on_policy
 
 
 def _divisor(target: Target, batch: TokenBatch, counted: Tensor) -> Tensor:

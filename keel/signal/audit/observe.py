@@ -43,7 +43,8 @@ def difference(target: Target, first: Evaluation, second: Evaluation) -> str:
 def active(target: Target, batch: TokenBatch) -> Tensor:
     """Return a mask of the tokens whose gradient changes with the advantages.
 
-    If no gradient changes with the size of the advantages, the tokens whose gradient changes with their sign count.
+    If no gradient changes with the size of the advantages, the loss may read their signs only. Then the tokens whose
+    gradient has the opposite sign under the opposite advantages count.
     """
     gradient = target.evaluate(batch).gradient
     if target.declaration.signal == "none":
@@ -53,7 +54,11 @@ def active(target: Target, batch: TokenBatch) -> Tensor:
         if not bool(follows[batch.trainable].all()):
             follows |= (_with_scaled_signal(target, batch, factor).gradient - gradient).abs() > 1e-11
     if not bool(follows.any()):
-        follows = gradient * _with_scaled_signal(target, batch, -1.0).gradient < 0
+        opposite, larger, none = (_with_scaled_signal(target, batch, factor).gradient for factor in (-1.0, -1.5, 0.0))
+        # a token that is dropped for its sign, and keeps a penalty, also has another gradient under the opposite
+        # advantage; but that one changes with the size, and its own is the one without any advantage
+        reads_sign = ((larger - opposite).abs() <= 1e-11) | ((gradient - none).abs() > 1e-11)
+        follows = (gradient * opposite < 0) & reads_sign
     return follows
 
 

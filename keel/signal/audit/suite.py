@@ -10,11 +10,13 @@ from typing import Any, Literal
 
 import torch
 
-from keel.signal import TokenBatch
+from keel.objectives import Composition
+from keel.signal import Objective, TokenBatch
 from keel.signal.audit import layout_checks, normalisation_checks, token_checks
 from keel.signal.audit.drop_region_checks import check_drop_region
 from keel.signal.audit.observe import Check
 from keel.signal.audit.option_checks import check_options
+from keel.signal.audit.preset_comparison import PresetComparison, find_comparison
 from keel.signal.audit.probe_batches import Token, build, random_batches
 from keel.signal.audit.shrink import shrink
 from keel.signal.audit.target import LossError, Target, TargetError, find_target
@@ -31,6 +33,9 @@ CLASSES = {
     "i": "sampler serves stale weights",
     "j": "depends on padding or micro-batches",
 }
+COMPARISON = "k"
+"""The letter of the comparison with a preset."""
+
 NOT_APPLICABLE = {"h": "concerns log-probs, not a loss", "i": "concerns weights, not a loss"}
 
 BATCH_CHECKS: dict[str, tuple[Check, ...]] = {
@@ -59,7 +64,8 @@ BATCH_CHECKS: dict[str, tuple[Check, ...]] = {
     ),
     "j": (layout_checks.check_padding_invariance, layout_checks.check_micro_batch_sum),
 }
-TARGET_CHECKS: dict[str, tuple[Callable[[Target], str | None], ...]] = {
+TargetCheck = Callable[[Target], str | None]
+TARGET_CHECKS: dict[str, tuple[TargetCheck, ...]] = {
     "e": (normalisation_checks.check_anchor_used, normalisation_checks.check_declared_decision_taken),
     "f": (check_drop_region,),
     "g": (check_options,),
@@ -73,8 +79,8 @@ Status = Literal["passed", "failed", "error", "not applicable"]
 class Finding:
     """The outcome of one class.
 
-    "error" means that the target raised an exception on a valid batch and that no check of the class failed on the
-    batches that it could be called with.
+    "error" means that the target raised an exception on a valid batch, or that its loss or gradient is not finite
+    there, and that no check of the class failed on the other batches.
     """
 
     letter: str
@@ -82,10 +88,12 @@ class Finding:
     message: str = ""
     batch: TokenBatch | None = None
     """The smallest batch found on which a check fails or the target raises."""
+    like: PresetComparison | None = None
+    """The preset that the target was compared with, in the finding of the comparison."""
 
     @property
     def title(self) -> str:
-        return CLASSES[self.letter]
+        return CLASSES[self.letter] if self.like is None else f"differs from {self.like.name}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ class Report:
 
     @property
     def errors(self) -> list[str]:
-        """The letters of the classes that could not be checked because the target raised an exception."""
+        """The letters of the classes that could not be checked: the target raised, or its result is not finite."""
         return self._with_status("error")
 
     @property
@@ -114,14 +122,35 @@ class Report:
         return [finding.letter for finding in self.findings if finding.status == status]
 
 
-def audit(source: Any, /, *, seed: int = 0, parameters: dict[str, Any] | None = None, **declared: Any) -> Report:
+def audit(
+    source: Any,
+    /,
+    *,
+    seed: int = 0,
+    parameters: dict[str, Any] | None = None,
+    like: str | Objective | Composition | None = None,
+    **declared: Any,
+) -> Report:
     """Audit a preset's name, `module:function`, a TOML file, a function, an objective or a composition.
 
-    `declared` overrides fields of the target's declaration: anchor, decisions, dropped_from, divisor, signal. Raises
-    TargetError if the target cannot be loaded, or called on any batch, or does not return a loss.
+    With `like`, the loss and gradient of the target are also compared with those of a preset. `parameters` are then the
+    parameters of that preset, and a function without a declaration is checked against the preset's. `declared`
+    overrides fields of the target's declaration: anchor, decisions, dropped_from, divisor, signal. Raises TargetError
+    if the target cannot be loaded, or called on any batch, or does not return a loss.
     """
-    target = _choose_precision(find_target(source, parameters, **declared))
-    return Report(target.name, [_audit_class(target, letter, seed) for letter in CLASSES])
+    if like is None:
+        target = _choose_precision(find_target(source, parameters, **declared))
+        return Report(target.name, [_audit_class(target, letter, seed) for letter in CLASSES])
+    comparison = find_comparison(like, parameters)
+    target = _choose_precision(find_target(source, default=comparison.declaration, **declared))
+    findings = [_audit_class(target, letter, seed) for letter in CLASSES]
+    return Report(target.name, [*findings, compare_with_preset(target, comparison, seed)])
+
+
+def compare_with_preset(target: Target, comparison: PresetComparison, seed: int = 0) -> Finding:
+    """Compare the target with a preset on random batches, and reduce the first batch on which they differ."""
+    finding = _run_checks(target, COMPARISON, comparison.checks, partial(comparison.batches, seed))
+    return replace(finding, like=comparison)
 
 
 def _choose_precision(target: Target) -> Target:
@@ -140,21 +169,38 @@ def _choose_precision(target: Target) -> Target:
 
 
 def _audit_class(target: Target, letter: str, seed: int) -> Finding:
-    """Run the checks of a class. After an exception, checks continue with other batches: a failure takes precedence."""
+    """Run the checks of a class."""
     if letter in NOT_APPLICABLE:
         return Finding(letter, "not applicable", NOT_APPLICABLE[letter])
+    return _run_checks(
+        target,
+        letter,
+        BATCH_CHECKS.get(letter, ()),
+        partial(_batches, target, letter, seed),
+        TARGET_CHECKS.get(letter, ()),
+    )
+
+
+def _run_checks(
+    target: Target,
+    letter: str,
+    batch_checks: Iterable[Check],
+    make_batches: Callable[[], Iterable[TokenBatch]],
+    target_checks: Iterable[TargetCheck] = (),
+) -> Finding:
+    """Run checks on every batch. After an error they continue with other batches: a failure takes precedence."""
     first_error: LossError | None = None
-    for check in BATCH_CHECKS.get(letter, ()):
-        for batch in _batches(target, letter, seed):
+    for check in batch_checks:
+        for batch in make_batches():
             try:
-                message = check(target, batch)
+                message = _run_check(check, target, batch)
             except LossError as error:
                 first_error = first_error or error
                 continue
             if message is not None:
                 smallest = shrink(batch, partial(_fails, check, target))
                 return Finding(letter, "failed", check(target, smallest) or "", smallest)
-    for target_check in TARGET_CHECKS.get(letter, ()):
+    for target_check in target_checks:
         try:
             message = target_check(target)
         except LossError as error:
@@ -170,14 +216,20 @@ def _audit_class(target: Target, letter: str, seed: int) -> Finding:
 
 def _fails(check: Check, target: Target, batch: TokenBatch) -> bool:
     try:
-        return check(target, batch) is not None
+        return _run_check(check, target, batch) is not None
     except LossError:
         return False
 
 
+def _run_check(check: Check, target: Target, batch: TokenBatch) -> str | None:
+    """Run a check on a batch with a finite loss and gradient; NaN is equal to nothing and would fail every check."""
+    target.evaluate_finite(batch)
+    return check(target, batch)
+
+
 def _raises(kind: type[Exception], target: Target, batch: TokenBatch) -> bool:
     try:
-        target.evaluate(batch)
+        target.evaluate_finite(batch)
     except LossError as error:
         return type(error.error) is kind
     return False

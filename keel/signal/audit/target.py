@@ -5,6 +5,7 @@ Checks see a target only through its loss and the gradient with respect to `batc
 
 import importlib
 import inspect
+import math
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ class TargetError(KeelError):
 
 
 class LossError(KeelError):
-    """The target raised an exception on a valid batch."""
+    """The target raised an exception on a valid batch, or its result is not finite."""
 
     def __init__(self, error: Exception, call: Callable[..., Any], batch: TokenBatch) -> None:
         reason = str(error).strip().split("\n")[0]
@@ -45,6 +46,15 @@ class LossError(KeelError):
         self.error = error
         self.batch = batch
         """The batch that the target was called with."""
+
+
+class NonFiniteError(LossError):
+    """The loss or a gradient is NaN or infinite on a valid batch."""
+
+    def __init__(self, message: str, batch: TokenBatch) -> None:
+        KeelError.__init__(self, message)
+        self.error = ArithmeticError(message)
+        self.batch = batch
 
 
 def _location(error: Exception, call: Callable[..., Any]) -> str:
@@ -103,6 +113,18 @@ class Target:
                 raise LossError(error, self.call, batch) from error
         return Evaluation(float(loss.detach()), torch.zeros_like(leaf) if gradient is None else gradient)
 
+    def evaluate_finite(self, batch: TokenBatch) -> Evaluation:
+        """Call the target on an ordinary batch. A loss or gradient that is NaN or infinite raises a NonFiniteError."""
+        evaluation = self.evaluate(batch)
+        if not math.isfinite(evaluation.loss):
+            raise NonFiniteError(f"the loss is {evaluation.loss} on an ordinary batch", batch)
+        finite = evaluation.gradient.isfinite()
+        if not bool(finite.all()):
+            index = int((~finite).nonzero()[0])
+            value = float(evaluation.gradient[index])
+            raise NonFiniteError(f"the gradient of a token is {value} on an ordinary batch", batch)
+        return evaluation
+
     def _loss(self, batch: TokenBatch, leaf: Tensor, **options: Any) -> Tensor:
         inputs = batch.replace(logprobs=leaf)
         if self.dtype != torch.float64:
@@ -125,11 +147,12 @@ def _describe(value: Any) -> str:
 def find_target(
     source: str | Callable[..., Any] | Objective | Composition,
     parameters: dict[str, Any] | None = None,
+    default: Declaration | None = None,
     **declared: Any,
 ) -> Target:
     """Make a target from a preset's name, a TOML file, `module:function`, a function, an objective or a composition.
 
-    `declared` overrides single fields of the declaration.
+    `default` is the declaration of a function that has none. `declared` overrides single fields of the declaration.
     """
     parameters = parameters or {}
     if isinstance(source, Composition):
@@ -150,20 +173,30 @@ def find_target(
             _preset_options(source),
         )
     else:
-        declaration = getattr(source, "keel_declaration", Declaration())
+        declaration = getattr(source, "keel_declaration", default or Declaration())
         name = getattr(source, "__name__", type(source).__name__)
         target = Target(name, source, declaration, None, _function_options(source))
     return replace(target, declaration=revise(target.declaration, declared)) if declared else target
 
 
-def _load(source: str, parameters: dict[str, Any]) -> Objective | Callable[..., Any]:
-    if source.endswith(".toml"):
-        if parameters:
-            raise TargetError("parameters can only be given with the name of a preset, not with a file")
-        return objective(load_settings(source).settings.objective)
-    module_name, colon, name = source.partition(":")
-    if not colon:
+def load_objective(source: str | Objective | Composition, parameters: dict[str, Any]) -> Objective:
+    """Return the objective of a preset's name and parameters, of a TOML file or of a composition."""
+    if isinstance(source, str) and not source.endswith(".toml"):
         return objective(source, **parameters)
+    if parameters:
+        kind = "a file" if isinstance(source, str) else "an objective"
+        raise TargetError(
+            f"parameters ({', '.join(parameters)}) can only be given with the name of a preset, not with {kind}"
+        )
+    if isinstance(source, str):
+        return objective(load_settings(source).settings.objective)
+    return objective(source) if isinstance(source, Composition) else source
+
+
+def _load(source: str, parameters: dict[str, Any]) -> Objective | Callable[..., Any]:
+    module_name, colon, name = source.partition(":")
+    if not colon or source.endswith(".toml"):
+        return load_objective(source, parameters)
     if parameters:
         raise TargetError("parameters can only be given with the name of a preset, not with a function")
     try:
@@ -179,9 +212,20 @@ def _load(source: str, parameters: dict[str, Any]) -> Objective | Callable[..., 
 
 def _configured(preset: Objective) -> Callable[..., Any]:
     """Return a function that calls the objective, with some parameters changed if it is a preset."""
+    preset_name = preset.name
+    if preset_name is None:
+        return preset
+    fields = PRESETS[preset_name].parameters_class.model_fields
+    given = {name: value for name, value in preset.parameters.items() if value != fields[name].default}
+    resolved = objective(preset_name, **given).composition
+    parts = {
+        name: getattr(preset.composition, name)[len(getattr(resolved, name)) :]
+        for name in ("gates", "weights", "penalties")
+    }
+    added = {name: [part.model_dump() for part in extra] for name, extra in parts.items() if extra}
 
     def call(batch: TokenBatch, **options: Any) -> Any:
-        return (objective(preset.name, **options) if options and preset.name else preset)(batch)
+        return (objective(preset_name, **{**given, **added, **options}) if options else preset)(batch)
 
     return call
 

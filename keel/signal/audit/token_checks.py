@@ -68,7 +68,7 @@ def check_invalid_logprobs_dropped(target: Target, batch: TokenBatch) -> str | N
     if target.declaration.signal == "none":
         return None
     batch = enlarge(target, batch, 128)
-    target.evaluate(batch)  # a loss that raises without the damaged token does not raise because of it
+    target.evaluate_finite(batch)  # a loss that raises or is NaN without the damaged token is not so because of it
     index = int(batch.trainable.nonzero()[0])
     assert batch.sampler_logprobs is not None
     for value in (math.nan, math.inf, -math.inf):
@@ -131,11 +131,20 @@ def check_dropped_tokens_have_no_gradient(target: Target, batch: TokenBatch) -> 
 
 
 def check_dropped_tokens_keep_penalty(target: Target, batch: TokenBatch) -> str | None:
-    """Check that a dropped token still has a penalty if that is declared."""
+    """Check that a dropped token still has a penalty if that is declared.
+
+    With a divisor of kept tokens, a step without an active token has no divisor and may have no penalty. The same holds
+    for a sequence whose own kept tokens divide it.
+    """
     if target.declaration.dropped_from != "policy term":
         return None
     assert batch.sampler_logprobs is not None
-    without_gradient = ~active(target, batch) & batch.trainable & (target.evaluate(batch).gradient == 0)
+    is_active = active(target, batch)
+    without_gradient = ~is_active & batch.trainable & (target.evaluate(batch).gradient == 0)
+    if target.declaration.divisor == "kept sequences":
+        without_gradient &= torch.isin(batch.sequence, batch.sequence[is_active])
+    elif "kept" in target.declaration.divisor and not bool(is_active.any()):
+        return None
     off_policy = without_gradient & ((batch.logprobs - batch.sampler_logprobs).abs() > 1e-3)
     if not bool(off_policy.any()):
         return None

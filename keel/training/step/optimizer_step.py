@@ -108,9 +108,10 @@ class OptimizerStep:
 
     def _single_pass(self, plan: Sequence[MicroBatch]) -> ObjectiveResult:
         """Compute every micro-batch once: log-probs, dloss/dlogprob and gradients in one pass over the logits."""
-        # totals do not depend on the policy's log-probs here, except a denominator that counts kept tokens; that is one
-        # factor for the full step, corrected at the end
-        totals = self.objective.totals([self.template_batch.take(self.token_index)])
+        # totals do not depend on the policy's log-probs here, except a denominator that counts kept tokens; the pass
+        # divides by the trainable tokens instead, which is one factor for the full step, corrected at the end
+        provisional = _with_trainable_denominator(self.objective)
+        totals = provisional.totals([self.template_batch.take(self.token_index)])
         for batch in plan:
             hidden = self.forward.hidden(batch)
 
@@ -119,11 +120,11 @@ class OptimizerStep:
                     return logprobs
                 if self.world is None:
                     self._check_finite(logprobs, tokens[rows])
-                    return self.objective(self._make_batch(tokens[rows], logprobs), totals).gradient
+                    return provisional(self._make_batch(tokens[rows], logprobs), totals).gradient
                 # other ranks are in the same pass, so non-finite log-probs are masked here; all ranks raise after it
                 finite = logprobs.isfinite()
                 masked = torch.where(finite, logprobs, 0)
-                return self.objective(self._make_batch(tokens[rows], masked), totals).gradient * finite
+                return provisional(self._make_batch(tokens[rows], masked), totals).gradient * finite
 
             scores, gradients = self.forward.head.score_and_grad(
                 hidden.detach(), batch.targets, batch.temperature, logprob_grad, entropy=self.settings.compute_entropy
@@ -134,7 +135,8 @@ class OptimizerStep:
         self._merge_ranks(plan)
         result = self._evaluate_objective()
         self.forward.reduce_head_gradient()
-        factor = totals.denominator() / result.totals.denominator()
+        denominator = result.totals.denominator()
+        factor = totals.denominator() / denominator if denominator else 0.0
         if factor != 1:
             for gradient in self._gradients():
                 gradient.mul_(factor)
@@ -292,3 +294,12 @@ class OptimizerStep:
                 gradient.mul_(limit / norm)
         adamw.set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
+
+
+def _with_trainable_denominator(objective: Objective) -> Objective:
+    """Return the objective with all trainable tokens in its divisor."""
+    reduction = objective.composition.reduction
+    if reduction.denominator == "trainable":
+        return objective
+    reduction = reduction.model_copy(update={"denominator": "trainable"})
+    return Objective(objective.composition.model_copy(update={"reduction": reduction}))

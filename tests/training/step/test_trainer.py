@@ -152,6 +152,18 @@ def test_a_step_without_a_gradient_changes_nothing_and_reports_why(reason: str, 
     assert trainer.step(samples, NO_DROPS).stepped
 
 
+@pytest.mark.parametrize("reduction", [{}, {"reduction": "sequences"}, {"reduction": "constant", "length": 8}])
+def test_a_penalty_on_dropped_tokens_has_no_gradient_if_no_token_is_kept_in_the_divisor(
+    reduction: dict[str, Any],
+) -> None:
+    trainer = make_trainer()
+    dropped = [WITHOUT_GRADIENT["every token was dropped by the objective"](sample) for sample in branching_samples()]
+    ratio_gate = [{"statistic": "ratio", "low": 0.2, "high": 5.0}]
+    report = trainer.step(dropped, keel.objective("ipo", denominator="kept", gates=ratio_gate, **reduction))
+    assert not report.stepped and report.skip_reason == "every token was dropped by the objective"
+    assert (report.loss, report.grad_norm) == (0.0, 0.0)
+
+
 def test_a_step_without_samples_changes_nothing() -> None:
     trainer = make_trainer()
     before = training_state(trainer)
