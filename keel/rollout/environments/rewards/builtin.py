@@ -157,5 +157,7 @@ def _in_math(answer: str) -> str:
     return answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
 
 
-BUILTIN = dict.fromkeys(("exact", "regex", "number", "choice", "json_schema", "format", "length", "math"), __name__)
+BUILTIN = dict.fromkeys(("exact", "regex", "number", "choice", "json_schema", "format", "length", "math"), __name__) | {
+    "code": "keel.rollout.environments.rewards.code"
+}
 """The module of each reward that settings accept by its name alone."""
