@@ -161,8 +161,9 @@ class SchedulerSettings(Settings):
     """Rollouts in a group."""
     max_in_flight: Count = 128
     """Maximum number of rollouts in flight."""
-    max_error_reschedule_attempts: NonNegative | None = None
-    """Maximum number of retry rounds for the failed or empty rollouts of a group. Unlimited by default."""
+    max_error_reschedule_attempts: NonNegative | None = 3
+    """Maximum number of retry rounds for the failed or empty rollouts of a group. A prompt that is too long, and an
+    episode whose retry raises the same exception at the same line, are not retried again."""
     min_group_size: Count | None = None
     """When the retries are used up, train the remaining rollouts of the group if there are at least this many. By
     default only complete groups are trained."""

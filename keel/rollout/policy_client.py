@@ -25,6 +25,10 @@ class EpisodeLimitReached(KeelError):
     """Raised when the episode reached a limit. An environment may catch it and score the episode so far."""
 
 
+class PromptTooLong(EpisodeLimitReached):
+    """Raised when the first prompt of an episode leaves no room for a completion: another attempt would not help."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """One completion of the policy."""
@@ -81,7 +85,7 @@ class PolicyClient:
             raise EpisodeLimitReached(f"the episode has used all limits.max_turns = {self.limits.max_turns} turns")
         prompt = self._renderer.extend(self._rendered_turns, copied, tools)
         if len(prompt.ids) >= self.limits.max_sequence_tokens:
-            raise EpisodeLimitReached(
+            raise (EpisodeLimitReached if self._turns_used else PromptTooLong)(
                 f"the prompt of {len(prompt.ids)} tokens leaves no room for a completion within"
                 f" limits.max_sequence_tokens = {self.limits.max_sequence_tokens}"
             )

@@ -9,9 +9,9 @@ from typing import Literal
 
 from keel.common.sample import Sample
 
-ErrorKind = Literal["exception", "timeout", "empty", "engine", "over_length"]
+ErrorKind = Literal["exception", "timeout", "empty", "engine", "over_length", "prompt_too_long"]
 """The environment raised; its timeout expired; nothing was sampled; the engine failed; every sample exceeds
-`limits.max_sequence_tokens`."""
+`limits.max_sequence_tokens`; the first prompt alone does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,12 @@ POLL_SECONDS = 0.5
 """Seconds between two status updates while waiting."""
 OVERRUN_GRACE = 60.0
 """Seconds after its timeout at which an episode that ignores it is dropped."""
+STOP_GRACE = 5.0
+"""Seconds without a successful rollout after which a run that is stopping no longer waits for rollouts that fail."""
+
+
+class _SamplingAbandoned(KeelError):
+    """Raised while a run is stopping and its batch may never be complete."""
 
 
 class TrainingRun:
@@ -155,7 +161,11 @@ class TrainingRun:
         start = time.monotonic()
         if self.synchronous:
             await engine.clear_prefix_cache()
-        batch = await self._next_batch(scheduler, engine)
+        try:
+            batch = await self._next_batch(scheduler, engine)
+        except _SamplingAbandoned as abandoned:
+            self.callback.notice(str(abandoned))
+            return
         self.folder.sampled = True
         scheduler_state = scheduler.snapshot()  # of everything outside the batch
         sampled = time.monotonic()
@@ -186,8 +196,10 @@ class TrainingRun:
 
     async def _next_batch(self, scheduler: Scheduler, engine: PublishingEngine) -> RolloutBatch:
         """Return the next batch; a publication may be in flight meanwhile."""
+        check_stopping = self._stopping_check(scheduler)
 
         def status() -> str:
+            check_stopping()
             self._show_failures(scheduler.failures)
             return f"sampling: {scheduler.status()}"
 
@@ -209,6 +221,29 @@ class TrainingRun:
         if failures != self._failures_shown:
             self._failures_shown = failures
             self.callback.rollouts_failed(failures.total, failures.last_error)
+
+    def _stopping_check(self, scheduler: Scheduler) -> Callable[[], None]:
+        """Return a function that raises once the run is stopping and its rollouts only fail or wait for a retry.
+
+        The step is then not part of the run: as after a kill, it is sampled again when the run resumes.
+        """
+        completed, failed, since = -1, 0, 0.0
+
+        def check() -> None:
+            nonlocal completed, failed, since
+            if not self._stopping:
+                return
+            if completed != scheduler.completed:
+                completed, failed, since = scheduler.completed, scheduler.failed, time.monotonic()
+            status = scheduler.status()
+            fails = scheduler.failed > failed or not status.in_flight
+            if fails and time.monotonic() - since >= STOP_GRACE:
+                raise _SamplingAbandoned(
+                    f"stopping without step {self.step + 1}: no rollout succeeded for {STOP_GRACE:g} s; the last error:"
+                    f" {status.last_error}"
+                )
+
+        return check
 
     async def _train_batch(self, rows: list[SampleRecord]) -> StepReport | None:
         """Train on the batch and return the report; None if nothing is left to train on.

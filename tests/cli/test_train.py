@@ -47,6 +47,105 @@ def test_ctrl_c_finishes_the_step_saves_and_prints_how_to_resume(tmp_path: Path)
     assert (folder / "checkpoints" / f"step_{last}" / "model.safetensors").is_file()
 
 
+FAILING_ENVIRONMENT = """
+from itertools import count
+
+from keel.rollout.environments.environment import EpisodeResult, Task
+
+attempts = count()
+
+
+class Failing:
+    name = "failing"
+
+    def __init__(self, failing, same_error):
+        self.failing, self.same_error = failing, same_error
+
+    def tasks(self, split):
+        return [Task(f"{split}{number}", {"number": number}) for number in range(8)]
+
+    async def episode(self, task, client):
+        reply = await client.chat([{"role": "user", "content": str(task.data["number"])}])
+        if task.data["number"] < self.failing:
+            raise ValueError("no such file" if self.same_error else f"failure {next(attempts)}")
+        return EpisodeResult(reply.generation.token_ids[0] % 2)
+"""
+
+FAILING_RECIPE = """
+steps = 4
+stall_timeout = 60
+[model]
+name = "tiny"
+[environments.failing]
+name = "failing_environment:Failing"
+options = { failing = 8, same_error = true }
+[sampling]
+max_tokens = 4
+[scheduler]
+groups_per_step = 4
+group_size = 2
+[evaluation]
+when = "never"
+"""
+
+
+def write_failing_recipe(folder: Path) -> str:
+    (folder / "failing_environment.py").write_text(FAILING_ENVIRONMENT)
+    file = folder / "failing.toml"
+    file.write_text(FAILING_RECIPE)
+    return str(file)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("same_error", ["true", "false"])
+def test_a_task_that_always_raises_does_not_hold_up_the_others(tmp_path: Path, same_error: str) -> None:
+    folder, options = tmp_path / "run", "--environments.failing.options"
+    arguments = [write_failing_recipe(tmp_path), "--run", str(folder)]
+    arguments += [f"{options}.failing", "1", f"{options}.same_error", same_error]
+    with train_process(*arguments) as process:
+        output = process.communicate(timeout=100)[0]
+        assert process.returncode == 0, output
+    with sqlite3.connect(folder / "run.db") as db:
+        assert db.execute("SELECT max(step) FROM steps").fetchone() == (4,)
+        failed = dict(db.execute("SELECT task_id, max(attempt) FROM rollouts WHERE reason = 'exception' GROUP BY 1"))
+        trained = db.execute("SELECT count(*) FROM rollouts WHERE outcome = 'trained'").fetchone()[0]
+    assert failed == {"train0": 1 if same_error == "true" else 3}
+    assert trained > 0
+
+
+@pytest.mark.process
+def test_a_run_whose_rollouts_all_fail_ends_with_their_error(tmp_path: Path) -> None:
+    arguments = [write_failing_recipe(tmp_path), "--run", str(tmp_path / "run"), "--steps", "100"]
+    with train_process(*arguments) as process:
+        output = process.communicate(timeout=100)[0]
+    assert process.returncode == 2
+    assert re.search(
+        r"10 consecutive batches had nothing to train on \(scheduler.max_empty_steps = 10\); dropped: .*exception"
+        r".*the last error: ValueError: no such file \(failing_environment.py:\d+\)",
+        output,
+    )
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_a_run_whose_rollouts_are_retried_indefinitely(tmp_path: Path, signum: signal.Signals) -> None:
+    folder = tmp_path / "run"
+    arguments = [write_failing_recipe(tmp_path), "--run", str(folder), "--environments.failing.options.same_error"]
+    arguments += ["false", "--scheduler.max_error_reschedule_attempts", "1000000", "--json"]
+    with train_process(*arguments) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "the last error: ValueError: failure" in line:
+                process.send_signal(signum)
+                break
+        output = process.stdout.read()
+        assert process.wait(30) == 0, output
+    assert "stopping without step 1: no rollout succeeded for 5 s; the last error: ValueError: failure" in output
+    assert f"resume with: keel train --resume {folder}" in output
+    with sqlite3.connect(folder / "run.db") as db:
+        assert db.execute("SELECT value FROM meta WHERE key = 'status'").fetchone() == ("stopped",)
+
+
 @pytest.mark.model
 def test_a_launch_table_is_reported_to_have_no_effect_unless_the_run_was_launched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -63,6 +63,8 @@ def engine_faults(
     result, mismatch = Result(", ".join(faults)), MISMATCH in faults
     target = TargetRun(fork_server, folder, steps=steps, scheduler__max_off_policy_steps=1, stall_timeout=stall)
     target.args.append("--environments.tokens.limits.timeout=4")
+    if share >= 1:  # retried for as long as the watchdog allows, instead of ending with empty batches
+        target.args.append("--scheduler.max_error_reschedule_attempts=1000000")
     upstream = target.with_engines(1)[0]
     try:
         with Proxy(upstream, faults, share) as proxy:

@@ -145,6 +145,21 @@ def test_an_episode_with_only_overlong_samples_is_over_length():
     assert truncated.counts["truncated_tokens"] > 0
 
 
+def test_a_first_prompt_without_room_for_a_completion_is_too_long():
+    rollout = run(one_turn, "x" + END, limits=EpisodeLimits(max_sequence_tokens=2))
+    assert (rollout.error_kind, rollout.turns) == ("prompt_too_long", 0)
+    assert "leaves no room for a completion within limits.max_sequence_tokens = 2" in rollout.error
+
+
+def test_a_later_prompt_without_room_is_over_length_because_it_depends_on_the_completions():
+    async def two_turns(task, policy):
+        await one_turn(task, policy)
+        await policy.chat([{"role": "user", "content": "y" * 200}])
+
+    rollout = run(two_turns, "x" + END, "x" + END, limits=EpisodeLimits(max_sequence_tokens=100))
+    assert (rollout.error_kind, rollout.turns) == ("over_length", 1)
+
+
 def test_an_uncaught_turn_limit_is_over_length():
     async def greedy(task, policy):
         while True:

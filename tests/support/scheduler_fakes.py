@@ -45,12 +45,15 @@ def name_of(rollout: RolloutRequest | DroppedRollout | FakeRollout) -> Name:
     return rollout.group, rollout.member, rollout.attempt
 
 
+ERROR_KINDS = ["timeout", "empty", "engine", "over_length", "exception", "prompt_too_long"]
+
+
 @dataclass
 class Faults:
     """Probabilities of faults per rollout."""
 
     error: float = 0.0
-    """Returns a rollout with an error: timeout, empty, engine, over_length."""
+    """Returns a rollout with an error of one of `ERROR_KINDS`."""
     raises: float = 0.0
     cancels_itself: float = 0.0
     hangs: float = 0.0
@@ -107,7 +110,7 @@ class FaultyRunner:
         for ending in ("raises", "cancels_itself", "returns_junk", "error"):
             if rng.random() < getattr(faults, ending):
                 planned_outcome.ending = ending
-                planned_outcome.kind = rng.choice(["timeout", "empty", "engine", "over_length"])
+                planned_outcome.kind = rng.choice(ERROR_KINDS)
         return planned_outcome
 
     async def _episode(self, name: Name) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from keel.config.rollout import EpisodeLimits
 from keel.errors import FatalEnvironmentError
 from keel.inference.protocol import EngineError
-from keel.rollout.policy_client import EpisodeLimitReached, PolicyClient
+from keel.rollout.policy_client import EpisodeLimitReached, PolicyClient, PromptTooLong
 from keel.rollout.rollout import ErrorKind, Rollout
 
 Split = Literal["train", "eval"]
@@ -143,7 +143,8 @@ def _classify_error(error: BaseException, *, timed_out: bool, seconds: float) ->
             return "engine", _truncate_message(str(cause))
     for cause in causes:
         if isinstance(cause, EpisodeLimitReached):
-            return "over_length", _truncate_message(str(cause))
+            kind: ErrorKind = "prompt_too_long" if isinstance(cause, PromptTooLong) else "over_length"
+            return kind, _truncate_message(str(cause))
     return "exception", _format_exception(causes[0])
 
 

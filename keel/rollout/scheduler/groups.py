@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 DropReason = str
-"""Why a rollout was dropped: its own error kind ("exception", "timeout", "empty", "engine", "over_length"), or
-"group_dropped": too few members of its group succeeded; "stale": the group was too old when its batch was cut;
-"interrupted": it was in flight, or finished and not stored, when the snapshot was taken; "run_ended": the scheduler was
-closed first."""
+"""Why a rollout was dropped: its own error kind ("exception", "timeout", "empty", "engine", "over_length",
+"prompt_too_long"), or "group_dropped": too few members of its group succeeded; "stale": the group was too old when its
+batch was cut; "interrupted": it was in flight, or finished and not stored, when the snapshot was taken; "run_ended":
+the scheduler was closed first."""
 
 SlotState = Literal["queued", "in_flight", "done"]
 GroupState = Literal["open", "ready", "dropped", "removed"]
@@ -98,6 +98,7 @@ class RolloutSlot:
         "error",
         "failures",
         "group",
+        "last_exception",
         "member",
         "reason",
         "rollout",
@@ -114,6 +115,8 @@ class RolloutSlot:
         """The attempt of the last dispatch, or of the next one while the slot is queued."""
         self.failures = 0
         """Failures since the group was last sampled from the start."""
+        self.last_exception: str | None = None
+        """The error of the last attempt if the environment raised it; None if it failed otherwise."""
         self.state: SlotState = "queued"
         self.task: asyncio.Future[Any] | None = None
         self.timer: asyncio.TimerHandle | None = None
@@ -134,7 +137,20 @@ class RolloutSlot:
         self.state = "queued"
         self.rollout = self.reason = self.error = None
         if reset_failures:
-            self.failures = 0
+            self.failures, self.last_exception = 0, None
+
+    def count_failure(self, rollout: Any, kind: DropReason, error: str | None) -> bool:
+        """Count a failed attempt; return whether its kind says that another attempt would fail in the same way.
+
+        Only errors that a rollout reports are compared: they name the exception, its message and its line. The result
+        depends on this member's attempts alone, never on the order in which members end.
+        """
+        self.failures += 1
+        before, self.last_exception = (
+            self.last_exception,
+            error if kind == "exception" and rollout is not None else None,
+        )
+        return kind == "prompt_too_long" or (before is not None and before == self.last_exception)
 
     def to_dropped(self, reason: DropReason, error: str | None = None, rollout: Any = None) -> DroppedRollout:
         group = self.group

@@ -51,9 +51,9 @@ class Scheduler:
 
     - Retries. A failed member is retried immediately, as the next attempt. Round r of a group consists of the r-th
       tries of all its members, so `max_error_reschedule_attempts` = 1 is one retry for each member that needs it. A
-      member that fails without attempts left stays failed. Once fewer than `min_group_size` members (default: all) can
-      still succeed, the group is dropped, its rollouts in flight are cancelled, and its position in the batch stays
-      empty.
+      member that fails without attempts left, or in a way that will repeat (`RolloutSlot.count_failure`), stays failed.
+      Once fewer than `min_group_size` members (default: all) can still succeed, the group is dropped, its rollouts in
+      flight are cancelled, and its position in the batch stays empty.
     - Batches. Groups are cut by the window rule of `GroupQueue`. A batch is complete when `groups_per_step` of them are
       resolved, to be trained on or dropped; it has fewer only when tasks run out.
     - Staleness. If a group's oldest token is more than `max_off_policy_steps` behind the version passed to
@@ -94,6 +94,8 @@ class Scheduler:
         self._accounts = SchedulerAccounts()
         self.completed = 0
         """The number of successful rollouts; grows as long as there is progress."""
+        self.failed = 0
+        """The number of failed attempts, retried or not."""
 
     # -- public interface ---------------------------------------------------------------------------------------------
 
@@ -362,8 +364,9 @@ class Scheduler:
         group, limit = slot.group, self.settings.max_error_reschedule_attempts
         self._accounts.counts["failed"] += 1
         self._accounts.failures = RolloutFailures(self._accounts.failures.total + 1, error or kind)
-        slot.failures += 1
-        if limit is None or slot.failures <= limit:
+        self.failed += 1
+        deterministic = slot.count_failure(rollout, kind, error)
+        if not deterministic and (limit is None or slot.failures <= limit):
             self._accounts.record_drop(slot.to_dropped(kind, error, rollout))
             slot.requeue(reset_failures=False)
             if slot.failures > group.retry_rounds:

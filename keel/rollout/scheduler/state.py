@@ -29,7 +29,7 @@ GROUP_FIELDS = (
     "retry_rounds",
     "state",
 )
-SLOT_FIELDS = ("member", "attempt", "failures", "state", "reason", "error")
+SLOT_FIELDS = ("member", "attempt", "failures", "last_exception", "state", "reason", "error")
 DROPPED_FIELDS = tuple(field.name for field in fields(DroppedRollout) if field.name != "rollout")
 
 
@@ -87,6 +87,7 @@ def _load_group(saved: Mapping[str, Any], task: Any, lookup: RolloutLookup) -> P
     group.overtaken, group.retry_rounds, group.state = saved["overtaken"], saved["retry_rounds"], saved["state"]
     for slot, saved_slot in zip(group.slots, saved["slots"], strict=True):
         slot.attempt, slot.failures, slot.state = saved_slot["attempt"], saved_slot["failures"], saved_slot["state"]
+        slot.last_exception = saved_slot.get("last_exception")  # absent in snapshots of earlier versions
         if slot.state == "queued":
             continue
         rollout = lookup(group.id, slot.member, slot.attempt)

@@ -26,7 +26,7 @@ from keel.tools.simulate.fit import RolloutTimings, fit_decode_costs, fit_line
 from keel.tools.simulate.simulated_pool import resolve_max_batch
 from keel.tools.simulate.simulated_run import resolve_ranks
 
-FAILURE_REASONS = ("exception", "timeout", "empty", "engine", "over_length")
+FAILURE_REASONS = ("exception", "timeout", "empty", "engine", "over_length", "prompt_too_long")
 OUTCOMES_QUERY = "SELECT coalesce(reason, outcome), count(*) FROM rollouts GROUP BY 1"
 ROLLOUT_COLUMNS = ["group", "member", "attempt", "outcome", "reason", "turns", "seconds", "ended_at", "trainable"]
 MIN_STEPS = 3

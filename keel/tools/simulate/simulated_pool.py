@@ -73,6 +73,7 @@ class SimulatedPool:
             self._length_tables[name] = length_quantiles(assumed.length, max_tokens)
             self._max_sampled_tokens[name] = max_tokens * assumed.turns
         self._limits = {name: environment.limits for name, environment in environments.items()}
+        self._num_failures = 0
         self._max_attempts = settings.pool.max_attempts if settings.pool is not None else 1
         self.engines = [SimulatedEngine(number, self, self._loop) for number in range(assumed.engines)]
         self._load_heap = [(0, engine.number) for engine in self.engines]
@@ -112,7 +113,11 @@ class SimulatedPool:
 
     def on_sampled(self, request: SimulatedRequest, tokens_by_version: list[tuple[int, int]]) -> None:
         kind = request.fails_with
-        error = f"simulated: {kind}" if kind else ""
+        error = ""
+        if kind:
+            # numbered, because failures are independent here: the scheduler does not retry an exception that repeats
+            self._num_failures += 1
+            error = f"simulated: {kind} (failure {self._num_failures})"
         rollout = SimulatedRollout(tokens_by_version, truncated=request.truncated, error_kind=kind, error=error)
         if self._assumed.environment_seconds:
             self._loop.call_later(self._assumed.environment_seconds, self._complete, request, rollout)

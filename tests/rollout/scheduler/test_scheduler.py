@@ -28,6 +28,10 @@ from tests.support.scheduler_fakes import (
 Runner = Callable[[RolloutRequest], Awaitable[Any]]
 
 
+class Raised(str):
+    """The error of a rollout whose environment raised."""
+
+
 class Script:
     """A runner whose results are scripted by (task id, member, attempt); others succeed after a second."""
 
@@ -47,6 +51,8 @@ class Script:
         except asyncio.CancelledError:
             self.cancelled.append(key)
             raise
+        if isinstance(result, Raised):
+            return FakeRollout(*name, None, 0.0, str(result), "exception")
         if isinstance(result, str):
             return FakeRollout(*name, None, 0.0, f"{key} failed", result)
         if isinstance(result, BaseException):
@@ -126,11 +132,77 @@ def test_without_retries_the_first_failure_drops_the_group_and_cancels_the_rest(
     assert batch.counters["groups_dropped"] == batch.counters["cancelled"] == 1
 
 
-def test_by_default_failures_are_retried_without_limit_with_backoff() -> None:
+def test_by_default_a_failed_rollout_is_retried_three_times() -> None:
+    script = Script({("task0", 0, attempt): "engine" for attempt in range(40)})
+    (batch,) = batches(make_scheduler(script))
+    assert ids(batch) == ["task1"], "the batch is cut without the group that fails"
+    assert [attempt for task, member, attempt in script.dispatched if (task, member) == ("task0", 0)] == [0, 1, 2, 3]
+
+
+def raised_in_turn(*errors: str) -> dict[Any, Any]:
+    """Return results of which the attempts of the first member report these exceptions of their environment."""
+    return {("task0", 0, attempt): Raised(error) for attempt, error in enumerate(errors)}
+
+
+@pytest.mark.parametrize(
+    ("errors", "attempts", "trains"),
+    [
+        (["ValueError: a (env.py:3)"] * 9, 2, False),
+        (["ValueError: a (env.py:3)", "ValueError: b (env.py:3)"] * 9, 4, False),
+        (["ValueError: a (env.py:3)", "ValueError: a (env.py:4)", "ValueError: a (env.py:4)"], 3, False),
+        (["ValueError: a (env.py:3)", "ValueError: b (env.py:3)"], 3, True),
+    ],
+    ids=["the same exception", "other messages", "the same after another", "succeeds at last"],
+)
+@pytest.mark.parametrize("limit", [3, None])
+def test_an_exception_that_repeats_is_not_retried_again(
+    errors: list[str], attempts: int, trains: bool, limit: int | None
+) -> None:
+    script = Script(raised_in_turn(*errors))
+    (batch,) = batches(make_scheduler(script, max_error_reschedule_attempts=limit))
+    if limit is None and len(errors) == 18:
+        attempts, trains = 19, True
+    assert len([key for key in script.dispatched if key[:2] == ("task0", 0)]) == attempts
+    assert ids(batch) == (["task0", "task1"] if trains else ["task1"])
+
+
+def test_members_that_raise_the_same_exception_once_are_all_retried() -> None:
+    error = Raised("ValueError: a (env.py:3)")
+    script = Script({("task0", member, 0): error for member in range(2)})
+    (batch,) = batches(make_scheduler(script))
+    assert ids(batch) == ["task0", "task1"]
+
+
+def test_a_prompt_that_is_too_long_is_not_retried() -> None:
+    script = Script({("task0", 0, attempt): "prompt_too_long" for attempt in range(9)})
+    (batch,) = batches(make_scheduler(script, max_error_reschedule_attempts=None))
+    assert ids(batch) == ["task1"]
+    assert ("task0", 0, 0, "prompt_too_long") in dropped(batch)
+    assert ("task0", 0, 1) not in script.dispatched
+
+
+def test_an_exception_that_repeats_after_a_restart_is_not_retried_again() -> None:
+    script = Script({("task0", 0, 0): Raised("ValueError: a (env.py:3)"), ("task0", 0, 1): 500.0})
+
+    async def main() -> RolloutBatch:
+        scheduler = make_scheduler(script)
+        waiting = asyncio.ensure_future(scheduler.next_batch(0))
+        await asyncio.sleep(60)
+        snapshot = json.loads(json.dumps(scheduler.snapshot()))
+        waiting.cancel()
+        await scheduler.close()
+        script.results = {("task0", 0, 2): Raised("ValueError: a (env.py:3)")}
+        return await restored(snapshot, script).next_batch(0)
+
+    batch = run_virtually(main())
+    assert ids(batch) == ["task1"]
+
+
+def test_without_a_limit_failures_are_retried_with_backoff() -> None:
     results: dict[Any, Any] = {("task0", 0, attempt): "engine" for attempt in range(40)}
 
     async def main() -> tuple[RolloutBatch, float]:
-        batch = await make_scheduler(Script(results)).next_batch(0)
+        batch = await make_scheduler(Script(results), max_error_reschedule_attempts=None).next_batch(0)
         return batch, asyncio.get_running_loop().time()
 
     batch, seconds = run_virtually(main())
@@ -167,7 +239,7 @@ def test_a_group_is_dropped_as_soon_as_too_few_members_can_succeed() -> None:
 
 def test_a_min_group_size_without_effect_is_rejected() -> None:
     with pytest.raises(ValueError, match="has no effect"):
-        SchedulerSettings(min_group_size=2)
+        SchedulerSettings(min_group_size=2, max_error_reschedule_attempts=None)
 
 
 def test_consecutive_empty_batches_raise_with_the_reasons() -> None:

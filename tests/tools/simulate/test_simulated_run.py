@@ -332,8 +332,14 @@ def test_a_run_that_cannot_continue_is_an_error() -> None:
     with pytest.raises(KeelError, match=r"stops at step 10, .* check zero_variance_share = 1$"):
         simulate(recipe(), assume(zero_variance_share=1.0))
     short_limit = recipe(environments={"e": {"limits": {"max_sequence_tokens": 60}}})
-    with pytest.raises(KeelError, match="does not get beyond step 1"):
+    with pytest.raises(KeelError, match=r"stops at step 10, .* dropped: over_length"):
         simulate(short_limit, assume(prompt_tokens=10))
+    endless = recipe(
+        environments={"e": {"limits": {"max_sequence_tokens": 60}}},
+        scheduler={"max_error_reschedule_attempts": 1_000_000},
+    )
+    with pytest.raises(KeelError, match="does not get beyond step 1"):
+        simulate(endless, assume(prompt_tokens=10))
 
 
 def test_an_impossible_speed_is_an_error() -> None:
