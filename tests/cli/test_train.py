@@ -197,7 +197,7 @@ def test_a_run_whose_rollouts_all_failed_exits_with_1_and_prints_the_last_error(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["train"], "pass a RECIPE or --resume RUN"),
+        (["train"], "pass a RECIPE, --dataset FILE with --reward NAME, or --resume RUN"),
         (["train", "no.toml"], "no.toml does not exist"),
         (["train", "recipe.toml", "--allow-changes"], "--allow-changes has no effect without --resume"),
         (["train", "--resume", "nothing"], "nothing does not hold a run"),
