@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -212,6 +213,7 @@ def test_without_bubblewrap_limits_are_used_and_required_isolation_is_an_error(m
         sandbox._probe.cache_clear()
 
 
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 def test_a_bubblewrap_that_fails_is_not_used(monkeypatch):
     monkeypatch.setattr(sandbox, "bubblewrap_command", lambda size: ["bwrap", "--no-such-option"])
     assert "no-such-option" in sandbox._try_isolation("bubblewrap")
