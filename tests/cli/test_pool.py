@@ -232,7 +232,8 @@ def test_a_server_that_never_answers_times_out(run: Any) -> None:
 @pytest.mark.process
 def test_watch_repeats_until_interrupted_and_does_not_import_torch(server: str) -> None:
     code = (
-        "import sys; from keel.cli import main;"
+        # a shell starts background processes with SIGINT ignored, and their children inherit that
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from keel.cli import main;"
         f"code = main(['pool', '{server}', '--json', '--watch', '--poll-interval', '0.1']);"
         "sys.exit(code or 9 * ('torch' in sys.modules))"
     )
