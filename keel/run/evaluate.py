@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from keel.common.tasks import gather_or_cancel
 from keel.config.rollout import EpisodeLimits, Sampling
 from keel.errors import ConfigError, KeelError
 from keel.inference.protocol import Engine
@@ -115,9 +116,9 @@ async def evaluate(
             progress(finished, len(tasks) * samples_per_task)
         return rollout
 
-    async with asyncio.TaskGroup() as group:
-        episodes = [[group.create_task(play(task, index)) for index in range(samples_per_task)] for task in tasks]
-    rollouts = [[episode.result() for episode in task] for task in episodes]
+    # not a TaskGroup, which would wrap the error of an environment that stops the run
+    episodes = await gather_or_cancel([play(task, index) for task in tasks for index in range(samples_per_task)])
+    rollouts = [episodes[first : first + samples_per_task] for first in range(0, len(episodes), samples_per_task)]
     return summarize_rollouts(label, rollouts, time.monotonic() - start)
 
 

@@ -318,9 +318,12 @@ def test_a_file_and_a_function_are_enough_to_train_and_resume(
 
 
 @pytest.mark.process
-def test_a_run_with_a_broken_reward_ends_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("evaluation", ["never", "start_and_end"])
+def test_a_run_with_a_broken_reward_ends_with_its_traceback(
+    evaluation: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--dataset", "train.jsonl", "--reward", "dataset_rewards:broken", "--model", "tiny", "--steps", "2"]
-    assert main(["train", *arguments, "--evaluation.when", "never"]) == 2
+    assert main(["train", *arguments, "--evaluation.when", evaluation, "--evaluation.samples_per_task", "4"]) == 2
     error = capsys.readouterr().err
     assert "more than max_reward_failure_fraction = 0.5" in error
     assert "KeyError" in error

@@ -20,12 +20,12 @@ def exact(*, strip: bool = True, ignore_case: bool = False) -> Reward:
     """1 when the completion equals the answer."""
 
     def reward(completion: str, answer: Any, **_: Any) -> float:
-        given, wanted = (completion, str(answer))
+        text, expected = completion, str(answer)
         if strip:
-            given, wanted = given.strip(), wanted.strip()
+            text, expected = text.strip(), expected.strip()
         if ignore_case:
-            given, wanted = given.casefold(), wanted.casefold()
-        return float(given == wanted)
+            text, expected = text.casefold(), expected.casefold()
+        return float(text == expected)
 
     return reward
 
@@ -51,13 +51,13 @@ def number(*, which: str = "last", tolerance: float = 0.0, relative: bool = Fals
 
     def reward(completion: str, answer: Any, **_: Any) -> float:
         numbers = NUMBER.findall(completion[:MAX_CHARACTERS])
-        wanted = NUMBER.search(str(answer))
-        if wanted is None:
+        expected = NUMBER.search(str(answer))
+        if expected is None:
             raise ValueError(f"the answer {str(answer)[:80]!r} holds no number")
         if not numbers:
             return 0.0
-        given, value = (float(text.replace(",", "")) for text in (numbers[0 if which == "first" else -1], wanted[0]))
-        return float(abs(given - value) <= tolerance * (abs(value) if relative else 1.0))
+        number, value = (float(text.replace(",", "")) for text in (numbers[0 if which == "first" else -1], expected[0]))
+        return float(abs(number - value) <= tolerance * (abs(value) if relative else 1.0))
 
     return reward
 
@@ -70,14 +70,14 @@ def choice(*, letters: str = "ABCD") -> Reward:
     alone = re.compile(rf"(?<![A-Za-z])\(?({letter})\)?(?![A-Za-z])")
 
     def reward(completion: str, answer: Any, **_: Any) -> float:
-        wanted = str(answer).strip().strip("()").upper()
-        if wanted not in set(letters.upper()):
+        expected = str(answer).strip().strip("()").upper()
+        if expected not in set(letters.upper()):
             raise ValueError(f"the answer {str(answer)[:40]!r} is not one of the letters {letters}")
         text = completion[:MAX_CHARACTERS]
         for pattern in (boxed, stated, alone):
-            found = pattern.findall(text)
-            if found:
-                return float(found[-1].upper() == wanted)
+            letters_found = pattern.findall(text)
+            if letters_found:
+                return float(letters_found[-1].upper() == expected)
         return 0.0
 
     return reward
@@ -90,11 +90,11 @@ def json_schema(*, schema: dict[str, Any] | None = None, column: str | None = No
     import jsonschema  # type: ignore[import-untyped]
 
     def reward(completion: str, **columns: Any) -> float:
-        wanted = schema if schema is not None else columns[str(column)]
-        wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
+        expected = schema if schema is not None else columns[str(column)]
+        expected = json.loads(expected) if isinstance(expected, str) else expected
         try:
             value = json.loads(_without_fence(completion[:MAX_CHARACTERS]))
-            jsonschema.validate(value, wanted)
+            jsonschema.validate(value, expected)
         except (ValueError, RecursionError, jsonschema.ValidationError):
             return 0.0
         return 1.0
@@ -144,11 +144,11 @@ def math() -> Reward:
 
     def reward(completion: str, answer: Any, **_: Any) -> float:
         # math-verify's own time limit is a signal that works only in a main thread; the worker's limit is a kill
-        wanted = parse(_in_math(str(answer)), parsing_timeout=None)
-        if not wanted:
+        expected = parse(_in_math(str(answer)), parsing_timeout=None)
+        if not expected:
             raise ValueError(f"the answer {str(answer)[:80]!r} cannot be parsed as mathematics")
-        given = parse(completion[-MAX_CHARACTERS:], parsing_timeout=None)
-        return float(verify(wanted, given, timeout_seconds=None))
+        parsed = parse(completion[-MAX_CHARACTERS:], parsing_timeout=None)
+        return float(verify(expected, parsed, timeout_seconds=None))
 
     return reward
 
