@@ -174,11 +174,29 @@ class SchedulerSettings(Settings):
     window_batches: NonNegative = 1
     """Batches are cut in dispatch order. A finished group may overtake unfinished groups of at most this many
     batches."""
+    refill: bool | None = None
+    """Whether groups whose rewards are all equal take no place in the batch, so that sampling continues until it is
+    full. Applies where advantages.zero_variance_groups = "drop". Defaults to true in asynchronous runs
+    (max_off_policy_steps above 0) and to false in synchronous ones."""
+    max_refill_factor: Annotated[float, Field(ge=1)] = 3.0
+    """With refill, sample at most this many times groups_per_step groups for a step. Further groups whose rewards are
+    all equal take a place in the batch."""
     max_empty_steps: Count | None = 10
     """Stop the run after this many consecutive batches without anything to train on."""
     rollout_timeout: Seconds | None = None
     """Seconds after which a rollout that has not returned is abandoned. Defaults to one minute more than the longest
     limits.timeout of the run."""
+
+    @property
+    def refills(self) -> bool:
+        """`refill`, or its default for the mode of the run."""
+        return self.max_off_policy_steps > 0 if self.refill is None else self.refill
+
+    @property
+    def max_refilled_groups(self) -> int:
+        """The number of groups that may be replaced for one step."""
+        allowed = int(self.max_refill_factor * self.groups_per_step + 1e-9)  # 1.15 * 20 must be 23, not 22.999...
+        return allowed - self.groups_per_step if self.refills else 0
 
     @model_validator(mode="after")
     def _check_min_group_size(self) -> Self:

@@ -23,6 +23,10 @@ AdvantageEstimator = Literal[
 ZeroVarianceGroups = Literal["drop", "train"]
 
 
+GROUP_ESTIMATORS = ("group_mean", "group_mean_std", "leave_one_out", "mean_normalised")
+"""Estimators whose advantages depend on the rewards of the group alone, and are zero if those are all equal."""
+
+
 class AdvantageSettings(Settings):
     """How rewards become advantages."""
 
@@ -35,6 +39,11 @@ class AdvantageSettings(Settings):
     zero_variance_groups: ZeroVarianceGroups = "drop"
     """What happens to groups whose rewards are all equal. drop: they are dropped and counted; train: they are trained,
     with an advantage of zero, so that only penalties have a gradient."""
+
+    @property
+    def drops_equal_rewards(self) -> bool:
+        """Whether a group is dropped exactly when its rewards are all equal, whatever else is in the batch."""
+        return self.zero_variance_groups == "drop" and self.name in GROUP_ESTIMATORS
 
     @model_validator(mode="after")
     def _check_options_have_effect(self) -> Self:
@@ -156,6 +165,16 @@ class RunSettings(Settings):
         if kind != "pool" and self.pool is not None:
             raise setting_error(
                 'the table [pool] has no effect with {engine.kind}; set engine.kind = "pool"', {"engine.kind": kind}
+            )
+        if self.scheduler.refill and not self.advantages.drops_equal_rewards:
+            raise setting_error(
+                "{scheduler.refill} has no effect with {advantages.name} and {advantages.zero_variance_groups}: it"
+                " replaces groups that are dropped because their rewards are all equal; remove it",
+                {
+                    "scheduler.refill": True,
+                    "advantages.name": self.advantages.name,
+                    "advantages.zero_variance_groups": self.advantages.zero_variance_groups,
+                },
             )
         if self.publish.every - 1 > self.scheduler.max_off_policy_steps:
             raise setting_error(

@@ -414,11 +414,17 @@ class TrainingRun:
         settings, state = self.settings.scheduler, self.ledger.state()
         if settings.rollout_timeout is None:
             settings = settings.model_copy(update={"rollout_timeout": self._max_episode_seconds + OVERRUN_GRACE})
+        is_zero_variance = scoring.has_equal_rewards if self.settings.advantages.drops_equal_rewards else None
         if state is None:
-            scheduler = Scheduler(episodes, sources, settings)
+            scheduler = Scheduler(episodes, sources, settings, is_zero_variance=is_zero_variance)
         else:
             scheduler = Scheduler.restore(
-                state["scheduler"], episodes, sources, settings, lookup=episodes.load_finished
+                state["scheduler"],
+                episodes,
+                sources,
+                settings,
+                lookup=episodes.load_finished,
+                is_zero_variance=is_zero_variance,
             )
             if self._moving_baseline is not None:
                 self._moving_baseline.state = {int(agent): value for agent, value in state["moving"].items()}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from keel.config import AdvantageSettings
+from keel.config.run import GROUP_ESTIMATORS
 from keel.errors import KeelError
 from keel.rollout.rollout import Rollout
 from keel.rollout.rollout_metrics import completion_metrics, environment_means, sample_metrics
@@ -29,7 +30,6 @@ MISMATCH_LIMIT = 0.02
 in each log-prob reaches it."""
 WARN_EVERY = 10
 """Steps with a mismatch per warning."""
-_GROUP_ESTIMATORS = ("group_mean", "group_mean_std", "leave_one_out", "mean_normalised")
 
 RolloutKey = tuple[str, str, str, int, int]
 """group, environment, task_id, member, attempt"""
@@ -42,8 +42,7 @@ def score_batch(
     rows: list[SampleRecord] = []
     values_by_group = _advantages(batch.groups, settings, moving_baseline)
     for index, (group, values) in enumerate(zip(batch.groups, values_by_group, strict=True)):
-        rewards = [rollout.reward for rollout in group.rollouts]
-        zero_variance = len(set(rewards)) < 2 if settings.name in _GROUP_ESTIMATORS else not any(values)
+        zero_variance = has_equal_rewards(group) if settings.name in GROUP_ESTIMATORS else not any(values)
         drop_group = zero_variance and settings.zero_variance_groups == "drop"
         remaining = iter(values)
         for member in group.members:
@@ -54,6 +53,11 @@ def score_batch(
             outcome = {"reason": ZERO_VARIANCE} if drop_group else {"outcome": "trained"}
             rows += _rollout_rows(key, _scored(key, member.rollout, next(remaining), index), **outcome)
     return rows + dropped_rows(batch.dropped)
+
+
+def has_equal_rewards(group: Group) -> bool:
+    """Return whether all valid rollouts of a group have the same reward."""
+    return len({rollout.reward for rollout in group.rollouts}) < 2
 
 
 def dropped_rows(dropped: Iterable[DroppedRollout]) -> list[SampleRecord]:
@@ -82,18 +86,20 @@ def outcomes(rows: Sequence[SampleRecord]) -> list[RolloutOutcome]:
 def batch_metrics(batch: RolloutBatch, rows: Sequence[SampleRecord], version: int) -> dict[str, float]:
     """Return the metrics of a batch: rewards, completions, staleness, and dropped rollouts by reason.
 
-    Metrics of rollouts are over the rollouts without an error in the groups of the batch, also those of zero-variance
-    groups.
+    Metrics of rollouts are over the rollouts without an error in the groups of the batch and in the zero-variance
+    groups that others replaced: without these the mean reward would stay near the middle of the rewards however good
+    the policy is.
     """
-    rollouts: list[Rollout] = [rollout for group in batch.groups for rollout in group.rollouts]
-    metrics: dict[str, float] = {"groups": len(batch.groups), "rollouts": len(rollouts)}
+    sampled_groups = [(group.environment, group.rollouts) for group in batch.groups] + _replaced_groups(batch)
+    rollouts: list[Rollout] = [rollout for _, members in sampled_groups for rollout in members]
+    metrics: dict[str, float] = {"groups": len(batch.groups), "rollouts": sum(len(g.rollouts) for g in batch.groups)}
     if rollouts:
         metrics["reward"] = _mean([rollout.reward for rollout in rollouts])
         metrics["reward_std"] = _std(rollouts)
-        metrics["reward_std_group"] = _mean([_std(group.rollouts) for group in batch.groups])
+        metrics["reward_std_group"] = _mean([_std(members) for _, members in sampled_groups])
     by_environment: dict[str, list[Rollout]] = {}
-    for group in batch.groups:
-        by_environment.setdefault(group.environment, []).extend(group.rollouts)
+    for environment, members in sampled_groups:
+        by_environment.setdefault(environment, []).extend(members)
     for name, members in by_environment.items():
         metrics[f"reward/{name}"] = _mean([rollout.reward for rollout in members])
         metrics |= environment_means(members, name)
@@ -110,7 +116,17 @@ def batch_metrics(batch: RolloutBatch, rows: Sequence[SampleRecord], version: in
     reasons = Counter(outcome.reason for outcome in outcomes(rows) if outcome.reason)
     metrics |= {"dropped": sum(reasons.values())} | {f"dropped/{reason}": count for reason, count in reasons.items()}
     metrics["zero_variance_groups"] = len({row.group for row in rows if row.reason == ZERO_VARIANCE})
+    metrics["refilled_groups"] = batch.counters.get("groups_refilled", 0)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _replaced_groups(batch: RolloutBatch) -> list[tuple[str, list[Rollout]]]:
+    """Return environment and rollouts of the zero-variance groups that another group replaced in this batch."""
+    by_group: dict[str, tuple[str, list[Rollout]]] = {}
+    for dropped in batch.dropped:
+        if dropped.reason == ZERO_VARIANCE and dropped.rollout is not None:
+            by_group.setdefault(dropped.group, (dropped.environment, []))[1].append(dropped.rollout)
+    return list(by_group.values())
 
 
 def mismatch_warning(metrics: Mapping[str, float]) -> str | None:

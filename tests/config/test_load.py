@@ -352,6 +352,18 @@ def test_a_renamed_key_inside_a_composition_is_named(table: str, old: str, new: 
             " could be cut; lower the first or raise the second",
         ),
         (
+            ["--scheduler.refill=true", "--advantages.zero_variance_groups=train"],
+            'scheduler.refill = true has no effect with advantages.name = "group_mean" and'
+            ' advantages.zero_variance_groups = "train": it replaces groups that are dropped because their rewards are'
+            " all equal; remove it",
+        ),
+        (
+            ["--scheduler.refill=true", "--advantages.name=constant"],
+            'scheduler.refill = true has no effect with advantages.name = "constant" and'
+            ' advantages.zero_variance_groups = "drop": it replaces groups that are dropped because their rewards are'
+            " all equal; remove it",
+        ),
+        (
             ["--trainer.max_tokens_per_micro_batch=100", "--environments.my-sums.name=arithmetic"],
             "environments.my-sums.limits.max_sequence_tokens = 4096 must not be above"
             " trainer.max_tokens_per_micro_batch = 100: a longer sample fits into no micro-batch",

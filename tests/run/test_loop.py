@@ -53,7 +53,7 @@ def test_the_learning_rate_decays_over_the_length_of_the_run(tmp_path: Path) -> 
 
 
 def test_every_rollout_has_one_outcome_and_the_files_agree_with_the_ledger(run: tuple[Path, Watcher]) -> None:
-    folder, _ = run
+    folder, watcher = run
     recorded = outcomes(folder)
     assert len({row[:3] for row in recorded}) == len(recorded)
     in_files = {
@@ -63,9 +63,9 @@ def test_every_rollout_has_one_outcome_and_the_files_agree_with_the_ledger(run: 
     }
     # rollouts in flight when the run ended are only in the ledger
     assert in_files == {row[:3]: row[3:6] for row in recorded if row[4] != "run_ended"}
-    assert Counter(row[5] for row in recorded if row[3] == "trained" or row[4] == "zero_variance") == dict.fromkeys(
-        range(1, 7), 16
-    )
+    assert Counter(row[5] for row in recorded if row[3] == "trained" or row[4] == "zero_variance") == {
+        step: 16 + 4 * metrics["refilled_groups"] for step, metrics in watcher.steps.items()
+    }
 
 
 def test_the_file_of_a_step_records_the_outcome_of_every_token(run: tuple[Path, Watcher]) -> None:
@@ -207,11 +207,31 @@ def test_two_environments_share_a_run_in_proportion_to_their_weights(tmp_path: P
 def test_steps_that_train_nothing_end_the_run_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=r"2 steps in a row trained nothing.*zero_variance 16"):
         train(
-            tmp_path / "run", scheduler__max_empty_steps=2, environments__larger_number__name="tests.run.test_loop:Flat"
+            tmp_path / "run",
+            scheduler__max_empty_steps=2,
+            scheduler__refill=False,
+            environments__larger_number__name="tests.run.test_loop:Flat",
         )
     with open_ledger(tmp_path / "run") as ledger:
         assert ledger.get_meta("status") == "failed"
         assert ledger.last_step == 2
+
+
+@pytest.mark.model
+def test_the_mean_reward_includes_groups_that_others_replaced(tmp_path: Path) -> None:
+    watcher = train(
+        tmp_path / "run",
+        steps=2,
+        scheduler__max_refill_factor=2.0,
+        environments__larger_number__name="tests.run.test_loop:Mixed",
+        evaluation__when="never",
+    )
+    for metrics in watcher.steps.values():
+        assert metrics["refilled_groups"] > 0
+        assert metrics["groups"] == 4 and metrics["zero_variance_groups"] == metrics["refilled_groups"]
+    rows = outcomes(tmp_path / "run")
+    assert {row[0] for row in rows if "zero_variance" in row}
+    assert watcher.steps[1]["reward"] > 0.5, "the replaced groups have a reward of 1, the others of 0.5 on average"
 
 
 class open_ledger:
@@ -246,6 +266,25 @@ def test_a_sample_with_a_non_finite_gradient_is_dropped_and_the_rest_trains(
     assert len(watcher.notices) == 1 and "samples are dropped: the gradient is not finite" in watcher.notices[0]
     (dropped_step,) = {step for _, step in dropped}
     assert any(row[3] == "trained" and row[5] == dropped_step for row in outcomes(tmp_path / "run"))
+
+
+class Mixed:
+    """Gives equal rewards in every second task, and both rewards in the others."""
+
+    name = "mixed"
+
+    def __init__(self, **_: Any) -> None:
+        self.episodes: Counter[str] = Counter()
+
+    def tasks(self, split: str) -> list[Any]:
+        from keel.rollout.environments.environment import Task
+
+        return [Task(f"mixed/{split}/{index}", {"equal": index % 2}) for index in range(10)]
+
+    async def episode(self, task: Any, client: Any) -> float:
+        await client.chat([{"role": "user", "content": "Which is larger, 1 or 2?"}])
+        self.episodes[task.id] += 1
+        return 1.0 if task.data["equal"] else float(self.episodes[task.id] % 2)
 
 
 class Flat:

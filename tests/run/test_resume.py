@@ -1,5 +1,6 @@
 """A stopped or killed run resumes: nothing twice, nothing lost, bit-identical if it is synchronous."""
 
+import json
 import random
 import shutil
 import sqlite3
@@ -42,7 +43,9 @@ def assert_accounted_for(folder: Path, steps: int = 6) -> None:
         trained = db.execute(
             "SELECT step, count(*) FROM rollouts WHERE outcome = 'trained' OR reason = 'zero_variance' GROUP BY step"
         ).fetchall()
-        assert trained == [(step, 16) for step in range(1, steps + 1)]
+        metrics = [json.loads(row[0]) for row in db.execute("SELECT metrics FROM steps ORDER BY step")]
+        expected = [(step, 16 + 4 * row["refilled_groups"]) for step, row in enumerate(metrics, start=1)]
+        assert trained == expected and len(trained) == steps
 
 
 def assert_same_bits(expected: Path, actual: Path) -> None:
@@ -59,6 +62,25 @@ def test_a_stopped_run_resumes_bit_identically(uninterrupted: Path, tmp_path: Pa
     assert list(watcher.steps) == list(range(stop + 1, 7))
     assert_same_bits(uninterrupted, folder)
     assert_accounted_for(folder)
+
+
+@pytest.mark.model
+def test_a_refilled_synchronous_run_resumes_bit_identically_and_trains_full_batches(tmp_path: Path) -> None:
+    settings = {**SYNCHRONOUS, "scheduler__refill": True, "evaluation__when": "never"}
+    whole = train(tmp_path / "whole", **settings)
+    folder = tmp_path / "run"
+    train(folder, stop_after=2, **settings)
+    resumed = resume(folder)
+    assert_same_bits(tmp_path / "whole", folder)
+    assert_accounted_for(folder)
+    refilled = [metrics["refilled_groups"] for metrics in whole.steps.values()]
+    assert refilled[2:] == [metrics["refilled_groups"] for metrics in resumed.steps.values()]
+    assert sum(refilled) > 0
+    for metrics in whole.steps.values():
+        assert metrics["zero_variance_groups"] >= metrics["refilled_groups"] <= 8
+        if metrics["refilled_groups"] < 8:
+            assert metrics["zero_variance_groups"] == metrics["refilled_groups"]
+            assert metrics["groups"] == 4
 
 
 def test_steps_after_the_last_checkpoint_are_trained_again_from_their_records(

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from keel.errors import KeelError
@@ -72,6 +72,13 @@ class SchedulerAccounts:
     def drain(self) -> list[DroppedRollout]:
         dropped, self.dropped = self.dropped, []
         return dropped
+
+    def drain_at_end(self) -> list[DroppedRollout]:
+        """Drain after the last batch: a group that was replaced for a batch that was never cut belongs to no step."""
+        return [
+            replace(rollout, reason="run_ended") if rollout.reason == "zero_variance" else rollout
+            for rollout in self.drain()
+        ]
 
     def close_batch(self, version: int, groups: list[Group], *, capacity: int) -> RolloutBatch:
         """Return the batch with these groups and start new counters; `capacity` groups were cut, some maybe dropped."""

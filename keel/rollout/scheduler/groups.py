@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 DropReason = str
 """Why a rollout was dropped: its own error kind ("exception", "timeout", "empty", "engine", "over_length",
 "prompt_too_long"), or "group_dropped": too few members of its group succeeded; "stale": the group was too old when its
-batch was cut; "interrupted": it was in flight, or finished and not stored, when the snapshot was taken; "run_ended":
-the scheduler was closed first."""
+batch was cut; "zero_variance": the rewards of its group are all equal, and another group takes its place;
+"interrupted": it was in flight, or finished and not stored, when the snapshot was taken; "run_ended": the scheduler was
+closed first."""
 
 SlotState = Literal["queued", "in_flight", "done"]
 GroupState = Literal["open", "ready", "dropped", "removed"]

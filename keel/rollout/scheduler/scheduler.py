@@ -25,6 +25,7 @@ from keel.rollout.scheduler.group_queue import GroupQueue
 from keel.rollout.scheduler.groups import (
     DroppedRollout,
     DropReason,
+    Group,
     PendingGroup,
     RolloutLike,
     RolloutRequest,
@@ -60,6 +61,10 @@ class Scheduler:
       `next_batch`, the group is dropped and a new task is appended to the queue, or (`on_stale`) the group is sampled
       again and keeps its position. If it was started when the trainer already had this version, the engine lags and
       resampling does not help: the group is dropped, and its position in the batch stays empty.
+    - Refill. With `settings.refills`, a group for which `is_zero_variance` returns true is dropped and a new task is
+      appended to the queue. This happens to at most `max_refilled_groups` groups for each batch; later ones are cut
+      like other groups. In a synchronous run it is decided when nothing is in flight, in order of dispatch, so that it
+      depends on outcomes alone; otherwise as soon as the group is complete.
     - Work ahead. With k = `max_off_policy_steps`, at most k batches of groups are queued or in flight between two
       calls, since more would only become stale, and one more batch during a call. For each version that the engines are
       known to be behind (`set_engine_version`) it is one batch less: a group started now is that much older when it is
@@ -74,7 +79,10 @@ class Scheduler:
         run: Callable[[RolloutRequest], Awaitable[RolloutLike]],
         sources: Iterable[TaskSource],
         settings: SchedulerSettings | None = None,
+        *,
+        is_zero_variance: Callable[[Group], bool] | None = None,
     ) -> None:
+        """`is_zero_variance` returns whether a complete group does not train; None: no group is replaced."""
         self.settings = settings = settings or SchedulerSettings()
         self._run_rollout = run
         self._task_sampler = TaskSampler(sources)
@@ -83,6 +91,7 @@ class Scheduler:
         self._slot_queue: list[tuple[int, int, RolloutSlot]] = []
         self._new_slots: list[RolloutSlot] = []
         """Slots of the newest group that were never dispatched, in reverse order."""
+        self._is_zero_variance = is_zero_variance
         self._min_valid = settings.min_group_size or settings.group_size
         self._next_group_number = 0
         self._trainer_version = 0
@@ -150,8 +159,9 @@ class Scheduler:
     async def close(self, grace: float = 10.0) -> list[DroppedRollout]:
         """Cancel everything and return all rollouts not emitted yet; those in flight or queued have reason "run_ended".
 
-        Waits at most `grace` seconds for cancelled tasks to end. Closing twice is safe, and returns the remaining
-        rollouts if the first call was itself cancelled.
+        So do those of groups that were replaced for a batch that was not cut. Waits at most `grace` seconds for
+        cancelled tasks to end. Closing twice is safe, and returns the remaining rollouts if the first call was itself
+        cancelled.
         """
         self._closed = True
         for group in list(self._group_queue):
@@ -162,7 +172,7 @@ class Scheduler:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         await self._in_flight.drain(grace)
-        return self._accounts.drain()
+        return self._accounts.drain_at_end()
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state needed to resume later, as JSON-serializable data; rollouts are included by name only."""
@@ -184,6 +194,7 @@ class Scheduler:
         settings: SchedulerSettings | None = None,
         *,
         lookup: RolloutLookup | None = None,
+        is_zero_variance: Callable[[Group], bool] | None = None,
     ) -> Self:
         """Resume from a snapshot, with the same groups in the same positions and the same tasks after them.
 
@@ -191,7 +202,7 @@ class Scheduler:
         is dropped as "interrupted" and dispatched again as the next attempt, without using up a retry. Sources must
         return the same tasks again.
         """
-        scheduler = cls(run, sources, settings)
+        scheduler = cls(run, sources, settings, is_zero_variance=is_zero_variance)
         accounts = scheduler._accounts
         groups, accounts.dropped = load_state(snapshot, scheduler._task_sampler, lookup)
         scheduler._next_group_number, accounts.empty_batches = snapshot["number"], snapshot["empty_batches"]
@@ -235,6 +246,7 @@ class Scheduler:
             if chosen is None:
                 return None
             num_replaced = sum(self._handle_stale(group) for group in chosen if self._is_stale(group))
+            num_replaced += sum(self._replace_zero_variance(group) for group in chosen)
             if not num_replaced:
                 break
         if not chosen and not self._accounts.dropped:
@@ -269,6 +281,25 @@ class Scheduler:
         for slot in group.slots:
             slot.requeue(reset_failures=True)
             self._enqueue(slot)
+        return True
+
+    def _replace_zero_variance(self, group: PendingGroup) -> bool:
+        """Drop a complete group that does not train, if the batch may still be refilled; return whether it did.
+
+        The count of replaced groups is part of the snapshot, so that a restart does not extend the limit.
+        """
+        counts = self._accounts.counts
+        if (
+            group.state != "ready"
+            or self._is_zero_variance is None
+            or counts["groups_refilled"] >= self.settings.max_refilled_groups
+            or not self._is_zero_variance(group.to_group())
+        ):
+            return False
+        counts["groups_refilled"] += 1
+        self._drop_group(group, "zero_variance")
+        group.clear("removed")
+        self._group_queue.remove(group)
         return True
 
     # -- dispatching --------------------------------------------------------------------------------------------------
@@ -384,8 +415,10 @@ class Scheduler:
             self._mark_ready_if_done(group)
 
     def _mark_ready_if_done(self, group: PendingGroup) -> None:
-        if not group.pending:
-            group.state = "ready"
+        if group.pending:
+            return
+        group.state = "ready"
+        if self.settings.max_off_policy_steps == 0 or not self._replace_zero_variance(group):
             self._group_queue.on_resolved(group)
 
     def _schedule_retry(self, slot: RolloutSlot) -> None:

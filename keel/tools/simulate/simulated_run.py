@@ -111,7 +111,8 @@ class SimulatedRun:
             TaskSource(name, [SimulatedTask(name)], environment.weight)
             for name, environment in self._environments.items()
         ]
-        scheduler = Scheduler(pool, sources, self._settings.scheduler)
+        replaceable = self._is_zero_variance if self._settings.advantages.drops_equal_rewards else None
+        scheduler = Scheduler(pool, sources, self._settings.scheduler, is_zero_variance=replaceable)
         self._budget_exhausted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         scheduler.set_engine_version(self._version)
         publisher = SimulatedPublisher(self._settings, self._assumed, pool, scheduler.set_engine_version)

@@ -85,6 +85,114 @@ def dropped(batch: RolloutBatch) -> list[tuple[str, int, int, str]]:
     return sorted((r.task_id, r.member, r.attempt, r.reason) for r in batch.dropped)
 
 
+# -- refill -----------------------------------------------------------------------------------------------------------
+
+
+def refilling(run: Runner, equal: set[str], **settings: Any) -> Scheduler:
+    """Return a scheduler with groups of two per step of which those of the tasks in `equal` have equal rewards."""
+    chosen = SchedulerSettings(**{"groups_per_step": 2, "group_size": 2, "max_off_policy_steps": 0} | settings)
+    return Scheduler(
+        run, [TaskSource("a", fake_tasks(100))], chosen, is_zero_variance=lambda group: group.task_id in equal
+    )
+
+
+@pytest.mark.parametrize(
+    "settings", [{"refill": True}, {"max_off_policy_steps": 1}, {"max_off_policy_steps": 1, "refill": True}]
+)
+def test_a_zero_variance_group_takes_no_place_in_the_batch(settings: dict[str, Any]) -> None:
+    first, second = batches(refilling(Script(), {"task0", "task3"}, **settings), range(2))
+    assert ids(first) == ["task1", "task2"]
+    assert ids(second) == ["task4", "task5"]
+    assert [row for row in dropped(first) if row[0] == "task0"] == [
+        ("task0", 0, 0, "zero_variance"),
+        ("task0", 1, 0, "zero_variance"),
+    ]
+    assert all(rollout.rollout is not None for rollout in first.dropped)
+    assert first.counters["groups_refilled"] + second.counters.get("groups_refilled", 0) == 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"refill": False}, {"max_off_policy_steps": 1, "refill": False}])
+def test_without_refill_a_zero_variance_group_is_part_of_the_batch(settings: dict[str, Any]) -> None:
+    (batch,) = batches(refilling(Script(), {"task0"}, **settings))
+    assert ids(batch) == ["task0", "task1"]
+    assert batch.dropped == [] and "groups_refilled" not in batch.counters
+
+
+@pytest.mark.parametrize(("factor", "replaced"), [(1.0, 0), (1.4, 0), (1.5, 1), (3.0, 4)])
+def test_a_batch_is_refilled_up_to_a_limit_and_then_cut_with_what_there_is(factor: float, replaced: int) -> None:
+    equal = {f"task{number}" for number in range(100)}
+    first, second = batches(refilling(Script(), equal, refill=True, max_refill_factor=factor), range(2))
+    assert ids(first) == [f"task{replaced}", f"task{replaced + 1}"]
+    assert first.counters.get("groups_refilled", 0) == second.counters.get("groups_refilled", 0) == replaced
+    assert {rollout.task_id for rollout in first.dropped} == {f"task{number}" for number in range(replaced)}
+
+
+def test_an_asynchronous_batch_is_refilled_as_soon_as_a_group_is_complete() -> None:
+    script = Script({("task1", 0, 0): 50.0})
+
+    async def main() -> float:
+        scheduler = refilling(script, {"task0"}, max_off_policy_steps=1, window_batches=0)
+        await scheduler.next_batch(0)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(main()) == 50.0, "the replacement is sampled while task1 is in flight"
+    assert ("task4", 0, 0) in script.dispatched
+
+
+def test_a_failed_member_of_a_replaced_group_keeps_its_own_reason() -> None:
+    script = Script({("task0", 1, 0): "timeout"})
+    limits = {"max_error_reschedule_attempts": 0, "min_group_size": 1}
+    (batch,) = batches(refilling(script, {"task0"}, refill=True, **limits))
+    assert ids(batch) == ["task1", "task2"]
+    assert dropped(batch) == [("task0", 0, 0, "zero_variance"), ("task0", 1, 0, "timeout")]
+
+
+def test_a_restart_does_not_extend_the_limit_of_a_refill() -> None:
+    equal = {f"task{number}" for number in range(100)}
+    settings = {"max_off_policy_steps": 1, "max_refill_factor": 1.5, "window_batches": 0}
+
+    async def main() -> RolloutBatch:
+        scheduler = refilling(Script({("task1", 0, 0): 60.0, ("task2", 0, 0): 60.0}), equal, **settings)
+        waiting = asyncio.ensure_future(scheduler.next_batch(0))
+        await asyncio.sleep(30)
+        snapshot = json.loads(json.dumps(scheduler.snapshot()))
+        waiting.cancel()
+        await scheduler.close()
+        assert snapshot["counts"]["groups_refilled"] == 1
+        resumed = Scheduler.restore(
+            snapshot,
+            Script(),
+            [TaskSource("a", fake_tasks(100))],
+            scheduler.settings,
+            is_zero_variance=lambda group: group.task_id in equal,
+        )
+        return await resumed.next_batch(0)
+
+    batch = run_virtually(main())
+    assert batch.counters["groups_refilled"] == 1
+    assert {rollout.task_id for rollout in batch.dropped if rollout.reason == "zero_variance"} == {"task0"}
+    assert len(batch.groups) == 2
+
+
+def test_groups_replaced_for_a_batch_that_was_never_cut_end_with_the_run() -> None:
+    async def main() -> tuple[Any, Any]:
+        script = Script({("task2", 0, 0): 5.0, ("task3", 0, 0): 60.0})
+        scheduler = refilling(script, {"task2"}, max_off_policy_steps=1)
+        batch = await scheduler.next_batch(0)
+        await asyncio.sleep(10)
+        return batch, await scheduler.close()
+
+    batch, remaining = run_virtually(main())
+    assert ids(batch) == ["task0", "task1"] and "groups_refilled" not in batch.counters
+    assert {rollout.task_id for rollout in remaining} >= {"task2", "task3"}
+    assert {rollout.reason for rollout in remaining} == {"run_ended"}
+
+
+def test_refill_is_on_by_default_in_asynchronous_runs_only() -> None:
+    assert SchedulerSettings(max_off_policy_steps=1).refills and not SchedulerSettings(max_off_policy_steps=0).refills
+    assert SchedulerSettings(groups_per_step=20, max_refill_factor=1.15).max_refilled_groups == 3
+
+
 # -- groups and retries -----------------------------------------------------------------------------------------------
 
 

@@ -6,10 +6,11 @@ cancelled, some dropped rollouts are drained early, and some runs crash and rest
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -17,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.config import SchedulerSettings
-from keel.rollout.scheduler.accounts import NothingToTrain, TasksExhausted
+from keel.rollout.scheduler.accounts import NothingToTrain, RolloutBatch, TasksExhausted
 from keel.rollout.scheduler.group_queue import GroupQueue
-from keel.rollout.scheduler.groups import PendingGroup, RolloutRequest
+from keel.rollout.scheduler.groups import Group, PendingGroup, RolloutRequest
 from keel.rollout.scheduler.scheduler import Scheduler
 from keel.rollout.scheduler.task_sources import TaskSampler, TaskSource
 from keel.tools.simulate.virtual_clock import run_virtually
@@ -50,6 +51,8 @@ def scheduler_settings(draw: st.DrawFn) -> SchedulerSettings:
         max_off_policy_steps=draw(st.integers(0, 3)),
         on_stale=draw(st.sampled_from(["drop", "resample"])),
         window_batches=draw(st.integers(0, 2)),
+        refill=draw(st.sampled_from([None, False, True])),
+        max_refill_factor=draw(st.sampled_from([1.0, 1.5, 3.0])),
         max_empty_steps=draw(st.sampled_from([None, 2])),
         rollout_timeout=500.0,
     )
@@ -105,12 +108,18 @@ class SimulatedRun:
         sources = task_sources(1.0, 2.5, tasks=self.tasks)
         if self.saved is None:
             self.log, self.before = EmissionLog(), []
-            return Scheduler(self._store, sources, self.settings)
+            return Scheduler(self._store, sources, self.settings, is_zero_variance=self._is_zero_variance)
         self.log = EmissionLog(dict(self.saved.emitted), self.log.batches[: self.saved.batches])
         self.before = list(self.saved.dispatched)
         self.engine.version = len(self.log.batches)
         lookup = (lambda *name: self.stored.get(name)) if self.seed % 2 else None
-        return Scheduler.restore(json.loads(self.saved.snapshot), self._store, sources, self.settings, lookup=lookup)
+        snapshot = json.loads(self.saved.snapshot)
+        return Scheduler.restore(
+            snapshot, self._store, sources, self.settings, lookup=lookup, is_zero_variance=self._is_zero_variance
+        )
+
+    def _is_zero_variance(self, group: Group) -> bool:
+        return zero_variance_of(self.seed, group.id, [member.attempt for member in group.members])
 
     def _store(self, request: RolloutRequest) -> Awaitable[FakeRollout]:
         """Store finished rollouts by name; runs with an odd seed look them up after a crash."""
@@ -167,6 +176,7 @@ class SimulatedRun:
         assert reasons is None or (not batch.groups and sum(reasons.values()) >= len(batch.dropped))
         self.log.add_batch(batch)
         self._check(scheduler, batch.groups, version, running)
+        self._check_refill(batch)
         self._save(scheduler)
         await asyncio.sleep(self.rng.random() * 2)
         self.engine.version = version + 1
@@ -194,9 +204,24 @@ class SimulatedRun:
         limit = (chosen.max_off_policy_steps + 1) * chosen.groups_per_step
         assert held_objects(scheduler) <= limit * (1 + chosen.group_size) + chosen.max_in_flight + 60
 
+    def _check_refill(self, batch: RolloutBatch) -> None:
+        """Assert that no batch is refilled beyond its limit, and that it is refilled up to it."""
+        refilled = batch.counters.get("groups_refilled", 0)
+        assert refilled <= self.settings.max_refilled_groups
+        assert (
+            refilled + self.settings.groups_per_step <= self.settings.max_refill_factor * self.settings.groups_per_step
+        )
+        if refilled < self.settings.max_refilled_groups:
+            assert not any(map(self._is_zero_variance, batch.groups))
+
     def _save(self, scheduler: Scheduler) -> None:
         snapshot = json.dumps(scheduler.snapshot())
         self.saved = SavedState(snapshot, dict(self.log.emitted), self.dispatched, len(self.log.batches))
+
+
+def zero_variance_of(seed: int, group: str, attempts: list[int]) -> bool:
+    """Return whether a group does not train: about a third of them, depending on its name and its members' attempts."""
+    return random.Random(f"{seed}{group}{attempts}").random() < 0.33
 
 
 def group_number(group: str) -> int:
@@ -338,6 +363,60 @@ def test_synchronous_batches_depend_on_outcomes_and_not_on_timing(
     for index, batch in enumerate(first):
         mine = names[index * chosen.groups_per_step : (index + 1) * chosen.groups_per_step]
         assert [group for group, _, _ in batch] == [group for group in mine if oracle.group(group) is not None]
+
+
+@settings(max_examples=150)
+@given(bounded, faults, st.integers(0, 2**32), st.integers(0, 3))
+def test_synchronous_refilled_batches_depend_on_outcomes_and_not_on_timing(
+    chosen: SchedulerSettings, faults: Faults, seed: int, crash_after: int
+) -> None:
+    chosen = chosen.model_copy(update={"max_empty_steps": None, "max_off_policy_steps": 0, "refill": True})
+    faults = replace(faults, lags=0.0, hangs=0.0)
+
+    def is_zero_variance(group: Group) -> bool:
+        return zero_variance_of(seed, group.id, [member.attempt for member in group.members])
+
+    def run(pace: int, crash: int) -> list:
+        engine = FaultyRunner(seed, pace, faults)
+
+        async def main() -> list:
+            batches: list = []
+            scheduler = Scheduler(engine, task_sources(1.0, 2.0), chosen, is_zero_variance=is_zero_variance)
+            for engine.version in range(4):
+                if engine.version == crash:
+                    snapshot = json.loads(json.dumps(scheduler.snapshot()))
+                    await scheduler.close()
+                    scheduler = Scheduler.restore(
+                        snapshot, engine, task_sources(1.0, 2.0), chosen, is_zero_variance=is_zero_variance
+                    )
+                batch = await scheduler.next_batch(engine.version)
+                replaced = sorted({each.group for each in batch.dropped if each.reason == "zero_variance"})
+                assert len(replaced) == batch.counters.get("groups_refilled", 0) <= chosen.max_refilled_groups
+                batches.append(([group.id for group in batch.groups], replaced))
+            return batches
+
+        return run_virtually(main())
+
+    first = run(0, 0)
+    assert run(1, crash_after) == first
+    oracle = Oracle(FaultyRunner(seed, 0, faults), chosen)
+    drawn = enumerate(draw_tasks([1.0, 2.0], 4 * 3 * chosen.groups_per_step))
+    names = (f"{draw.environment}#{index}" for index, draw in drawn)
+    assert first == [refilled_batch(names, oracle, seed) for _ in range(4)]
+
+
+def refilled_batch(names: Iterator[str], oracle: "Oracle", seed: int) -> tuple[list[str], list[str]]:
+    """Return the groups of the next batch and those that were replaced, from the planned outcomes alone."""
+    chosen, places, replaced = oracle.chosen, list[str](), list[str]()
+    while len(places) < chosen.groups_per_step:
+        places += itertools.islice(names, chosen.groups_per_step - len(places))
+        for name in list(places):
+            attempts = [oracle.last_attempt(name, member)[0] for member in range(chosen.group_size)]
+            trains = oracle.group(name) is not None and not zero_variance_of(seed, name, attempts)
+            if oracle.group(name) is not None and not trains and len(replaced) < chosen.max_refilled_groups:
+                places.remove(name)
+                replaced.append(name)
+    return [name for name in places if oracle.group(name) is not None], sorted(replaced)
 
 
 def draw_tasks(weights: list[float], count: int) -> list:
