@@ -3,6 +3,7 @@
 All processes run on one machine; networks and several nodes are not tested.
 """
 
+import json
 import re
 import signal
 import sqlite3
@@ -42,7 +43,8 @@ def assert_accounted_for(run: Path, steps: int) -> None:
         trained = db.execute(
             "SELECT step, count(*) FROM rollouts WHERE outcome = 'trained' OR reason = 'zero_variance' GROUP BY step"
         ).fetchall()
-        assert trained == [(step, 16) for step in range(1, steps + 1)]
+        metrics = [json.loads(row[0]) for row in db.execute("SELECT metrics FROM steps ORDER BY step")]
+        assert trained == [(step, 16 + 4 * row["refilled_groups"]) for step, row in enumerate(metrics, start=1)]
 
 
 def sampled_tokens(url: str, key: str) -> float:
