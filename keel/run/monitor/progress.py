@@ -1,4 +1,4 @@
-"""Displays of `keel train`: a live table in a terminal, aligned lines elsewhere, or JSON with one event per line.
+"""Displays of a run: a live table in a terminal, aligned lines elsewhere, or JSON with one event per line.
 
 All three are callbacks (`keel/run/monitor/callbacks.py`) and show the same metrics; a metric that a step does not have
 is "-". Text may come from a model or an environment: it is never read as markup, and characters that would move the
@@ -19,9 +19,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from keel.cli.display.console import console, write_stdout
 from keel.rollout.rollout_metrics import REWARD_COMPONENTS
 from keel.run.monitor.callbacks import RunCallback
+from keel.run.monitor.console import console
 
 if TYPE_CHECKING:
     from keel.run.evaluate import EvaluationResult
@@ -344,7 +344,7 @@ def _escape_lines(text: str) -> str:
 
 def _write_and_flush(text: str) -> None:
     # flush every event, so that a reader of the pipe follows the run without delay
-    write_stdout(text)
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 
