@@ -162,10 +162,11 @@ class _SourceWriter:
             tree = ast.parse("".join(lines))
         except (OSError, TypeError, SyntaxError, IndexError) as error:
             raise self._error(f"has no source that can be read ({error}); put it into a module") from error
-        for node in ast.walk(tree):
-            if _defines(node, code):
-                assert isinstance(node, _Node)
-                return node
+        if any(_same_code(code, other) for other in _compiled(tree)):
+            for node in ast.walk(tree):
+                if _defines(node, code):
+                    assert isinstance(node, _Node)
+                    return node
         raise self._error(f"is not in {code.co_filename} any more; was the file changed after it was loaded?")
 
     def _error(self, problem: str) -> ConfigError:
@@ -180,14 +181,25 @@ def _defines(node: ast.AST, code: types.CodeType) -> bool:
         return code.co_name == "<lambda>" and body in set(code.co_positions())
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name != code.co_name:
         return False
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    return first == code.co_firstlineno and (bool(code.co_freevars) or _bytecode(node) == code.co_code)
+    return code.co_firstlineno == min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
-def _bytecode(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bytes | None:
-    module = compile(ast.Module([node], []), "<source>", "exec", dont_inherit=True)
-    codes = [const for const in module.co_consts if isinstance(const, types.CodeType) and const.co_name == node.name]
-    return codes[-1].co_code if codes else None
+def _same_code(code: types.CodeType, other: types.CodeType) -> bool:
+    """Whether both were compiled from the same text at the same place; otherwise the file was changed meanwhile."""
+    return (code.co_name, code.co_firstlineno, code.co_code) == (other.co_name, other.co_firstlineno, other.co_code)
+
+
+def _compiled(tree: ast.Module) -> Iterator[types.CodeType]:
+    """Yield the code of every function of a file, compiled as one unit and statement by statement as notebooks do.
+
+    They differ: an attribute of a module that the same unit imports is loaded with another instruction.
+    """
+    units = [tree, *(ast.Module([statement], []) for statement in tree.body)]
+    pending = [compile(unit, "<source>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True) for unit in units]
+    while pending:
+        code = pending.pop()
+        yield code
+        pending += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:

@@ -46,8 +46,8 @@ class RunInputs:
             return os.fspath(dataset)
         if isinstance(dataset, Mapping) or not isinstance(dataset, Iterable):
             raise ConfigError(
-                f"dataset is a {type(dataset).__name__}; pass a path, a list of rows (dicts), or one split of a data"
-                ' set, for example dataset["train"]'
+                f"{label} rows are a {type(dataset).__name__}; pass a path, a list of rows (dicts), or one split of a"
+                ' DatasetDict, for example dataset["train"]'
             )
         temporary, digest = Path(self._staging.name) / f"{label}.new", hashlib.sha256()
         with temporary.open("wb") as file:
