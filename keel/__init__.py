@@ -12,6 +12,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from keel.api.backend import LocalBackend, TrainResult
+    from keel.api.run_result import RunResult
+    from keel.api.train import train
     from keel.api.trainable_model import TrainableModel
     from keel.api.trajectories import Trajectory, TrajectoryGroup, gather_groups
     from keel.config import (
@@ -54,6 +56,8 @@ _EXPORTS = {
     "keel.errors": ["BatchError", "ConfigError", "KeelError", "ModelError", "InvalidSignalError", "StepSkippedError"],
     "keel.training": ["Checkpoints", "References", "Sample", "StepReport", "Trainer", "load_model"],
     "keel.api.trainable_model": ["TrainableModel"],
+    "keel.api.run_result": ["RunResult"],
+    "keel.api.train": ["train"],
     "keel.api.backend": ["LocalBackend", "TrainResult"],
     "keel.api.trajectories": ["Trajectory", "TrajectoryGroup", "gather_groups"],
     "keel.signal": [
@@ -95,6 +99,7 @@ __all__ = [
     "Reduction",
     "ReferenceSettings",
     "References",
+    "RunResult",
     "Sample",
     "StepReport",
     "StepSkippedError",
@@ -112,6 +117,7 @@ __all__ = [
     "load_model",
     "load_settings",
     "objective",
+    "train",
 ]
 
 

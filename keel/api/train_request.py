@@ -20,6 +20,26 @@ ObjectiveLike = str | Mapping[str, Any] | Composition | Objective
 """Name of a preset, an `[objective]` table, a composition, or an `Objective`."""
 
 
+def objective_table(objective: ObjectiveLike) -> dict[str, Any]:
+    """Return an objective as an `[objective]` table, as it is written to `config.toml`."""
+    if isinstance(objective, str):
+        return {"name": objective}
+    if isinstance(objective, Mapping):
+        return dict(objective)
+    if isinstance(objective, Composition):
+        return objective.model_dump()
+    if not isinstance(objective, Objective):
+        raise ConfigError(
+            f"objective is a {type(objective).__name__}; it must be the name of a preset, an [objective] table, a"
+            " keel.Composition or a keel.Objective"
+        )
+    if objective.name is not None:
+        table = {"name": objective.name, **objective.parameters}
+        if make_objective(table).composition == objective.composition:
+            return table
+    return objective.composition.model_dump()
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
     """One requested training step."""

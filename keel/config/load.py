@@ -1,8 +1,8 @@
-"""Load settings from a TOML file and command-line overrides, and record where each value came from.
+"""Load settings from a TOML file, command-line overrides and Python values, and record where each value came from.
 
-The command line overrides the TOML file, which overrides the defaults. An override is `--a.b value` or `--a.b=value`;
-its value is parsed as TOML, and taken as a string if it is not valid TOML. All settings are validated before any are
-returned.
+Python values override the command line, which overrides the TOML file, which overrides the defaults. An override is
+`--a.b value` or `--a.b=value`; its value is parsed as TOML, and taken as a string if it is not valid TOML. All settings
+are validated before any are returned.
 """
 
 import tomllib
@@ -22,6 +22,8 @@ MAX_BYTES = 16 * 2**20
 """Maximum size of a settings file."""
 MAX_DEPTH = 32
 """Maximum nesting of tables and lists."""
+PYTHON_ORIGIN = "keel.train"
+"""Origin of a value that a Python program gave."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class LoadedSettings:
         return [(path, value, self.origin(path)) for path, value in _flatten(tree)]
 
     def origin(self, path: str) -> str:
-        """Return the origin of a setting: the name of the file, "command line" or "default"."""
+        """Return the origin of a setting: the name of the file, "command line", "keel.train" or "default"."""
         while path:
             if path in self.origins:
                 return self.origins[path]
@@ -53,12 +55,18 @@ class LoadedSettings:
         return "default"
 
 
-def load_settings(path: str | Path | None = None, overrides: Sequence[str] = ()) -> LoadedSettings:
-    """Read a recipe, apply overrides and validate. `overrides` are the remaining command-line arguments."""
+def load_settings(
+    path: str | Path | None = None, overrides: Sequence[str] = (), values: Sequence[tuple[str, Any]] = ()
+) -> LoadedSettings:
+    """Read a recipe, apply overrides and validate.
+
+    `overrides` are the remaining command-line arguments; `values` are dotted names with Python values, as `keel.train`
+    receives them.
+    """
     if path is None:
-        return _validate({}, "default", overrides)
+        return _validate({}, "default", overrides, values)
     file = find_recipe(path)
-    loaded = _validate(_read_toml(file), str(path), overrides)
+    loaded = _validate(_read_toml(file), str(path), overrides, values)
     return loaded if file.parent == RECIPES_FOLDER else replace(loaded, recipe_folder=file.absolute().parent)
 
 
@@ -75,12 +83,16 @@ def read_tables(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     return tree
 
 
-def _validate(tree: dict[str, Any], origin: str, overrides: Sequence[str]) -> LoadedSettings:
+def _validate(
+    tree: dict[str, Any], origin: str, overrides: Sequence[str], values: Sequence[tuple[str, Any]] = ()
+) -> LoadedSettings:
     origins = {leaf: origin for leaf, _ in _flatten(tree)}
-    for name, value in parse_overrides(overrides):
+    changes = [(name, value, "command line") for name, value in parse_overrides(overrides)]
+    changes += [(name, value, PYTHON_ORIGIN) for name, value in values]
+    for name, value, source in changes:
         set_dotted(tree, name, value)
         origins = {leaf: origin for leaf, origin in origins.items() if not leaf.startswith(f"{name}.")}
-        origins |= {leaf: "command line" for leaf, _ in _flatten(value, name)}
+        origins |= {leaf: source for leaf, _ in _flatten(value, name)}
     table = tree.get("objective")
     if isinstance(table, dict) and not {"name", "gates", "weights", "policy", "penalties"} & table.keys():
         table["name"] = RunSettings().objective.name  # parameters without a name belong to the default preset

@@ -18,8 +18,9 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any, Self
 
 from keel.common.atomic_files import TEMP_PREFIX, atomic_file, write_json
@@ -56,6 +57,20 @@ class RunFolder:
         self._lock = lock
         self._before: FolderSnapshot | None = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the run. A start that failed leaves no folder behind.
+
+        Unless the error (a stall, a full disk, a lost rank) says to rerun with --resume.
+        """
+        if isinstance(error, Exception) and "--resume" not in str(error):
+            self.discard_if_unused()
+        self.close()
+
     @property
     def rollouts(self) -> Path:
         return self.path / "rollouts"
@@ -74,10 +89,16 @@ class RunFolder:
         return self.path / "metrics.parquet"
 
     @classmethod
-    def create(cls, path: Path, loaded: LoadedSettings) -> Self:
-        """Create a new run. The folder must not hold one already."""
+    def create(cls, path: Path, loaded: LoadedSettings, write_inputs: Callable[[Path], None] | None = None) -> Self:
+        """Create a new run. The folder must not hold one already.
+
+        `write_inputs` writes files that the run needs into the folder, before the run exists.
+        """
         if (path / "run.db").exists():
-            raise ConfigError(f"{path} already holds a run; resume it with --resume {path}, or choose another --run")
+            raise ConfigError(
+                f"{path} already holds a run; resume it with --resume {path} (resume=True in Python), or choose another"
+                " --run"
+            )
         # SQLite would apply the old log to the new ledger, and old checkpoints would look like the new run's
         parts = (path / "run.db-wal", *path.glob("checkpoints/step_*"), *path.glob("rollouts/step_*"))
         if leftovers := [part.relative_to(path) for part in parts if part.exists()]:
@@ -94,6 +115,8 @@ class RunFolder:
         try:
             text = _write_config(path, loaded)
             write_json(path / "run.json", _provenance(path.name, loaded.recipe_folder))
+            if write_inputs is not None:
+                write_inputs(path)
             temporary = path / "run.db.new"
             for old in path.glob("run.db.new*"):
                 old.unlink()
@@ -120,9 +143,10 @@ class RunFolder:
         *,
         file: str | Path | None = None,
         overrides: Sequence[str] = (),
+        values: Sequence[tuple[str, Any]] = (),
         allow_changes: bool = False,
     ) -> Self:
-        """Open a run to resume it with its own settings; changes by file or overrides have to be allowed."""
+        """Open a run to resume it with its own settings; changes by file, overrides or values have to be allowed."""
         if not (path / "run.db").is_file():
             raise ConfigError(f"{path} does not hold a run: it has no run.db")
         lock = _acquire_lock(path)
@@ -131,14 +155,14 @@ class RunFolder:
             try:
                 ledger.check()
                 before = _stored_settings(path, ledger)
-                after = load_settings(file or path / "config.toml", overrides)
+                after = load_settings(file or path / "config.toml", overrides, values)
                 changes = settings_diff(before, after)
                 if changes and not allow_changes:
                     raise ConfigError(
                         f"the settings differ from those {path} was started with:\n"
                         + "\n".join(f"  {line}" for line in changes)
-                        + "\naccept them with --allow-changes, or remove them"
-                        + ("" if file or overrides else f" from {path / 'config.toml'}")
+                        + "\naccept them with --allow-changes (allow_changes=True in Python), or remove them"
+                        + ("" if file or overrides or values else f" from {path / 'config.toml'}")
                     )
                 if changes:
                     ledger.set_meta("config", _write_config(path, after))

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.cli.display.console import console
-from keel.cli.display.progress import escape_unprintable, format_duration
+from keel.run.monitor.progress import escape_unprintable, format_duration
 
 if TYPE_CHECKING:
     from keel.tools.launch.plan import LaunchPlan

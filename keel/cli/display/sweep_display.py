@@ -19,11 +19,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from keel.cli.display.console import PLAIN_WIDTH, console, write_stdout
-from keel.cli.display.progress import QUIET_SECONDS, escape_unprintable, format_duration
-from keel.cli.modules import add_module_folders
+from keel.cli.display.console import console, write_stdout
 from keel.cli.stop_signals import stop_on_signals
 from keel.errors import ConfigError
+from keel.run.monitor.console import PLAIN_WIDTH
+from keel.run.monitor.progress import QUIET_SECONDS, escape_unprintable, format_duration
+from keel.run.start.module_folders import add_module_folders
 
 if TYPE_CHECKING:
     from keel.tools.sweep import SweepPlan, SweepResults, Trial, TrialOutcome, Variant

@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.cli.display.console import console, write_stdout
-from keel.cli.modules import add_module_folders
 from keel.config.load import parse_overrides
 from keel.objectives import PRESETS
+from keel.run.start.module_folders import add_module_folders
 
 if TYPE_CHECKING:
     from keel.signal.audit import Finding, Report

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from keel.cli.display.console import console, write_stdout
-from keel.cli.display.progress import escape_unprintable
+from keel.run.monitor.progress import escape_unprintable
 
 if TYPE_CHECKING:
     from keel.tools.dataset_report import CountTokens, DatasetReport, Distribution

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from keel.cli.display.console import console, write_stdout
-from keel.cli.display.progress import escape_unprintable
-from keel.cli.modules import add_module_folders
 from keel.errors import ConfigError
+from keel.run.monitor.progress import escape_unprintable
+from keel.run.start.module_folders import add_module_folders
 
 if TYPE_CHECKING:
     from keel.rollout.environments.dataset import DatasetEnvironment

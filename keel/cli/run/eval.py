@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.cli.display.console import console, write_stdout
-from keel.cli.display.progress import escape_unprintable, format_interval
-from keel.cli.modules import add_module_folders
 from keel.errors import ConfigError
 from keel.rollout.rollout_metrics import ENVIRONMENT_METRICS, REWARD_COMPONENTS
+from keel.run.monitor.progress import escape_unprintable, format_interval
+from keel.run.start.module_folders import add_module_folders
 
 if TYPE_CHECKING:
     from keel.config import EnvironmentSettings, RunSettings, Sampling

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keel.cli.modules import add_module_folders
 from keel.cli.stop_signals import stop_on_signals
 from keel.errors import ConfigError, KeelError
+from keel.run.start.module_folders import add_module_folders
 
 if TYPE_CHECKING:
     from keel.tools.launch.plan import LaunchPlan

@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from keel.cli.modules import add_module_folders
 from keel.cli.stop_signals import SIGNAL_DEBOUNCE_SECONDS
 from keel.errors import ConfigError
+from keel.run.start.module_folders import add_module_folders
 
 if TYPE_CHECKING:
     from keel.run.folder import RunFolder
@@ -107,18 +107,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--allow-changes has no effect without --resume")
     add_module_folders(args.recipe, args.resume)
     # bound first, so that no folder is created if the port is in use
-    with _bind_metrics_port(args) as metrics_listener:
-        folder = _open_run_folder(args, rank_info)
-        try:
-            return _train(folder, args.json, metrics_listener, rank_info)
-        except Exception as error:
-            # a start that failed leaves no folder behind, unless the error (a stall, a full disk, a lost rank) says to
-            # rerun with --resume
-            if "--resume" not in str(error):
-                folder.discard_if_unused()
-            raise
-        finally:
-            folder.close()
+    with _bind_metrics_port(args) as metrics_listener, _open_run_folder(args, rank_info) as folder:
+        return _train(folder, args.json, metrics_listener, rank_info)
 
 
 def _short_overrides(args: argparse.Namespace) -> list[str]:
@@ -162,54 +152,37 @@ def _run_rank_worker(rank_info: "RankInfo") -> int:
 def _open_run_folder(args: argparse.Namespace, rank_info: "RankInfo | None") -> "RunFolder":
     """Create the folder of a new run, or open that of a resumed one."""
     from keel.config import load_settings
-    from keel.rollout.episode_runner import build_environments
     from keel.run.folder import RunFolder, unused_path
-    from keel.run.monitor.sinks import resolve_sinks
-    from keel.training.distributed.rank_processes import RankProcesses
 
     if args.resume is not None:
         return RunFolder.open(args.resume, file=args.recipe, overrides=args.overrides, allow_changes=args.allow_changes)
     loaded = load_settings(args.recipe, args.overrides)
     if args.recipe is None:
         loaded = replace(loaded, recipe_folder=Path.cwd())  # where the data set and the module of the reward are
-    build_environments(loaded.settings)  # errors here leave no folder behind
-    resolve_sinks(loaded.settings.metrics)
-    RankProcesses(loaded.settings.trainer, rank_info)
-    return RunFolder.create(args.folder or unused_path(Path("runs"), Path(args.recipe or args.dataset).stem), loaded)
+    from keel.run.start.training_session import create_run  # loads torch, after errors in the settings
+
+    path = args.folder or unused_path(Path("runs"), Path(args.recipe or args.dataset).stem)
+    return create_run(path, loaded, rank_info)
 
 
 def _train(
     folder: "RunFolder", json: bool, metrics_listener: MetricsListener | None, rank_info: "RankInfo | None"
 ) -> int:
-    from keel.cli.display.progress import escape_unprintable, make_run_display
-    from keel.run.event_loop import run_to_completion
-    from keel.run.loop import TrainingRun
-    from keel.run.monitor.callbacks import CallbackList
-    from keel.run.monitor.sinks import open_sinks
-    from keel.run.summary import summarize_run
+    from keel.run.monitor.progress import escape_unprintable, make_run_display
+    from keel.run.start.training_session import train_session
 
-    summary, problem = "", None
     with _serve_metrics(metrics_listener) as exporter:
         display = make_run_display(json=json)
-        # the display comes last, so that it can still show notices of sinks that are closing
-        callbacks = CallbackList(open_sinks(folder, display.notice), exporter, display)
-        if folder.settings.launch is not None and rank_info is None and "KEEL_LAUNCHED" not in os.environ:
-            display.notice("the [launch] table has no effect with `keel train`: this run uses this machine only")
-        try:
-            training_run = TrainingRun(folder, callbacks, on_hang=_exit_hung_run, rank_info=rank_info)
-            run_to_completion(_train_until_signal(training_run))
-            summary = summarize_run(folder) + f"\nview       keel lens {folder.path}"
-            status = folder.ledger.get_meta("status")
-            if status == "stopped":
-                summary += (
-                    f"\nstopped    after step {training_run.step}; resume with: keel train --resume {folder.path}"
-                )
-            elif status == "failed":
-                problem = folder.ledger.get_meta("why")
-        finally:
-            callbacks.ended(summary)
-    if problem is not None:
-        sys.stderr.write(f"keel: {escape_unprintable(problem)}\n")
+        result = train_session(
+            folder,
+            display,
+            _train_until_signal,
+            callbacks=(exporter,),
+            on_hang=_exit_hung_run,
+            rank_info=rank_info,
+        )
+    if result.problem is not None:
+        sys.stderr.write(f"keel: {escape_unprintable(result.problem)}\n")
         return 1
     return 0
 

@@ -1,7 +1,7 @@
 """Callbacks of a training run, for example a terminal display, a log or a test.
 
 Callbacks only observe: nothing they do changes the run, and a run without callbacks is the same run. `NullCallback` and
-`CallbackList` are here; the terminal display is in `keel/cli/display/progress.py`.
+`CallbackList` are here; the terminal display is in `keel/run/monitor/progress.py`.
 """
 
 from collections.abc import Mapping

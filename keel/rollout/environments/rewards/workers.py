@@ -22,6 +22,9 @@ SLOW_SECONDS = 0.2
 """Seconds after which a busy worker no longer counts against `workers`, so that hanging calls do not block others."""
 MAX_LINE = 64 * 2**20
 """Bytes of a request or reply."""
+LOAD_SECONDS = 60.0
+"""Seconds in which a worker may import the module of a function, if `timeout` is shorter: one that imports torch needs
+10 s on a busy machine, and its calls must not fail for it."""
 KILL_SECONDS = 5.0
 """Seconds to wait for a killed process; the kernel needs none unless the machine is overloaded."""
 
@@ -152,13 +155,19 @@ class _Worker:
         if self._process is None:
             await self._start()
         try:
-            async with asyncio.timeout(timeout):
-                if number not in self._loaded:
+            if number not in self._loaded:
+                async with asyncio.timeout(max(timeout, LOAD_SECONDS)):
                     await self._ask({"load": number, **function.load_request()}, function.name)
-                    self._loaded.add(number)
+                self._loaded.add(number)
+            async with asyncio.timeout(timeout):
                 reply = await self._ask({"call": number, "arguments": dict(arguments)}, function.name)
         except TimeoutError:
-            raise RewardError("timeout", f"reward {function.name} took longer than {timeout:g} s") from None
+            if number in self._loaded:
+                raise RewardError("timeout", f"reward {function.name} took longer than {timeout:g} s") from None
+            limit = max(timeout, LOAD_SECONDS)
+            raise RewardError(
+                "timeout", f"reward {function.name}: its module was not imported in {limit:g} s"
+            ) from None
         value: float | None = reply["value"]
         return value
 

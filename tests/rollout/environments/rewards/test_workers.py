@@ -184,3 +184,29 @@ def test_hanging_calls_do_not_delay_other_calls() -> None:
             assert isinstance(error, RewardError) and error.kind == "timeout"
 
     run(scene)
+
+
+def test_a_module_that_imports_slowly_is_not_a_slow_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_module.py").write_text(
+        "import time\ntime.sleep(1.5)\n\ndef reward(completion):\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def scene(pool: RewardWorkers) -> None:
+        number = pool.register(RewardFunction("slow_module:reward"))
+        assert await pool.call(number, {"completion": "a"}, 1.0) == 1.0
+
+    run(scene)
+
+
+def test_a_module_that_never_finishes_its_import_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "endless_module.py").write_text("while True:\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("keel.rollout.environments.rewards.workers.LOAD_SECONDS", 1.0)
+
+    async def scene(pool: RewardWorkers) -> None:
+        number = pool.register(RewardFunction("endless_module:reward"))
+        with pytest.raises(RewardError, match="its module was not imported in 1 s"):
+            await pool.call(number, {"completion": "a"}, 0.5)
+
+    run(scene)

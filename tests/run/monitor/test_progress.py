@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from keel.cli.display.progress import (
+from keel.run.evaluate import EvaluationResult
+from keel.run.monitor.callbacks import CallbackList, NullCallback
+from keel.run.monitor.progress import (
     COLUMNS,
     QUIET_SECONDS,
     RunJsonLog,
@@ -19,8 +21,6 @@ from keel.cli.display.progress import (
     format_duration,
     make_run_display,
 )
-from keel.run.evaluate import EvaluationResult
-from keel.run.monitor.callbacks import CallbackList, NullCallback
 
 METRICS = {
     "reward": 0.3125,

@@ -1,4 +1,4 @@
-"""Displays of `keel train`: a live table in a terminal, aligned lines elsewhere, or JSON with one event per line.
+"""Displays of a run: a live table in a terminal, aligned lines elsewhere, or JSON with one event per line.
 
 All three are callbacks (`keel/run/monitor/callbacks.py`) and show the same metrics; a metric that a step does not have
 is "-". Text may come from a model or an environment: it is never read as markup, and characters that would move the
@@ -19,9 +19,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from keel.cli.display.console import console, write_stdout
 from keel.rollout.rollout_metrics import REWARD_COMPONENTS
 from keel.run.monitor.callbacks import RunCallback
+from keel.run.monitor.console import console
 
 if TYPE_CHECKING:
     from keel.run.evaluate import EvaluationResult
@@ -134,7 +134,7 @@ class RunScreen(RunDisplay):
         self._live = Live(console=screen, get_renderable=self._draw, refresh_per_second=4)
 
     def started(self, name: str, folder: Path, steps: int, start_step: int) -> None:
-        self._console.print(Text(_start_line(name, folder, steps, start_step)), soft_wrap=True)
+        self._console.print(Text(start_line(name, folder, steps, start_step)), soft_wrap=True)
         self._last_step, self._total_steps = start_step, steps
         self._pace.restart()
 
@@ -154,11 +154,11 @@ class RunScreen(RunDisplay):
         self._components = escape_unprintable(format_components(metrics))
 
     def rollouts_failed(self, count: int, last_error: str) -> None:
-        self._failures = _failure_line(count, last_error)
+        self._failures = failure_line(count, last_error)
 
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         self._pace.restart()
-        self._console.print(Text(_evaluation_line(step, evaluation)), soft_wrap=True)
+        self._console.print(Text(evaluation_line(step, evaluation)), soft_wrap=True)
 
     def notice(self, text: str) -> None:
         self._console.print(Text(escape_unprintable(text), style="bold"), soft_wrap=True)
@@ -216,7 +216,7 @@ class RunLog(RunDisplay):
     def started(self, name: str, folder: Path, steps: int, start_step: int) -> None:
         self._total_steps = steps
         self._pace.restart()
-        self._print(_start_line(name, folder, steps, start_step))
+        self._print(start_line(name, folder, steps, start_step))
 
     def waiting(self, status: str) -> None:
         if self._clock() - self._last_line_time >= QUIET_SECONDS:
@@ -231,11 +231,11 @@ class RunLog(RunDisplay):
 
     def rollouts_failed(self, count: int, last_error: str) -> None:
         if self._failure_notice.is_due():
-            self._print(_failure_line(count, last_error))
+            self._print(failure_line(count, last_error))
 
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         self._pace.restart()
-        self._print(_evaluation_line(step, evaluation))
+        self._print(evaluation_line(step, evaluation))
 
     def notice(self, text: str) -> None:
         self._print(escape_unprintable(text))
@@ -314,16 +314,19 @@ def format_components(metrics: Mapping[str, float]) -> str:
     return f"reward components: {', '.join(parts)}" if parts else ""
 
 
-def _failure_line(count: int, last_error: str) -> str:
+def failure_line(count: int, last_error: str) -> str:
+    """Format the number of failed rollouts and the last error."""
     return escape_unprintable(f"{count} rollout{'' if count == 1 else 's'} failed; the last error: {last_error}")
 
 
-def _start_line(name: str, folder: Path, steps: int, start_step: int) -> str:
+def start_line(name: str, folder: Path, steps: int, start_step: int) -> str:
+    """Format the first line of a run."""
     steps_text = f"resumes after step {start_step} of {steps}" if start_step else f"{steps} steps"
     return escape_unprintable(f"{name}: {steps_text}, in {folder}")
 
 
-def _evaluation_line(step: int, evaluation: "EvaluationResult") -> str:
+def evaluation_line(step: int, evaluation: "EvaluationResult") -> str:
+    """Format the result of an evaluation."""
     # pass@1 equals the reward if rewards are 0 or 1, so only larger k are shown
     passes = "".join(f", pass@{k} {value:.3f}" for k, value in evaluation.pass_at_k.items() if k > 1)
     failed = (
@@ -344,7 +347,7 @@ def _escape_lines(text: str) -> str:
 
 def _write_and_flush(text: str) -> None:
     # flush every event, so that a reader of the pipe follows the run without delay
-    write_stdout(text)
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 
