@@ -83,7 +83,8 @@ def _validate(tree: dict[str, Any], origin: str, overrides: Sequence[str]) -> Lo
         origins |= {leaf: "command line" for leaf, _ in _flatten(value, name)}
     table = tree.get("objective")
     if isinstance(table, dict) and not {"name", "gates", "weights", "policy", "penalties"} & table.keys():
-        table["name"] = RunSettings().objective.name  # parameters without a name belong to the default preset
+        # parameters without a name belong to the default preset
+        table["name"] = "cross_entropy" if tree.get("sft") else RunSettings().objective.name
     try:
         return LoadedSettings(RunSettings.model_validate(tree), origins)
     except ValidationError as error:

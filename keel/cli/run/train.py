@@ -10,9 +10,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +21,9 @@ from keel.cli.stop_signals import SIGNAL_DEBOUNCE_SECONDS
 from keel.errors import ConfigError
 
 if TYPE_CHECKING:
+    from keel.cli.display.progress import StepColumn
+    from keel.config import LoadedSettings
+    from keel.run.checkpointed_run import CheckpointedRun
     from keel.run.folder import RunFolder
     from keel.run.monitor.callbacks import RunCallback
     from keel.training.distributed.world import RankInfo
@@ -29,6 +32,18 @@ FLAGS = (
     *("--run", "--resume", "--allow-changes", "--dataset", "--reward", "--model"),
     *("--json", "--metrics-port", "--metrics-host", "--metrics-key-file"),
 )
+
+
+@dataclass(frozen=True)
+class RunKind:
+    """What `keel train` and `keel sft` do differently."""
+
+    command: str
+    load: "Callable[[str | None, Sequence[str]], LoadedSettings]"
+    """Loads and checks settings from a recipe and overrides. Errors here leave no folder behind."""
+    make_run: "Callable[..., CheckpointedRun]"
+    summarize: "Callable[[RunFolder], str]"
+    columns: "tuple[StepColumn, ...]"
 
 
 class MetricsListener(NamedTuple):
@@ -76,6 +91,12 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--model", metavar="NAME", help="the same as --model.name")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    add_metrics_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def add_metrics_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the metrics endpoint."""
     parser.add_argument(
         "--metrics-port",
         metavar="N",
@@ -90,27 +111,40 @@ def add(subparsers: Any) -> None:
         help="address of the metrics endpoint (default: 127.0.0.1)",
     )
     parser.add_argument("--metrics-key-file", metavar="FILE", type=Path, help="a file with the key of the endpoint")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train until the run ends or is stopped."""
-    rank_info = _rank_info()
-    if rank_info is not None and rank_info.rank:
-        return _run_rank_worker(rank_info)
+    return start_run(args, _prepare_arguments, _train_kind)
+
+
+def _prepare_arguments(args: argparse.Namespace) -> None:
     args.overrides = [*_short_overrides(args), *args.overrides]
     if args.recipe is None and args.resume is None and args.dataset is None:
         raise ConfigError(
             "pass a RECIPE, --dataset FILE with --reward NAME, or --resume RUN, for example: keel train larger_number"
         )
+
+
+def start_run(
+    args: argparse.Namespace,
+    prepare_arguments: Callable[[argparse.Namespace], None],
+    make_kind: "Callable[[RankInfo | None], RunKind]",
+) -> int:
+    """Create or resume a run as the arguments say, and train until it ends or is stopped."""
+    rank_info = _rank_info()
+    if rank_info is not None and rank_info.rank:
+        return _run_rank_worker(rank_info)  # it has no arguments
+    prepare_arguments(args)
     if args.allow_changes and args.resume is None:
         raise ConfigError("--allow-changes has no effect without --resume")
     add_module_folders(args.recipe, args.resume)
     # bound first, so that no folder is created if the port is in use
     with _bind_metrics_port(args) as metrics_listener:
-        folder = _open_run_folder(args, rank_info)
+        kind = make_kind(rank_info)
+        folder = _open_run_folder(args, kind)
         try:
-            return _train(folder, args.json, metrics_listener, rank_info)
+            return _train(kind, folder, args.json, metrics_listener, rank_info)
         except Exception as error:
             # a start that failed leaves no folder behind, unless the error (a stall, a full disk, a lost rank) says to
             # rerun with --resume
@@ -159,51 +193,76 @@ def _run_rank_worker(rank_info: "RankInfo") -> int:
     return 0
 
 
-def _open_run_folder(args: argparse.Namespace, rank_info: "RankInfo | None") -> "RunFolder":
-    """Create the folder of a new run, or open that of a resumed one."""
+def _train_kind(rank_info: "RankInfo | None") -> RunKind:
+    from keel.cli.display.progress import COLUMNS
     from keel.config import load_settings
     from keel.rollout.episode_runner import build_environments
-    from keel.run.folder import RunFolder, unused_path
+    from keel.run.summary import summarize_run
+
+    def make_run(*args: Any, **options: Any) -> "CheckpointedRun":
+        from keel.run.loop import TrainingRun  # last, so that errors in settings are reported quickly
+
+        return TrainingRun(*args, **options)
+
+    def load(recipe: str | None, overrides: Sequence[str]) -> "LoadedSettings":
+        loaded = load_settings(recipe, overrides)
+        build_environments(loaded.settings)
+        check_start(loaded, rank_info)
+        return loaded
+
+    return RunKind("train", load, make_run, summarize_run, COLUMNS)
+
+
+def check_start(loaded: "LoadedSettings", rank_info: "RankInfo | None") -> None:
+    """Raise an error for sinks and ranks that cannot be used."""
     from keel.run.monitor.sinks import resolve_sinks
     from keel.training.distributed.rank_processes import RankProcesses
 
-    if args.resume is not None:
-        return RunFolder.open(args.resume, file=args.recipe, overrides=args.overrides, allow_changes=args.allow_changes)
-    loaded = load_settings(args.recipe, args.overrides)
-    if args.recipe is None:
-        loaded = replace(loaded, recipe_folder=Path.cwd())  # where the data set and the module of the reward are
-    build_environments(loaded.settings)  # errors here leave no folder behind
     resolve_sinks(loaded.settings.metrics)
     RankProcesses(loaded.settings.trainer, rank_info)
-    return RunFolder.create(args.folder or unused_path(Path("runs"), Path(args.recipe or args.dataset).stem), loaded)
+
+
+def _open_run_folder(args: argparse.Namespace, kind: RunKind) -> "RunFolder":
+    """Create the folder of a new run, or open that of a resumed one."""
+    from keel.run.folder import RunFolder, unused_path
+
+    if args.resume is not None:
+        return RunFolder.open(args.resume, file=args.recipe, overrides=args.overrides, allow_changes=args.allow_changes)
+    loaded = kind.load(args.recipe, args.overrides)
+    if args.recipe is None:
+        loaded = replace(loaded, recipe_folder=Path.cwd())  # where the data set and the module of the reward are
+    return RunFolder.create(
+        args.folder or unused_path(Path("runs"), Path(args.recipe or args.dataset or kind.command).stem), loaded
+    )
 
 
 def _train(
-    folder: "RunFolder", json: bool, metrics_listener: MetricsListener | None, rank_info: "RankInfo | None"
+    kind: RunKind,
+    folder: "RunFolder",
+    json: bool,
+    metrics_listener: MetricsListener | None,
+    rank_info: "RankInfo | None",
 ) -> int:
     from keel.cli.display.progress import escape_unprintable, make_run_display
     from keel.run.event_loop import run_to_completion
-    from keel.run.loop import TrainingRun
     from keel.run.monitor.callbacks import CallbackList
     from keel.run.monitor.sinks import open_sinks
-    from keel.run.summary import summarize_run
 
     summary, problem = "", None
     with _serve_metrics(metrics_listener) as exporter:
-        display = make_run_display(json=json)
+        display = make_run_display(json=json, columns=kind.columns)
         # the display comes last, so that it can still show notices of sinks that are closing
         callbacks = CallbackList(open_sinks(folder, display.notice), exporter, display)
         if folder.settings.launch is not None and rank_info is None and "KEEL_LAUNCHED" not in os.environ:
             display.notice("the [launch] table has no effect with `keel train`: this run uses this machine only")
         try:
-            training_run = TrainingRun(folder, callbacks, on_hang=_exit_hung_run, rank_info=rank_info)
+            training_run = kind.make_run(folder, callbacks, on_hang=_exit_hung_run, rank_info=rank_info)
             run_to_completion(_train_until_signal(training_run))
-            summary = summarize_run(folder) + f"\nview       keel lens {folder.path}"
+            summary = kind.summarize(folder) + f"\nview       keel lens {folder.path}"
             status = folder.ledger.get_meta("status")
             if status == "stopped":
-                summary += (
-                    f"\nstopped    after step {training_run.step}; resume with: keel train --resume {folder.path}"
-                )
+                resume = f"keel {kind.command} --resume {folder.path}"
+                summary += f"\nstopped    after step {training_run.step}; resume with: {resume}"
             elif status == "failed":
                 problem = folder.ledger.get_meta("why")
         finally:
