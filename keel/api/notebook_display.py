@@ -23,6 +23,7 @@ from keel.run.monitor.progress import (
     failure_line,
     format_components,
     format_duration,
+    loss_line,
     start_line,
 )
 
@@ -76,6 +77,10 @@ class NotebookDisplay(RunDisplay):
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         self._pace.restart()
         self._add_line(evaluation_line(step, evaluation))
+
+    def loss_evaluated(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
+        self._pace.restart()
+        self._add_line(loss_line(step, name, metrics))
 
     def notice(self, text: str) -> None:
         self._add_line(escape_unprintable(text))

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import keel
 from keel.cli.inspect import audit, compare, config, data, doctor, lens, objectives, reward, simulate
-from keel.cli.run import eval, export, launch, pool, serve, sweep, train
+from keel.cli.run import eval, export, launch, pool, serve, sft, sweep, train
 from keel.common.extras import missing_dependency
 from keel.common.settings import suggest_name
 from keel.errors import KeelError
@@ -23,6 +23,7 @@ COMMAND_FLAGS = {
     "config": config.FLAGS,
     "audit": audit.FLAGS,
     "train": train.FLAGS,
+    "sft": sft.FLAGS,
     "launch": launch.FLAGS,
     "compare": compare.FLAGS,
     "sweep": sweep.FLAGS,
@@ -79,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-V", "--version", action="version", version=f"keel {keel.__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     # the order of `keel --help`: run, inspect, serve, check
-    for command in (train, launch, eval, sweep, export, lens, compare, serve, pool):
+    for command in (train, sft, launch, eval, sweep, export, lens, compare, serve, pool):
         command.add(subparsers)
     for command in (data, reward, objectives, audit, config, simulate, doctor):
         command.add(subparsers)

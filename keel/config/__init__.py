@@ -14,6 +14,7 @@ from keel.config.rollout import (
     SchedulerSettings,
 )
 from keel.config.run import AdvantageSettings, EvaluationSettings, MetricsSettings, RunSettings
+from keel.config.sft import SftSettings
 from keel.config.trainer import (
     CheckpointSettings,
     LoraSettings,
@@ -43,6 +44,7 @@ __all__ = [
     "RunSettings",
     "Sampling",
     "SchedulerSettings",
+    "SftSettings",
     "TrainerSettings",
     "load_settings",
 ]

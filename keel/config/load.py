@@ -95,7 +95,8 @@ def _validate(
         origins |= {leaf: source for leaf, _ in _flatten(value, name)}
     table = tree.get("objective")
     if isinstance(table, dict) and not {"name", "gates", "weights", "policy", "penalties"} & table.keys():
-        table["name"] = RunSettings().objective.name  # parameters without a name belong to the default preset
+        # parameters without a name belong to the default preset
+        table["name"] = "cross_entropy" if tree.get("sft") else RunSettings().objective.name
     try:
         return LoadedSettings(RunSettings.model_validate(tree), origins)
     except ValidationError as error:

@@ -13,6 +13,7 @@ from keel.config.rollout import (
     Sampling,
     SchedulerSettings,
 )
+from keel.config.sft import SftSettings
 from keel.config.trainer import CheckpointSettings, ModelSettings, ReferenceSettings, TrainerSettings
 from keel.objectives.resolve import ObjectiveSettings
 
@@ -120,6 +121,8 @@ class RunSettings(Settings):
     """Evaluation on tasks the policy is never trained on."""
     metrics: MetricsSettings = MetricsSettings()
     """Where metrics are written in addition to the run folder."""
+    sft: SftSettings | None = None
+    """Supervised fine-tuning, for `keel sft`; the objective is then cross_entropy."""
 
     objective: ObjectiveSettings = Field(default_factory=lambda: ObjectiveSettings(name="icepop"))
     """The objective: a preset with parameters, or a composition; see docs/objectives.md."""
@@ -156,6 +159,14 @@ class RunSettings(Settings):
             for key, table in tables.items()
         }
         return {**values, "environments": named_tables}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_default_objective(cls, values: Any) -> Any:
+        """Train with cross-entropy if the recipe is one of supervised fine-tuning."""
+        if isinstance(values, dict) and values.get("sft") is not None and "objective" not in values:
+            return {**values, "objective": {"name": "cross_entropy"}}
+        return values
 
     @model_validator(mode="after")
     def _check_tables_agree(self) -> Self:
@@ -197,7 +208,10 @@ class RunSettings(Settings):
                     },
                 )
         self._check_transport()
-        self._check_schedule()
+        if self.sft is not None:
+            self._check_sft(self.sft)
+        if self.sft is None or self.sft.epochs is None or "steps" in self.model_fields_set:
+            self._check_schedule()  # `keel sft` computes the steps of its epochs, and loads the settings with them
         if self.references and not reads("reference"):
             raise setting_error(
                 "{references} has no effect: the objective reads no reference", references=list(self.references)
@@ -240,6 +254,38 @@ class RunSettings(Settings):
                 "{trainer.optimizer.warmup_steps} must be below the length of the learning-rate schedule: {steps} with"
                 f" {{trainer.optimizer_steps}} takes up to {length} optimizer steps",
                 {"trainer.optimizer.warmup_steps": optimizer.warmup_steps, **run},
+            )
+
+    def _check_sft(self, sft: SftSettings) -> None:
+        """Raise an error for settings that supervised fine-tuning does not use or cannot satisfy."""
+        policy, reads = self.objective.composition.policy, self.objective.composition.reads
+        if policy.surrogate != "cross_entropy" or reads("sampler") or reads("proximal") or reads("reference"):
+            raise setting_error(
+                '{objective.name} cannot be trained with the table [sft]; leave it out, or set it to "cross_entropy"'
+                " without gates and penalties",
+                {"objective.name": self.objective.name},
+            )
+        for table in ("scheduler", "publish", "pool", "advantages", "launch"):
+            if getattr(self, table) != type(self).model_fields[table].default:
+                raise setting_error(f"the table [{table}] has no effect with the table [sft]; remove it")
+        if self.trainer.optimizer_steps > 1:
+            raise setting_error(
+                "{trainer.optimizer_steps} has no effect with the table [sft]; lower sft.rows_per_step instead",
+                {"trainer.optimizer_steps": self.trainer.optimizer_steps},
+            )
+        if sft.max_sequence_tokens > self.trainer.max_tokens_per_micro_batch:
+            raise setting_error(
+                "{sft.max_sequence_tokens} must not be above {trainer.max_tokens_per_micro_batch}: a longer sample fits"
+                " into no micro-batch",
+                {
+                    "sft.max_sequence_tokens": sft.max_sequence_tokens,
+                    "trainer.max_tokens_per_micro_batch": self.trainer.max_tokens_per_micro_batch,
+                },
+            )
+        if sft.environment is not None and sft.environment not in self.environments:
+            raise setting_error(
+                "{sft.environment} is not a table of this recipe: add [environments.NAME]",
+                {"sft.environment": sft.environment},
             )
 
     def _check_transport(self) -> None:

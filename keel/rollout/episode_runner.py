@@ -37,6 +37,8 @@ class RunEnvironment:
 
 def build_environments(settings: RunSettings) -> dict[str, RunEnvironment]:
     """Return the environments of a run by the names of their tables; raise for settings that cannot be trained on."""
+    if settings.sft is not None:
+        raise ConfigError("the table [sft] is for supervised fine-tuning: run `keel sft` instead, or remove the table")
     if not settings.environments:
         raise ConfigError("environments is empty: a run needs at least one, for example [environments.arithmetic]")
     if settings.teacher is None and settings.objective.composition.reads("teacher"):

@@ -10,43 +10,31 @@ Groups, gates and tokens are decided elsewhere: by the scheduler, the objective 
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from keel.common.atomic_files import hash_file
-from keel.common.openmp import OpenMPReleasingExecutor
 from keel.config import ReferenceSettings
-from keel.errors import InvalidSignalError, KeelError, StepSkippedError, StorageError
-from keel.inference.protocol import Engine
+from keel.errors import KeelError
 from keel.rollout.environments.environment import close_environments
 from keel.rollout.episode_runner import EpisodeRunner, build_environments
 from keel.rollout.policy_client import derive_seed
-from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.scheduler.accounts import NothingToTrain, RolloutBatch, RolloutFailures, TasksExhausted
 from keel.rollout.scheduler.scheduler import Scheduler
 from keel.run import records, scoring
+from keel.run.checkpointed_run import CheckpointedRun
 from keel.run.engine_factory import PublishingEngine, open_engine
 from keel.run.evaluate import EvaluationResult, evaluate
-from keel.run.folder import DISK_ERRNOS, RunFolder
-from keel.run.live_status import LiveStatus
-from keel.run.monitor.callbacks import NullCallback, RunCallback
+from keel.run.folder import RunFolder
+from keel.run.monitor.callbacks import RunCallback
 from keel.run.records import SampleRecord
-from keel.run.watchdog import DEFAULT_STALL_TIMEOUT, Watchdog
+from keel.run.watchdog import DEFAULT_STALL_TIMEOUT
 from keel.signal import MovingBaseline
-from keel.signal import objective as make_objective
-from keel.training import Checkpoints, StepReport, Trainer
-from keel.training.distributed.rank_processes import RankProcesses
+from keel.training import StepReport
 from keel.training.distributed.world import RankInfo
-from keel.training.step.malloc import retain_freed_memory
 
-ResultT = TypeVar("ResultT")
-
-POLL_SECONDS = 0.5
-"""Seconds between two status updates while waiting."""
 OVERRUN_GRACE = 60.0
 """Seconds after its timeout at which an episode that ignores it is dropped."""
 STOP_GRACE = 5.0
@@ -57,8 +45,11 @@ class _SamplingAbandoned(KeelError):
     """Raised while a run is stopping and its batch may never be complete."""
 
 
-class TrainingRun:
-    """One run in its folder. `train` continues from its current step to the last one."""
+class TrainingRun(CheckpointedRun):
+    """Reinforcement learning: sample groups, score them, train on them, publish the weights.
+
+    If no optimizer step was taken because every rollout failed, the run's status in the ledger is "failed".
+    """
 
     def __init__(
         self,
@@ -67,75 +58,30 @@ class TrainingRun:
         on_hang: Callable[[str], None] | None = None,
         rank_info: RankInfo | None = None,
     ) -> None:
-        """`on_hang` is called from a thread, with the reason, when the run hangs and cannot be ended; see `Watchdog`.
-
-        `rank_info` is this process's position among the trainer's ranks if a launcher started it; None: the run starts
-        the ranks.
-        """
-        self.folder, self.settings, self.ledger = folder, folder.settings, folder.ledger
-        self.callback: RunCallback = callback or NullCallback()
-        settings = self.settings
-        self.environments = build_environments(settings)
-        self.objective = make_objective(settings.objective.table)
-        self.checkpoints = Checkpoints(folder.checkpoints, settings.checkpoints)
-        self.step = self.version = self._saved_step = 0
-        self._stopping, self._mismatch_count = False, 0
-        self._failures_shown = RolloutFailures()
-        self._rank_processes = RankProcesses(settings.trainer, rank_info)
-        self._threads = torch.get_num_threads()
-        self._live_status = LiveStatus(folder.path)
+        self.environments = build_environments(folder.settings)
         self._max_episode_seconds = max((env.limits.timeout for env in self.environments.values()), default=0.0)
-        limit = settings.stall_timeout or max(DEFAULT_STALL_TIMEOUT, 3 * self._max_episode_seconds)
-        self._watchdog = Watchdog(limit, self.callback.notice, on_hang)
-        self._engine: Engine | None = None
-        self._moving_baseline = MovingBaseline() if settings.advantages.name == "moving_baseline" else None
+        stall_timeout = folder.settings.stall_timeout or max(DEFAULT_STALL_TIMEOUT, 3 * self._max_episode_seconds)
+        super().__init__(folder, callback, on_hang, rank_info, stall_timeout)
+        self._mismatch_count = 0
+        self._failures_shown = RolloutFailures()
+        uses_moving_baseline = self.settings.advantages.name == "moving_baseline"
+        self._moving_baseline = MovingBaseline() if uses_moving_baseline else None
 
     @property
     def synchronous(self) -> bool:
         return self.settings.scheduler.max_off_policy_steps == 0
 
-    def stop(self) -> None:
-        """Finish the current step, save and end."""
-        self._stopping = True
-        self.callback.notice(f"finishing step {self.step + 1}; interrupt again to stop immediately")
+    def _failure(self) -> str | None:
+        return scoring.all_rollouts_failed(self.ledger)
 
-    async def train(self) -> None:
-        """Train from the current step to the end, or until `stop` is called.
-
-        If no optimizer step was taken because every rollout failed, the status in the ledger is "failed".
-        """
-        self.ledger.set_status("running")
-        try:
-            retain_freed_memory(self.settings.trainer.retain_freed_memory)
-            asyncio.get_running_loop().set_default_executor(OpenMPReleasingExecutor())
-            with self._watchdog, self._rank_processes:
-                await asyncio.to_thread(self._load)
-                self._watchdog.set_activity("starting the engine")
-                async with open_engine(self.settings, self.trainer.model, self.folder.weights) as engine:
-                    self._engine = engine.engine
-                    try:
-                        await self._train(engine)
-                    finally:
-                        await close_environments(table.environment for table in self.environments.values())
-        except BaseException as error:
-            stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-            with suppress(StorageError):  # a full disk is already the error being raised
-                self.ledger.set_status("stopped" if stopped else "failed", f"{type(error).__name__}: {error}")
-            if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
-                raise StorageError(f"{error}; free space or fix the disk, then rerun with --resume") from error
-            raise
-        finally:
-            self._live_status.remove()
-            torch.set_num_threads(self._threads)
-        if self._is_complete and (problem := scoring.all_rollouts_failed(self.ledger)):
-            self.ledger.set_status("failed", problem)
-        else:
-            self.ledger.set_status("finished" if self._is_complete else "stopped")
-
-    @property
-    def _is_complete(self) -> bool:
-        """Whether there is nothing left to resume."""
-        return self.step >= self.settings.steps or not self._stopping
+    async def _run(self) -> None:
+        self._watchdog.set_activity("starting the engine")
+        async with open_engine(self.settings, self.trainer.model, self.folder.weights) as engine:
+            self._engine = engine.engine
+            try:
+                await self._train(engine)
+            finally:
+                await close_environments(table.environment for table in self.environments.values())
 
     async def _train(self, engine: PublishingEngine) -> None:
         self.callback.started(self.folder.path.name, self.folder.path, self.settings.steps, self.step)
@@ -245,35 +191,6 @@ class TrainingRun:
 
         return check
 
-    async def _train_batch(self, rows: list[SampleRecord]) -> StepReport | None:
-        """Train on the batch and return the report; None if nothing is left to train on.
-
-        Samples whose gradient is not finite are dropped, and the rest of the batch trains without them.
-        """
-        before = self.trainer.steps
-        while left := records.trained_rows(rows):
-            try:
-                return await self._await_with_status("training", asyncio.to_thread(self._train_once, rows))
-            except InvalidSignalError as error:
-                reason, message, bad = "invalid_logprobs", str(error), left
-            except StepSkippedError as error:
-                reason, message = "non_finite_gradient", str(error)
-                if self.trainer.steps != before:
-                    raise  # some of several optimizer steps were taken: resume from the committed state
-                bad = [left[index] for index in error.samples] or left
-            self.callback.notice(f"step {self.step + 1}: {len(bad)} of {len(left)} samples are dropped: {message}")
-            dropped = {(row.group, row.member) for row in bad}
-            for row in left:
-                if (row.group, row.member) in dropped:
-                    row.outcome, row.reason, row.error = "dropped", reason, message
-        return None
-
-    def _train_once(self, rows: list[SampleRecord]) -> StepReport:
-        torch.set_num_threads(self._threads)  # an engine in this process may have changed it for new threads
-        report = self.trainer.step(records.trained_samples(rows), self.objective, version=self.version)
-        records.attach_token_report(rows, report)
-        return report
-
     def _commit_step(
         self,
         batch: RolloutBatch,
@@ -306,13 +223,6 @@ class TrainingRun:
         )
         self.step, self.version = step, version
         return metrics
-
-    def _save(self) -> None:
-        """Write a checkpoint of the committed step unless it exists, and the metrics of all steps as a table."""
-        if self.step != self._saved_step:
-            self.trainer.save(self.checkpoints, self.step, {"version": self.version})
-            self._saved_step = self.step
-        records.write_metrics(self.folder.metrics, [{"step": row.step, **row.metrics} for row in self.ledger.steps()])
 
     async def _evaluate(self, engine: PublishingEngine, *, final: bool = False) -> None:
         """Evaluate the current policy on held-out tasks, at most once per step."""
@@ -350,31 +260,10 @@ class TrainingRun:
 
     def _load(self) -> None:
         """Load the model, its references and the last checkpoint, and train the steps recorded after it again."""
-        settings = self.settings
-        self.callback.waiting(f"loading {settings.model.name}")
-        self._watchdog.set_activity(f"loading {settings.model.name}")
-        self.trainer = Trainer(
-            settings.model,
-            settings.trainer_with_schedule,
-            teacher=settings.teacher,
-            seed=settings.seed,
-            world=self._rank_processes.join(),
-        )
-        self._threads = torch.get_num_threads()  # fewer, where ranks share a machine
-        self._token_texts = records.TokenTexts(self.trainer.model.tokenizer)
-        self.renderer = Renderer(self.trainer.model.tokenizer, settings.renderer)
+        self._create_trainer()
         if self.objective.composition.reads("reference"):
             self._load_references()
-        last, saved = self.ledger.last_step, self.checkpoints.latest() or 0
-        if saved > last:
-            raise KeelError(
-                f"{self.checkpoints.path(saved)} is newer than the ledger, whose last step is {last}; remove that"
-                " folder, or restore run.db"
-            )
-        if saved:
-            self.version = int(self.trainer.load(self.checkpoints, saved)["version"])
-        self._replay(saved)
-        self.step, self._saved_step = last, saved
+        self._restore()
 
     def _load_references(self) -> None:
         """Load the frozen policies; the base model if none is named."""
@@ -386,22 +275,6 @@ class TrainingRun:
         if "step:0" in sources and 0 not in self.checkpoints.steps():
             self.trainer.save(self.checkpoints, 0, {"version": 0})
         self.trainer.set_references(named, self.checkpoints)
-
-    def _replay(self, saved_step: int) -> None:
-        """Train the committed steps after a checkpoint again, on the same tokens."""
-        for row in self.ledger.steps(after=saved_step):
-            suffix = ", with the changed settings" if self.folder.settings_changed else ""
-            self.callback.notice(f"step {row.step} is trained again from its record{suffix}")
-            self._watchdog.set_activity(f"training step {row.step} again")
-            self._watchdog.progress()
-            rows = records.read_step(
-                records.step_path(self.folder.rollouts, row.step), self.ledger.record_hash(row.step)
-            )
-            if row.stepped:
-                report = self.trainer.step(records.trained_samples(rows), self.objective, version=self.version)
-                if not report.stepped:
-                    raise KeelError(f"step {row.step} was trained before and now cannot be: {report.skip_reason}")
-            self.version += row.stepped
 
     @asynccontextmanager
     async def _open_scheduler(self, engine: PublishingEngine) -> AsyncIterator[Scheduler]:
@@ -460,30 +333,3 @@ class TrainingRun:
             else {"moving": {str(key): v for key, v in self._moving_baseline.state.items()}}
         )
         return {"scheduler": scheduler_state, **moving}
-
-    # -- waiting ------------------------------------------------------------------------------------------------------
-
-    async def _await_with_status(
-        self,
-        status: str | Callable[[], str],
-        awaitable: Awaitable[ResultT],
-        progress_mark: Callable[[], object] = lambda: "none",
-    ) -> ResultT:
-        """Await and report the status meanwhile. `progress_mark` returns a value that changes with progress."""
-        task: asyncio.Future[ResultT] = asyncio.ensure_future(awaitable)
-        self._watchdog.progress()
-        try:
-            while not task.done():
-                self._rank_processes.check_alive()
-                activity = status() if callable(status) else status
-                self.callback.waiting(activity)
-                self._watchdog.set_activity(f"{activity}; engines: {self._live_status.engine_status or 'unknown'}")
-                self._watchdog.progress(progress_mark())
-                await self._live_status.write(activity, self._engine)
-                await asyncio.wait({task}, timeout=POLL_SECONDS)
-            return task.result()
-        finally:
-            if not task.done():
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task

@@ -224,7 +224,9 @@ def _to_records(table: pa.Table) -> list[SampleRecord]:
         group_index = group_indices.setdefault(values["group"], len(group_indices))
         sequence = None
         if values["token_ids"] is not None:
-            lengths = {len(values[name]) for name in ("token_ids", "trainable", "sampler_logprobs", "versions")}
+            # samples of supervised fine-tuning have neither log-probs of a sampler nor versions
+            optional = [values[name] for name in ("sampler_logprobs", "versions") if values[name] is not None]
+            lengths = {len(column) for column in (values["token_ids"], values["trainable"], *optional)}
             if len(lengths) > 1:
                 raise ValueError(f"rollout {values['group']}/{values['member']} has lists of different lengths")
             sequence = Sample(

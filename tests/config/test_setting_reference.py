@@ -16,7 +16,7 @@ def test_every_setting_of_a_run_is_described() -> None:
     overrides = ["--environments.NAME.name=arithmetic", "--model.lora.rank=8", "--launch.engines=1"]
     missing = [name for name, _, _ in load_settings(overrides=overrides).rows() if name not in described]
     # tables that are not set by default
-    assert set(missing) == {"pool", "evaluation.sampling", "references", "teacher"} | {
+    assert set(missing) == {"pool", "evaluation.sampling", "references", "teacher", "sft"} | {
         "environments.NAME.sampling",
         "environments.NAME.dataset",
     }

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from keel.run.start.module_folders import add_module_folders
 if TYPE_CHECKING:
     from keel.run.folder import RunFolder
     from keel.run.monitor.callbacks import RunCallback
+    from keel.run.start.run_kind import RunKind
     from keel.training.distributed.world import RankInfo
 
 FLAGS = (
@@ -76,6 +77,12 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--model", metavar="NAME", help="the same as --model.name")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    add_metrics_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def add_metrics_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the metrics endpoint."""
     parser.add_argument(
         "--metrics-port",
         metavar="N",
@@ -90,25 +97,40 @@ def add(subparsers: Any) -> None:
         help="address of the metrics endpoint (default: 127.0.0.1)",
     )
     parser.add_argument("--metrics-key-file", metavar="FILE", type=Path, help="a file with the key of the endpoint")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train until the run ends or is stopped."""
-    rank_info = _rank_info()
-    if rank_info is not None and rank_info.rank:
-        return _run_rank_worker(rank_info)
+    from keel.run.start.run_kind import train_kind
+
+    return start_run(args, _prepare_arguments, train_kind)
+
+
+def _prepare_arguments(args: argparse.Namespace) -> None:
     args.overrides = [*_short_overrides(args), *args.overrides]
     if args.recipe is None and args.resume is None and args.dataset is None:
         raise ConfigError(
             "pass a RECIPE, --dataset FILE with --reward NAME, or --resume RUN, for example: keel train larger_number"
         )
+
+
+def start_run(
+    args: argparse.Namespace,
+    prepare_arguments: Callable[[argparse.Namespace], None],
+    make_kind: "Callable[[RankInfo | None], RunKind]",
+) -> int:
+    """Create or resume a run as the arguments say, and train until it ends or is stopped."""
+    rank_info = _rank_info()
+    if rank_info is not None and rank_info.rank:
+        return _run_rank_worker(rank_info)  # it has no arguments
+    prepare_arguments(args)
     if args.allow_changes and args.resume is None:
         raise ConfigError("--allow-changes has no effect without --resume")
     add_module_folders(args.recipe, args.resume)
     # bound first, so that no folder is created if the port is in use
-    with _bind_metrics_port(args) as metrics_listener, _open_run_folder(args, rank_info) as folder:
-        return _train(folder, args.json, metrics_listener, rank_info)
+    kind = make_kind(rank_info)
+    with _bind_metrics_port(args) as metrics_listener, _open_run_folder(args, kind) as folder:
+        return _train(kind, folder, args.json, metrics_listener, rank_info)
 
 
 def _short_overrides(args: argparse.Namespace) -> list[str]:
@@ -149,34 +171,37 @@ def _run_rank_worker(rank_info: "RankInfo") -> int:
     return 0
 
 
-def _open_run_folder(args: argparse.Namespace, rank_info: "RankInfo | None") -> "RunFolder":
+def _open_run_folder(args: argparse.Namespace, kind: "RunKind") -> "RunFolder":
     """Create the folder of a new run, or open that of a resumed one."""
-    from keel.config import load_settings
     from keel.run.folder import RunFolder, unused_path
 
     if args.resume is not None:
         return RunFolder.open(args.resume, file=args.recipe, overrides=args.overrides, allow_changes=args.allow_changes)
-    loaded = load_settings(args.recipe, args.overrides)
+    loaded = kind.load(args.recipe, args.overrides)
     if args.recipe is None:
         loaded = replace(loaded, recipe_folder=Path.cwd())  # where the data set and the module of the reward are
-    from keel.run.start.training_session import create_run  # loads torch, after errors in the settings
-
-    path = args.folder or unused_path(Path("runs"), Path(args.recipe or args.dataset).stem)
-    return create_run(path, loaded, rank_info)
+    return RunFolder.create(
+        args.folder or unused_path(Path("runs"), Path(args.recipe or args.dataset or kind.command).stem), loaded
+    )
 
 
 def _train(
-    folder: "RunFolder", json: bool, metrics_listener: MetricsListener | None, rank_info: "RankInfo | None"
+    kind: "RunKind",
+    folder: "RunFolder",
+    json: bool,
+    metrics_listener: MetricsListener | None,
+    rank_info: "RankInfo | None",
 ) -> int:
     from keel.run.monitor.progress import escape_unprintable, make_run_display
     from keel.run.start.training_session import train_session
 
     with _serve_metrics(metrics_listener) as exporter:
-        display = make_run_display(json=json)
+        display = make_run_display(json=json, columns=kind.columns)
         result = train_session(
             folder,
             display,
             _train_until_signal,
+            kind=kind,
             callbacks=(exporter,),
             on_hang=_exit_hung_run,
             rank_info=rank_info,

@@ -1,6 +1,7 @@
 """Built-in environments, small enough for a model with 135 million parameters to learn on a laptop.
 
-Three ask one question, one is played over several turns, one has a tool. Rewards are exact and documented per class.
+Three ask one question, one is played over several turns, one has a tool, one asks for a format
+(`keel.rollout.environments.reverse_text`). Rewards are exact and documented per class.
 They also serve as examples to copy; `docs/environments.md` builds an environment from scratch.
 """
 
@@ -14,6 +15,7 @@ from pydantic import Field
 
 from keel.inference.protocol import Message
 from keel.rollout.environments.environment import Environment, EpisodeResult, Split, Task
+from keel.rollout.environments.reverse_text import ReverseText
 from keel.rollout.environments.task_splits import TaskSetOptions, sample_tasks
 from keel.rollout.policy_client import EpisodeLimitReached, PolicyClient
 
@@ -280,5 +282,5 @@ def _compute(first: int, operation: str, second: int) -> int:
 
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
-    kind.name: kind for kind in (LargerNumber, CountLetters, Arithmetic, GuessNumber, Calculator)
+    kind.name: kind for kind in (LargerNumber, CountLetters, Arithmetic, GuessNumber, Calculator, ReverseText)
 }

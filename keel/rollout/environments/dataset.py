@@ -183,6 +183,10 @@ class IndexedRows:
         label = row[self._id_column] if self._id_column is not None else f"{self.path.name}:{index}"
         return Task(str(label), row)
 
+    def place(self, number: int) -> str:
+        """Return the file and line of a row."""
+        return self._rows.place(int(self._indices[number]))
+
     def _check_id(self, row: Row, ids: set[str]) -> None:
         value = row.get(self._id_column or "")
         if value is None or value == "":
@@ -209,6 +213,10 @@ class DatasetTasks(Sequence[Task]):
         if isinstance(index, slice):
             return DatasetTasks(self._rows, self._indices[index])
         return self._rows.task(int(self._indices[index]))
+
+    def place(self, index: int) -> str:
+        """Return the file and line of a task."""
+        return self._rows.place(int(self._indices[index]))
 
     def __iter__(self) -> Iterator[Task]:
         return (self._rows.task(int(index)) for index in self._indices)

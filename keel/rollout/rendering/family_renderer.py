@@ -14,6 +14,7 @@ from keel.common.settings import suggest_name
 from keel.config.rollout import RendererSettings
 from keel.errors import ConfigError
 from keel.inference.protocol import Message
+from keel.rollout.rendering.template_renderer import UnrenderableReply
 
 _HUB_SNAPSHOT = re.compile(r"models--([^/\\]+)--([^/\\]+)[/\\]snapshots[/\\]")
 
@@ -60,6 +61,16 @@ class FamilyRenderer:
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[int]:
         ids = self._renderer.render_ids(list(messages), tools=_tool_specs(tools), add_generation_prompt=True)
         return list(ids)
+
+    def encode_reply(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[int]:
+        """Return the tokens of the last message after its prompt, up to the token that ends the turn."""
+        prompt = self.render(messages[:-1], tools)
+        full = self._renderer.render_ids(list(messages), tools=_tool_specs(tools), add_generation_prompt=False)
+        if list(full[: len(prompt)]) != prompt:
+            raise UnrenderableReply("the model family does not render it as a continuation of the prompt of its turn")
+        ids = list(full[len(prompt) :])
+        last_stop = max((index for index, token in enumerate(ids) if token in self.stop_token_ids), default=-1)
+        return ids[: last_stop + 1] if last_stop >= 0 else ids
 
     def bridge(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 from keel.config.rollout import RendererSettings
 from keel.inference.protocol import Message
 from keel.rollout.rendering.family_renderer import FamilyRenderer, find_family
-from keel.rollout.rendering.template_renderer import TemplateRenderer
+from keel.rollout.rendering.template_renderer import TemplateRenderer, UnrenderableReply
 
 Tools = Sequence[Any] | None
 
@@ -78,6 +78,23 @@ class Renderer:
             return self._family_renderer.parse(token_ids, prompt_ids, tools)
         assert self._template_renderer is not None
         return self._template_renderer.parse(token_ids, prompt_ids)
+
+    def encode_reply(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
+        """Return the tokens of the last message, an assistant's, as the policy would sample them after its prompt.
+
+        The last token ends the turn. Raises `UnrenderableReply` if the policy could not have sampled the message.
+        """
+        used = self._family_renderer or self._template_renderer
+        assert used is not None
+        ids = used.encode_reply(messages, tools)
+        stops = set(self.stop_token_ids)
+        if any(token in stops for token in ids[:-1]):
+            raise UnrenderableReply("it contains a token that ends the turn")
+        if ids and ids[-1] in stops:
+            return ids
+        if not self.stop_token_ids:
+            raise UnrenderableReply("the tokenizer has no token that ends a turn")
+        return [*ids, self.stop_token_ids[0]]
 
     def extend(self, turns_so_far: Sequence[RenderedTurn], messages: Sequence[Message], tools: Tools = None) -> Prompt:
         """Return the prompt for these messages, extending the tokens of the longest matching turn where possible."""

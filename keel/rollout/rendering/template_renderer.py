@@ -27,6 +27,10 @@ _MARK = "kq7Keel{}Mark9zk"
 _EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 
 
+class UnrenderableReply(Exception):
+    """An assistant message that cannot follow the prompt of its turn; the message says why."""
+
+
 class TemplateRenderer:
     """Converts messages to tokens with `tokenizer.chat_template`."""
 
@@ -140,6 +144,37 @@ class TemplateRenderer:
         ):
             return None
         return self.encode(tail), len(self.encode(close))
+
+    def encode_reply(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[int]:
+        """Return the tokens of the last message after its prompt, up to the token that ends the turn."""
+        prompt = self.render_text(messages[:-1], tools)
+        full = self.render_text(messages, tools, add_generation_prompt=False)
+        mark = _MARK.format("")
+        marked = [*messages[:-1], {"role": "assistant", "content": mark}]
+        close = self.render_text(marked, tools, add_generation_prompt=False).partition(mark)[2]
+        text = full[len(prompt) :] if full.startswith(prompt) else self._opened_thinking(prompt, messages[-1]) + close
+        body = text.removesuffix(close)
+        # tokens as in one text where possible: some tokenizers put a space before the first word of a text
+        prompt_ids, ids = self.encode(prompt), self.encode(prompt + body)
+        ids = ids[len(prompt_ids) :] if ids[: len(prompt_ids)] == prompt_ids else self.encode(body)
+        if body != text:
+            ending = self.encode(close)
+            stop = next((index for index, token in enumerate(ending) if token in self.stop_token_ids), -1)
+            return [*ids, *ending[: stop + 1]]
+        # this message is closed in another way than plain text is
+        stop = max((index for index, token in enumerate(ids) if token in self.stop_token_ids), default=len(ids))
+        return ids[: stop + 1]
+
+    def _opened_thinking(self, prompt: str, message: Message) -> str:
+        """Return the text of a reply to a prompt that opens the thinking, which the template removes from messages."""
+        reasoning = message.get("reasoning_content")
+        if reasoning is None or not prompt.rstrip().endswith(THINK_OPEN):
+            raise UnrenderableReply(
+                "the chat template does not render a reply as a continuation of the prompt of its turn; a model whose"
+                " prompt opens the thinking needs `reasoning_content` in every reply that is trained"
+            )
+        plain = self._normalise_message({**message, "reasoning_content": None})
+        return format_thinking(reasoning, plain["content"]).removeprefix(THINK_OPEN).lstrip("\n")
 
     def _find_stop_ids(self) -> tuple[int, ...]:
         """Return the end-of-text id and the special token with which the template ends an assistant turn."""

@@ -30,6 +30,9 @@ class RunCallback(Protocol):
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         """One environment was evaluated after that step; 0: before the first step."""
 
+    def loss_evaluated(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
+        """Supervised fine-tuning measured the loss of held-out conversations after that step."""
+
     def notice(self, text: str) -> None:
         """A message for the user, such as "finishing step 12"."""
 
@@ -53,6 +56,9 @@ class NullCallback:
         pass
 
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
+        pass
+
+    def loss_evaluated(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
         pass
 
     def notice(self, text: str) -> None:
@@ -87,6 +93,10 @@ class CallbackList:
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         for callback in self.callbacks:
             callback.evaluated(step, evaluation)
+
+    def loss_evaluated(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
+        for callback in self.callbacks:
+            callback.loss_evaluated(step, name, metrics)
 
     def notice(self, text: str) -> None:
         for callback in self.callbacks:

@@ -60,8 +60,11 @@ class Exporter(NullCallback, Collector):
         self._step, self._metrics, self._step_time = step, dict(metrics), time.time()
 
     def evaluated(self, step: int, evaluation: EvaluationResult) -> None:
-        scalars = {(evaluation.environment, name): value for name, value in evaluation.scalars().items()}
-        self._evaluations = {**self._evaluations, **scalars, (evaluation.environment, "step"): float(step)}
+        self.loss_evaluated(step, evaluation.environment, evaluation.scalars())
+
+    def loss_evaluated(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
+        scalars = {(name, metric): value for metric, value in metrics.items()}
+        self._evaluations = {**self._evaluations, **scalars, (name, "step"): float(step)}
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics for the registry."""

@@ -61,14 +61,24 @@ COLUMNS = (
 )
 """masked low, high: share of tokens dropped by a gate because the policy's probability was too low or too high
 relative to the sampler's."""
+SFT_COLUMNS = (
+    StepColumn("loss", "loss", 8, ".4f"),
+    StepColumn("entropy", "entropy", 7, ".4f"),
+    StepColumn("gradient", "grad_norm", 8, ".3f"),
+    StepColumn("lr", "lr", 8, ".1e"),
+    StepColumn("epoch", "epoch", 6, ".2f"),
+    StepColumn("tokens", "trainable_tokens", 6, ".0f"),
+    *COLUMNS[-2:],
+)
+"""Columns of supervised fine-tuning. tokens: trained tokens of the step."""
 
 
-def make_run_display(*, json: bool = False) -> "RunDisplay":
+def make_run_display(*, json: bool = False, columns: tuple[StepColumn, ...] = COLUMNS) -> "RunDisplay":
     """Return the display for standard output, a context manager that restores the terminal."""
     if json:
         return RunJsonLog()
     screen = console()
-    return RunScreen(screen) if screen.is_terminal else RunLog(screen)
+    return RunScreen(screen, columns=columns) if screen.is_terminal else RunLog(screen, columns=columns)
 
 
 class RunDisplay(RunCallback):
@@ -124,8 +134,10 @@ class StepPace:
 class RunScreen(RunDisplay):
     """Display for a terminal: a table of the last steps, a bar with the time left, and the current status."""
 
-    def __init__(self, screen: Console, clock: Clock = time.monotonic) -> None:
-        self._console = screen
+    def __init__(
+        self, screen: Console, clock: Clock = time.monotonic, columns: tuple[StepColumn, ...] = COLUMNS
+    ) -> None:
+        self._console, self._columns = screen, columns
         self._pace = StepPace(clock)
         self._rows: tuple[tuple[int, tuple[str, ...]], ...] = ()
         self._status = self._failures = self._components = ""
@@ -150,7 +162,7 @@ class RunScreen(RunDisplay):
         self._pace.record_step()
         self._last_step = step
         # assigned as a new tuple, since the drawing thread may be reading the old one
-        self._rows = (*self._rows, (step, tuple(column.format_cell(metrics) for column in COLUMNS)))[-TABLE_ROWS:]
+        self._rows = (*self._rows, (step, tuple(column.format_cell(metrics) for column in self._columns)))[-TABLE_ROWS:]
         self._components = escape_unprintable(format_components(metrics))
 
     def rollouts_failed(self, count: int, last_error: str) -> None:
@@ -159,6 +171,10 @@ class RunScreen(RunDisplay):
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         self._pace.restart()
         self._console.print(Text(evaluation_line(step, evaluation)), soft_wrap=True)
+
+    def loss_evaluated(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
+        self._pace.restart()
+        self._console.print(Text(loss_line(step, name, metrics)), soft_wrap=True)
 
     def notice(self, text: str) -> None:
         self._console.print(Text(escape_unprintable(text), style="bold"), soft_wrap=True)
@@ -177,7 +193,7 @@ class RunScreen(RunDisplay):
     def _draw(self) -> RenderableType:
         table = Table(box=None, pad_edge=False)
         table.add_column("step", justify="right", no_wrap=True, min_width=5)
-        for column in COLUMNS:
+        for column in self._columns:
             # titles of two words take two lines, so that the table fits 80 columns
             header = column.title.replace(" ", "\n")
             table.add_column(header, justify="right", no_wrap=True, min_width=column.width)
@@ -205,8 +221,10 @@ class RunScreen(RunDisplay):
 class RunLog(RunDisplay):
     """Display for files and pipes: one aligned line per step, to be read with `tail`, `grep` and `awk`."""
 
-    def __init__(self, screen: Console, clock: Clock = time.monotonic) -> None:
-        self._console = screen
+    def __init__(
+        self, screen: Console, clock: Clock = time.monotonic, columns: tuple[StepColumn, ...] = COLUMNS
+    ) -> None:
+        self._console, self._columns = screen, columns
         self._clock = clock
         self._pace = StepPace(clock)
         self._failure_notice = FailureNotice(clock)
@@ -225,7 +243,7 @@ class RunLog(RunDisplay):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.record_step()
         step_number = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
-        cells = [f"{column.title} {column.format_cell(metrics):>{column.width}}" for column in COLUMNS]
+        cells = [f"{column.title} {column.format_cell(metrics):>{column.width}}" for column in self._columns]
         left = self._pace.seconds_left(self._total_steps - step)
         self._print("  ".join([step_number, *cells, f"left {'-' if left is None else format_duration(left)}"]))
 
@@ -236,6 +254,10 @@ class RunLog(RunDisplay):
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
         self._pace.restart()
         self._print(evaluation_line(step, evaluation))
+
+    def loss_evaluated(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
+        self._pace.restart()
+        self._print(loss_line(step, name, metrics))
 
     def notice(self, text: str) -> None:
         self._print(escape_unprintable(text))
@@ -273,8 +295,10 @@ class RunJsonLog(RunDisplay):
             self._emit("rollouts_failed", count=count, last_error=last_error)
 
     def evaluated(self, step: int, evaluation: "EvaluationResult") -> None:
-        metrics = _replace_non_finite(evaluation.scalars())
-        self._emit("evaluated", step=step, environment=evaluation.environment, metrics=metrics)
+        self.loss_evaluated(step, evaluation.environment, evaluation.scalars())
+
+    def loss_evaluated(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
+        self._emit("evaluated", step=step, environment=name, metrics=_replace_non_finite(metrics))
 
     def notice(self, text: str) -> None:
         self._emit("notice", text=text)
@@ -338,6 +362,13 @@ def evaluation_line(step: int, evaluation: "EvaluationResult") -> str:
     return escape_unprintable(
         f"evaluated {when}: {evaluation.environment} reward {evaluation.reward:.3f} ({interval}){passes},"
         f" {evaluation.num_tasks} tasks{samples}{failed}"
+    )
+
+
+def loss_line(step: int, name: str, metrics: Mapping[str, float]) -> str:
+    when = f"after step {step}" if step else "before training"
+    return escape_unprintable(
+        f"evaluated {when}: {name} loss {metrics.get('loss', math.nan):.4f}, {metrics['rows']:.0f} held-out samples"
     )
 
 

@@ -191,6 +191,13 @@ class Sinks(NullCallback):
     def evaluated(self, step: int, evaluation: EvaluationResult) -> None:
         # read from the ledger, which names an environment by its settings table, not by its own name
         del step, evaluation
+        self._deliver_evaluations()
+
+    def loss_evaluated(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
+        del step, name, metrics
+        self._deliver_evaluations()
+
+    def _deliver_evaluations(self) -> None:
         if self._sinks:
             self._deliver_all([PendingMetrics(*row) for row in self._ledger.evaluations()])
 

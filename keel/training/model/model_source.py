@@ -88,10 +88,37 @@ def resolve_model(name: str, seed: int = 0, sft_warmup_steps: int = 0) -> ModelS
             lambda target: tiny_models.write_model(name, seed, sft_warmup_steps, target),
         )
     elif (path := Path(name).expanduser()).is_dir():
-        folder = path.resolve()
+        folder = _trained_model(path.resolve())
     else:
         folder = _from_hub(name)
     return ModelSource(name, folder, fingerprint(folder))
+
+
+def _trained_model(folder: Path) -> Path:
+    """Return the model in a folder: of a run, its newest checkpoint; of an adapter that Keel wrote, the merged model.
+
+    A merged model is written to the cache once.
+    """
+    is_run = not (folder / "config.json").is_file() and (folder / "checkpoints").is_dir()
+    is_adapter = all((folder / name).is_file() for name in ("adapter_config.json", atomic_files.MANIFEST_FILE))
+    if not is_run and not is_adapter:
+        return folder
+    from keel.training.model.export import export, find_checkpoint  # it imports this module
+
+    checkpoint = find_checkpoint(folder) if is_run else folder
+    if not (checkpoint / "adapter_config.json").is_file():
+        return checkpoint
+    digest = _digest((checkpoint / atomic_files.MANIFEST_FILE).read_bytes())  # it has a hash of every weight file
+    return _build_once(f"merged-{digest}", lambda draft: _merge(checkpoint, draft, export))
+
+
+def _merge(checkpoint: Path, draft: Path, export: Callable[..., Any]) -> None:
+    logger.warning("Merging the adapter %s into its base once; the result is in %s", checkpoint, draft.parent)
+    merged = draft / "merged"
+    export(checkpoint, merged)
+    for file in merged.iterdir():
+        file.rename(draft / file.name)
+    merged.rmdir()
 
 
 @contextmanager

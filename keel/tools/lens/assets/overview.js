@@ -5,8 +5,8 @@ import { escapeInvisible, escapeToString, formatAge, formatNumber, formatShare, 
 import { embeddedReport, query } from "./source.js";
 
 const CHARTS = [
-  { title: "Reward", names: [["reward", ""]], evaluations: true },
-  { title: "Loss", names: [["loss", ""]] },
+  { title: "Reward", names: [["reward", ""]], evaluations: "reward" },
+  { title: "Loss", names: [["loss", ""]], evaluations: "loss" },
   { title: "Mismatch: KL between sampler and policy", names: [["mismatch_kl", ""]], zero: true },
   { title: "Share of tokens dropped", names: [["is_masked_low", "low"], ["is_masked_high", "high"]], zero: true },
   { title: "Staleness in versions", names: [["staleness", "mean"], ["staleness_max", "max"]], zero: true },
@@ -90,11 +90,12 @@ export function overview(page, main) {
           step: series.step,
           values: series.values[name],
         }));
-        if (chart.evaluations && facts.evaluations.length) lines.push({
+        const evaluated = chart.evaluations ? meanOverEnvironments(facts.evaluations, chart.evaluations) : { step: [] };
+        if (evaluated.step.length) lines.push({
           label: runs.length > 1 ? "eval" : "evaluation",
           color: runColour(run),
           points: true,
-          ...meanOverEnvironments(facts.evaluations),
+          ...evaluated,
         });
       });
       if (n < CHARTS.length || metric) lineChart(figures[n], lines, { zero: chart.zero });
@@ -170,9 +171,10 @@ export function overview(page, main) {
   function evaluationTable(evaluations) {
     const rows = evaluations.map(({ step, environment, numbers }) => make("tr", {},
       make("td", { class: "n" }, formatNumber(step)), make("td", { class: "cut", title: escapeToString(environment) }, escapeInvisible(environment)),
-      make("td", { class: "n" }, formatNumber(numbers.reward)),
+      make("td", { class: "n" }, formatNumber(numbers.reward ?? numbers.loss)),
       make("td", { class: "n quiet" }, `${formatNumber(numbers.low ?? null, 2)} – ${formatNumber(numbers.high ?? null, 2)}`)));
-    const head = make("tr", {}, ["step", "evaluation", "reward", "95 %"].map((text, n) => make("th", { class: n === 1 ? "" : "n" }, text)));
+    const measure = evaluations.every(({ numbers }) => "loss" in numbers) ? "loss" : "reward";
+    const head = make("tr", {}, ["step", "evaluation", measure, "95 %"].map((text, n) => make("th", { class: n === 1 ? "" : "n" }, text)));
     return make("table", {}, make("thead", {}, head), make("tbody", {}, rows));
   }
 
@@ -192,11 +194,11 @@ export function overview(page, main) {
   return { update };
 }
 
-/** The mean reward over environments at each evaluated step. */
-function meanOverEnvironments(evaluations) {
-  const rewards = new Map();
+/** The mean reward, or loss of supervised fine-tuning, over environments at each evaluated step. */
+function meanOverEnvironments(evaluations, name) {
+  const found = new Map();
   for (const { step, numbers } of evaluations)
-    if (typeof numbers.reward === "number") rewards.set(step, [...(rewards.get(step) ?? []), numbers.reward]);
-  const step = [...rewards.keys()];
-  return { step, values: step.map((at) => rewards.get(at).reduce((a, b) => a + b, 0) / rewards.get(at).length) };
+    if (typeof numbers[name] === "number") found.set(step, [...(found.get(step) ?? []), numbers[name]]);
+  const step = [...found.keys()];
+  return { step, values: step.map((at) => found.get(at).reduce((a, b) => a + b, 0) / found.get(at).length) };
 }

@@ -98,7 +98,7 @@ export function createReader(page) {
         logRatio: logprob !== null && samplerLogprob !== null ? logprob - samplerLogprob : null,
         p: logprob === null ? null : Math.exp(logprob), q: samplerLogprob === null ? null : Math.exp(samplerLogprob),
         dropped: status !== null && status !== "trained", high: status?.endsWith(" high") ?? false, low: status?.endsWith(" low") ?? false,
-        staleness: trainable ? sample.version - sample.versions[n] : null,
+        staleness: trainable && sample.versions ? sample.version - sample.versions[n] : null,
         entropy: valueAt("entropy", n), gradient: valueAt("dloss_dlogprob", n), referenceLogprob: valueAt("reference_logprobs", n),
       };
     });
