@@ -40,6 +40,19 @@ class Reply:
     generation: Generation
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request of an episode and its completion, as evaluations store them."""
+
+    messages: tuple[Message, ...]
+    completion: str
+    """The text of the completion, including thinking."""
+    finish_reason: str
+    token_ids: tuple[int, ...] = ()
+    """Sampled token ids; empty if the policy returns text only."""
+    logprobs: tuple[float, ...] = ()
+
+
 class PolicyClient:
     """Samples from the policy during one episode and records the trajectory."""
 
@@ -76,6 +89,15 @@ class PolicyClient:
     def turns_left(self) -> int:
         """The number of completions that the episode may still request."""
         return self.limits.max_turns - self._turns_used
+
+    @property
+    def last_exchange(self) -> Exchange | None:
+        """The last request and its completion; None before the first completion."""
+        if not self._rendered_turns:
+            return None
+        turn, generation = self._rendered_turns[-1], self.trajectory.turns[-1].generation
+        text = self._renderer.decode(turn.sampled)
+        return Exchange(turn.prompt.messages, text, generation.finish_reason, generation.token_ids, generation.logprobs)
 
     async def chat(self, messages: Sequence[Message], *, tools: Tools = None, max_tokens: int | None = None) -> Reply:
         """Sample the policy's next message, of at most `max_tokens` tokens (never more than sampling.max_tokens)."""

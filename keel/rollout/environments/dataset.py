@@ -56,11 +56,16 @@ class DatasetEnvironment:
         """Return the prompt of a task."""
         return self._format.messages(task.data)
 
+    def reference_answer(self, task: Task) -> Any:
+        """Return the answer of a task, or None if its row has none."""
+        column = self._format.answer_column(task.data)
+        return None if column is None else task.data[column]
+
     async def score(self, task: Task, messages: Sequence[Mapping[str, Any]], reply: Reply) -> EpisodeResult:
         """Return the reward of a completion."""
         columns = {name: value for name, value in task.data.items() if name not in RESERVED}
-        answer_column = self._format.answer_column(task.data)
-        answer = {} if answer_column is None else {"answer": task.data[answer_column]}
+        has_answer = self._format.answer_column(task.data) is not None
+        answer = {"answer": self.reference_answer(task)} if has_answer else {}
         return await self._scorer.score(
             {
                 **columns,
