@@ -23,6 +23,7 @@ COMMAND_FLAGS = {
     "config": config.FLAGS,
     "audit": audit.FLAGS,
     "train": train.FLAGS,
+    "eval": eval.FLAGS,
     "launch": launch.FLAGS,
     "compare": compare.FLAGS,
     "sweep": sweep.FLAGS,

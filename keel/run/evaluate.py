@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from keel.common.tasks import gather_or_cancel
 from keel.config.rollout import EpisodeLimits, Sampling
 from keel.errors import ConfigError, KeelError
+from keel.inference.pool.chat_endpoint import ChatEndpoint
 from keel.inference.protocol import Engine
 from keel.rollout.environments.environment import Environment, Task, run_episode
 from keel.rollout.policy_client import PolicyClient, derive_seed
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout_metrics import completion_metrics, environment_means
+from keel.rollout.text_policy_client import TextPolicyClient
 from keel.run.evaluation_records import EvaluatedEpisode
 from keel.run.intervals import Estimate, mean_reward_interval, pass_at_k_interval, pass_k_values
 
@@ -74,8 +76,8 @@ class EvaluationResult:
 
 
 async def evaluate(
-    engine: Engine,
-    renderer: Renderer,
+    engine: Engine | ChatEndpoint,
+    renderer: Renderer | None,
     environment: Environment,
     *,
     num_tasks: int,
@@ -89,6 +91,7 @@ async def evaluate(
 ) -> EvaluationResult:
     """Run the first `num_tasks` held-out tasks, `samples_per_task` times each.
 
+    An engine needs the renderer of its model; a `ChatEndpoint` renders messages itself and returns text only.
     `progress` is called with the number of finished episodes and the total. `name` is the environment's name in this
     run if it differs from its own. If every episode fails, raise an error that quotes the first failure.
     """
@@ -109,7 +112,7 @@ async def evaluate(
         nonlocal finished
         own = sampling.model_copy(update={"seed": derive_seed(seed, "eval", task.id, index)})
         async with slots:
-            client = PolicyClient(engine, renderer, own, limits, group=f"eval/{task.id}", evaluation=True)
+            client = _make_client(engine, renderer, own, limits, f"eval/{task.id}")
             rollout = await run_episode(environment, task, client, limits)
         finished += 1
         if progress is not None:
@@ -119,6 +122,16 @@ async def evaluate(
     # not a TaskGroup, which would wrap the error of an environment that stops the run
     episodes = await gather_or_cancel([play(task, index) for task in tasks for index in range(samples_per_task)])
     return summarize_episodes(label, episodes, samples_per_task, time.monotonic() - start)
+
+
+def _make_client(
+    engine: Engine | ChatEndpoint, renderer: Renderer | None, sampling: Sampling, limits: EpisodeLimits, group: str
+) -> PolicyClient:
+    if isinstance(engine, ChatEndpoint):
+        return TextPolicyClient(engine, sampling, limits, group=group)
+    if renderer is None:
+        raise ValueError("an engine that takes token ids needs a renderer")
+    return PolicyClient(engine, renderer, sampling, limits, group=group, evaluation=True)
 
 
 def reference_answer(environment: Environment, task: Task) -> str | None:

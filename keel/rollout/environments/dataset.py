@@ -42,7 +42,7 @@ class DatasetEnvironment:
             logger.warning(
                 "%s: %d rows have a prompt of %s and are not trained", rows.path, overlap, settings.dataset.eval_path
             )
-        if not len(self._train):
+        if not len(self._train) and settings.dataset.eval_fraction < 1:
             raise ConfigError(f'dataset.path = "{rows.path}" has no row to train on')
 
     def tasks(self, split: Split) -> "DatasetTasks":
@@ -73,7 +73,7 @@ class DatasetEnvironment:
                 "prompt": messages[-1]["content"],
                 "messages": list(messages),
                 "completion": reply.text,
-                "completion_tokens": len(reply.generation.token_ids),
+                "completion_tokens": reply.completion_tokens,
             }
         )
 
@@ -232,7 +232,10 @@ def split_indices(
         overlap = int((~in_training).sum())
     else:
         # the hash of a prompt is uniform, so a threshold selects the fraction
-        in_training = rows.hashes >= np.uint64(settings.eval_fraction * 2**64)
+        threshold = int(settings.eval_fraction * 2**64)
+        in_training = rows.hashes >= np.uint64(min(threshold, 2**64 - 1))
+        if threshold == 2**64:
+            in_training[:] = False
         held_out = DatasetTasks(rows, np.flatnonzero(~in_training))
     indices = np.flatnonzero(in_training)
     if settings.shuffle:
