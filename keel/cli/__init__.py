@@ -24,6 +24,7 @@ COMMAND_FLAGS = {
     "audit": audit.FLAGS,
     "train": train.FLAGS,
     "sft": sft.FLAGS,
+    "eval": eval.FLAGS,
     "launch": launch.FLAGS,
     "compare": compare.FLAGS,
     "sweep": sweep.FLAGS,

@@ -19,9 +19,9 @@ class DatasetSettings(Settings):
     eval_path: str | None = None
     """A data set for evaluation. Training rows with one of its prompts are left out. By default a part of `path` is
     held out."""
-    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    eval_fraction: Fraction = 0.05
     """Fraction of the prompts of `path` held out for evaluation when there is no eval_path. It is chosen by a hash of
-    the prompt, so equal prompts are never in both parts."""
+    the prompt, so equal prompts are never in both parts. With 1 the data set is for evaluation only."""
     prompt: str = "prompt"
     """Column of the prompt: text, or a list of messages."""
     answer: str | None = None

@@ -6,11 +6,18 @@ from keel.common.settings import suggest_name
 from keel.errors import ConfigError
 
 RECIPES_FOLDER = Path(__file__).parent.parent / "recipes"
+EVALUATIONS_FOLDER = RECIPES_FOLDER / "evaluations"
+"""Recipes of `keel eval NAME --model MODEL`: environments and sampling of a benchmark, nothing to train."""
 
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes in the package."""
     return sorted(path.stem for path in RECIPES_FOLDER.glob("*.toml"))
+
+
+def evaluation_names() -> list[str]:
+    """Return the names of the evaluations in the package."""
+    return sorted(path.stem for path in EVALUATIONS_FOLDER.glob("*.toml"))
 
 
 def find_recipe(recipe: str | Path) -> Path:

@@ -48,6 +48,9 @@ def build_environments(settings: RunSettings) -> dict[str, RunEnvironment]:
         for name, table in settings.environments.items()
     }
     for name, environment in environments.items():
+        dataset = settings.environments[name].dataset
+        if dataset is not None and dataset.eval_path is None and dataset.eval_fraction == 1:
+            raise ConfigError(f"environments.{name}.dataset.eval_fraction = 1 leaves no row to train on; lower it")
         has_own_sampling = settings.environments[name].sampling is not None
         environment.sampling.check_trainable(f"environments.{name}.sampling" if has_own_sampling else "sampling")
     return environments

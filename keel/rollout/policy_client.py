@@ -38,10 +38,33 @@ class Reply:
     text: str
     """The content without thinking, tool calls and surrounding whitespace."""
     generation: Generation
+    reported_tokens: int | None = None
+    """Length in tokens as a server counted it that returns no token ids."""
+
+    @property
+    def completion_tokens(self) -> int:
+        """Length of the completion in tokens; 0 if it is not known."""
+        return len(self.generation.token_ids) if self.reported_tokens is None else self.reported_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request of an episode and its completion, as evaluations store them."""
+
+    messages: tuple[Message, ...]
+    completion: str
+    """The text of the completion, including thinking."""
+    finish_reason: str
+    token_ids: tuple[int, ...] = ()
+    """Sampled token ids; empty if the policy returns text only."""
+    logprobs: tuple[float, ...] = ()
 
 
 class PolicyClient:
     """Samples from the policy during one episode and records the trajectory."""
+
+    records_tokens = True
+    """Whether completions have the token ids and log-probs that training needs."""
 
     def __init__(
         self,
@@ -60,16 +83,20 @@ class PolicyClient:
         """
         if not evaluation:
             sampling.check_trainable()
+        stops = dict.fromkeys((*sampling.stop_token_ids, *renderer.stop_token_ids))
+        self._start_episode(sampling.model_copy(update={"stop_token_ids": tuple(stops)}), limits, group)
+        self._engine, self._vocab_size = engine, vocab_size
+        self._renderer = renderer
+        self._rendered_turns: list[RenderedTurn] = []
+
+    def _start_episode(self, sampling: Sampling, limits: EpisodeLimits, group: str) -> None:
+        """Set the state that does not depend on what samples."""
         self.group = group
         self.limits = limits
         self.trajectory = EpisodeTrajectory()
         self.engine_error: EngineError | None = None
         """The error of the last request; None if it succeeded."""
-        self._engine, self._vocab_size = engine, vocab_size
-        self._renderer = renderer
-        stops = dict.fromkeys((*sampling.stop_token_ids, *renderer.stop_token_ids))
-        self._sampling = sampling.model_copy(update={"stop_token_ids": tuple(stops)})
-        self._rendered_turns: list[RenderedTurn] = []
+        self._sampling = sampling
         self._turns_used = 0
 
     @property
@@ -77,12 +104,18 @@ class PolicyClient:
         """The number of completions that the episode may still request."""
         return self.limits.max_turns - self._turns_used
 
+    @property
+    def last_exchange(self) -> Exchange | None:
+        """The last request and its completion; None before the first completion."""
+        if not self._rendered_turns:
+            return None
+        turn, generation = self._rendered_turns[-1], self.trajectory.turns[-1].generation
+        text = self._renderer.decode(turn.sampled)
+        return Exchange(turn.prompt.messages, text, generation.finish_reason, generation.token_ids, generation.logprobs)
+
     async def chat(self, messages: Sequence[Message], *, tools: Tools = None, max_tokens: int | None = None) -> Reply:
         """Sample the policy's next message, of at most `max_tokens` tokens (never more than sampling.max_tokens)."""
-        copied = [copy.deepcopy(dict(message)) for message in messages]
-        _check_messages(copied)
-        if self.turns_left <= 0:
-            raise EpisodeLimitReached(f"the episode has used all limits.max_turns = {self.limits.max_turns} turns")
+        copied = self._check_request(messages)
         prompt = self._renderer.extend(self._rendered_turns, copied, tools)
         if len(prompt.ids) >= self.limits.max_sequence_tokens:
             raise (EpisodeLimitReached if self._turns_used else PromptTooLong)(
@@ -95,6 +128,14 @@ class PolicyClient:
         self.trajectory.add_turn(prompt.ids, generation, prompt.split_reason)
         self._rendered_turns.append(RenderedTurn(prompt, tools, generation.token_ids, copy.deepcopy(reply)))
         return Reply(reply, str(reply["content"]).strip(), generation)
+
+    def _check_request(self, messages: Sequence[Message]) -> list[Message]:
+        """Return a copy of the messages; raise if they are invalid or no turn is left."""
+        copied = [copy.deepcopy(dict(message)) for message in messages]
+        _check_messages(copied)
+        if self.turns_left <= 0:
+            raise EpisodeLimitReached(f"the episode has used all limits.max_turns = {self.limits.max_turns} turns")
+        return copied
 
     def _turn_sampling(self, max_tokens: int | None) -> Sampling:
         changes: dict[str, Any] = {}

@@ -2,7 +2,8 @@
 
 The seed of every completion depends only on the task and the sample index, so two evaluations of the same weights on
 the same engine agree whatever the number in flight. Evaluation rollouts never train. A failed episode has reward 0 and
-is counted: leaving it out would reward a policy for breaking its environment.
+is counted: leaving it out would reward a policy for breaking its environment. The result holds every episode;
+`keel.run.evaluation_records` stores them.
 """
 
 import asyncio
@@ -15,16 +16,15 @@ from dataclasses import dataclass, field
 from keel.common.tasks import gather_or_cancel
 from keel.config.rollout import EpisodeLimits, Sampling
 from keel.errors import ConfigError, KeelError
+from keel.inference.pool.chat_endpoint import ChatEndpoint
 from keel.inference.protocol import Engine
 from keel.rollout.environments.environment import Environment, Task, run_episode
 from keel.rollout.policy_client import PolicyClient, derive_seed
 from keel.rollout.rendering.renderer import Renderer
-from keel.rollout.rollout import Rollout
 from keel.rollout.rollout_metrics import completion_metrics, environment_means
+from keel.rollout.text_policy_client import TextPolicyClient
+from keel.run.evaluation_records import EvaluatedEpisode
 from keel.run.intervals import Estimate, mean_reward_interval, pass_at_k_interval, pass_k_values
-
-PASS_THRESHOLD = 1 - 1e-9
-"""Smallest reward that counts as a pass: 1 up to rounding. Partial credit counts in the reward, not in pass@k."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class EvaluationResult:
     a mean is over the episodes that reported the name."""
     completions: Mapping[str, float] = field(default_factory=dict)
     """completion_tokens, completion_tokens_max and truncated, over the episodes without an error."""
+    episodes: Sequence[EvaluatedEpisode] = field(default=(), repr=False)
+    """Every episode, in the order of tasks."""
 
     def scalars(self) -> dict[str, float]:
         """Return the finite values as metrics for the ledger and the log."""
@@ -74,8 +76,8 @@ class EvaluationResult:
 
 
 async def evaluate(
-    engine: Engine,
-    renderer: Renderer,
+    engine: Engine | ChatEndpoint,
+    renderer: Renderer | None,
     environment: Environment,
     *,
     num_tasks: int,
@@ -89,6 +91,7 @@ async def evaluate(
 ) -> EvaluationResult:
     """Run the first `num_tasks` held-out tasks, `samples_per_task` times each.
 
+    An engine needs the renderer of its model; a `ChatEndpoint` renders messages itself and returns text only.
     `progress` is called with the number of finished episodes and the total. `name` is the environment's name in this
     run if it differs from its own. If every episode fails, raise an error that quotes the first failure.
     """
@@ -105,41 +108,58 @@ async def evaluate(
     slots = asyncio.Semaphore(max_in_flight)
     finished = 0
 
-    async def play(task: Task, index: int) -> Rollout:
+    async def play(task: Task, index: int) -> EvaluatedEpisode:
         nonlocal finished
         own = sampling.model_copy(update={"seed": derive_seed(seed, "eval", task.id, index)})
         async with slots:
-            client = PolicyClient(engine, renderer, own, limits, group=f"eval/{task.id}", evaluation=True)
+            client = _make_client(engine, renderer, own, limits, f"eval/{task.id}")
             rollout = await run_episode(environment, task, client, limits)
         finished += 1
         if progress is not None:
             progress(finished, len(tasks) * samples_per_task)
-        return rollout
+        return EvaluatedEpisode(rollout, index, client.last_exchange, reference_answer(environment, task))
 
     # not a TaskGroup, which would wrap the error of an environment that stops the run
     episodes = await gather_or_cancel([play(task, index) for task in tasks for index in range(samples_per_task)])
-    rollouts = [episodes[first : first + samples_per_task] for first in range(0, len(episodes), samples_per_task)]
-    return summarize_rollouts(label, rollouts, time.monotonic() - start)
+    return summarize_episodes(label, episodes, samples_per_task, time.monotonic() - start)
 
 
-def summarize_rollouts(environment: str, rollouts: Sequence[Sequence[Rollout]], seconds: float) -> EvaluationResult:
-    """Return the result from the rollouts of each task; all tasks have the same number of rollouts."""
-    everything = [rollout for task in rollouts for rollout in task]
-    samples = len(rollouts[0])
+def _make_client(
+    engine: Engine | ChatEndpoint, renderer: Renderer | None, sampling: Sampling, limits: EpisodeLimits, group: str
+) -> PolicyClient:
+    if isinstance(engine, ChatEndpoint):
+        return TextPolicyClient(engine, sampling, limits, group=group)
+    if renderer is None:
+        raise ValueError("an engine that takes token ids needs a renderer")
+    return PolicyClient(engine, renderer, sampling, limits, group=group, evaluation=True)
+
+
+def reference_answer(environment: Environment, task: Task) -> str | None:
+    """Return the answer that the environment's `reference_answer(task)` gives, or the task's `answer`, if any."""
+    method = getattr(environment, "reference_answer", None)
+    answer = method(task) if callable(method) else task.data.get("answer")
+    return None if answer is None else str(answer)
+
+
+def summarize_episodes(
+    environment: str, episodes: Sequence[EvaluatedEpisode], samples: int, seconds: float
+) -> EvaluationResult:
+    """Return the result from the episodes of all tasks, `samples` per task."""
+    everything = [episode.rollout for episode in episodes]
+    by_task = [episodes[first : first + samples] for first in range(0, len(episodes), samples)]
     succeeded = [rollout for rollout in everything if rollout.error is None]
     errors = [f"{rollout.task_id}: {rollout.error}" for rollout in everything if rollout.error is not None]
     if len(errors) == len(everything):
         raise KeelError(f'evaluation of "{environment}": all {len(errors)} episodes failed; the first, {errors[0]}')
-    rewards = [[_reward(rollout) for rollout in task] for task in rollouts]
-    mean = mean_reward_interval(rewards)
-    passed = [sum(reward >= PASS_THRESHOLD for reward in task) for task in rewards]
+    mean = mean_reward_interval([[episode.reward for episode in task] for task in by_task])
+    passed = [sum(episode.passed for episode in task) for task in by_task]
     passes: dict[int, Estimate] = {k: pass_at_k_interval(k, passed, samples) for k in pass_k_values(samples)}
     return EvaluationResult(
         environment=environment,
         reward=mean.mean,
         low=mean.low,
         high=mean.high,
-        num_tasks=len(rollouts),
+        num_tasks=len(by_task),
         samples_per_task=samples,
         pass_at_k={k: estimate.mean for k, estimate in passes.items()},
         failed_episodes=len(errors),
@@ -148,8 +168,5 @@ def summarize_rollouts(environment: str, rollouts: Sequence[Sequence[Rollout]], 
         first_error=errors[0] if errors else "",
         environment_means=environment_means(succeeded),
         completions=completion_metrics(succeeded),
+        episodes=episodes,
     )
-
-
-def _reward(rollout: Rollout) -> float:
-    return rollout.reward if rollout.error is None and rollout.reward is not None else 0.0

@@ -76,6 +76,11 @@ class RunFolder:
         return self.path / "rollouts"
 
     @property
+    def evaluations(self) -> Path:
+        """Folder of the completions of evaluations."""
+        return self.path / "evaluations"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -100,7 +105,8 @@ class RunFolder:
                 " --run"
             )
         # SQLite would apply the old log to the new ledger, and old checkpoints would look like the new run's
-        parts = (path / "run.db-wal", *path.glob("checkpoints/step_*"), *path.glob("rollouts/step_*"))
+        folders = ("checkpoints", "rollouts", "evaluations")
+        parts = [path / "run.db-wal", *(part for folder in folders for part in path.glob(f"{folder}/step_*"))]
         if leftovers := [part.relative_to(path) for part in parts if part.exists()]:
             raise ConfigError(
                 f"{path} holds {leftovers[0]} of a run whose run.db is missing; restore it from a copy, or"
@@ -272,9 +278,10 @@ def _stored_settings(path: Path, ledger: Ledger) -> LoadedSettings:
 
 def _remove_stale_files(path: Path) -> None:
     """Remove unfinished files of a writer that was killed; the lock excludes other writers."""
-    for file in (*path.glob(f"{TEMP_PREFIX}*"), *path.glob(f"rollouts/{TEMP_PREFIX}*")):
-        if file.is_file():
-            file.unlink()
+    for folder in (path, path / "rollouts", path / "evaluations"):
+        for file in folder.glob(f"{TEMP_PREFIX}*"):
+            if file.is_file():
+                file.unlink()
 
 
 def _write_config(path: Path, loaded: LoadedSettings) -> str:

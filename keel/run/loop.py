@@ -27,6 +27,7 @@ from keel.run import records, scoring
 from keel.run.checkpointed_run import CheckpointedRun
 from keel.run.engine_factory import PublishingEngine, open_engine
 from keel.run.evaluate import EvaluationResult, evaluate
+from keel.run.evaluation_records import write_evaluation
 from keel.run.folder import RunFolder
 from keel.run.monitor.callbacks import RunCallback
 from keel.run.records import SampleRecord
@@ -247,6 +248,8 @@ class TrainingRun(CheckpointedRun):
                 progress=partial(self._on_evaluation_progress, name),
                 name=name,
             )
+            # before the ledger: an evaluation that is recorded has its file, and a repeated one replaces it
+            await asyncio.to_thread(write_evaluation, self.folder.evaluations, self.step, name, result.episodes)
             self.ledger.write_evaluation(self.step, name, result.scalars())
             self.callback.evaluated(self.step, result)
 

@@ -123,7 +123,9 @@ def test_a_damaged_run_can_be_opened_after_its_ledger_is_restored(run: Path) -> 
     RunFolder.open(run).close()
 
 
-@pytest.mark.parametrize("part", ["run.db-wal", "checkpoints/step_3", "rollouts/step_000001.parquet"])
+@pytest.mark.parametrize(
+    "part", ["run.db-wal", "checkpoints/step_3", "rollouts/step_000001.parquet", "evaluations/step_000000.parquet"]
+)
 def test_a_new_run_does_not_start_in_a_folder_with_leftovers_of_another(tmp_path: Path, part: str) -> None:
     path = tmp_path / "run" / part
     path.parent.mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""`keel eval`: evaluate a checkpoint of a run, or any model, on held-out tasks, with 95 % intervals.
+"""`keel eval`: evaluate a checkpoint of a run, a model or an endpoint on held-out tasks, with 95 % intervals.
 
-Samples in this process with the trained weights, whatever engine the run itself uses: its int8 or dtype settings do not
-affect the result. Nothing is written to the run's folder.
+Runs and models are sampled in this process with the trained weights, whatever engine the run itself uses: its int8 or
+dtype settings do not affect the result. Nothing is written to the run's folder.
 """
 
 import argparse
@@ -9,7 +9,6 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +17,31 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.cli.display.console import console, write_stdout
+from keel.cli.run.evaluation_target import (
+    EvaluationTarget,
+    is_run,
+    resolve_sampling,
+    resolve_target,
+    select_environments,
+)
+from keel.cli.run.train import add_dataset_arguments
+from keel.config.recipe_files import evaluation_names
 from keel.errors import ConfigError
 from keel.rollout.rollout_metrics import ENVIRONMENT_METRICS, REWARD_COMPONENTS
 from keel.run.monitor.progress import escape_unprintable, format_interval
 from keel.run.start.module_folders import add_module_folders
 
 if TYPE_CHECKING:
-    from keel.config import EnvironmentSettings, RunSettings, Sampling
-    from keel.inference.local.local_engine import LocalEngine
+    from keel.config import EnvironmentSettings
+    from keel.inference.pool.chat_endpoint import ChatEndpoint
+    from keel.inference.protocol import Engine
+    from keel.rollout.rendering.renderer import Renderer
     from keel.run.evaluate import EvaluationResult
-    from keel.training import Model
+
+FLAGS = (
+    *("--step", "--diff", "--model", "--url", "--api-key-env", "--environment", "--recipe", "--dataset", "--reward"),
+    *("--tasks", "--samples", "--temperature", "--max-tokens", "--seed", "--output", "--json"),
+)
 
 
 def add(subparsers: Any) -> None:
@@ -37,14 +51,40 @@ def add(subparsers: Any) -> None:
         help="evaluate a run or a model on held-out tasks",
         description="Run the held-out tasks of each environment and print mean reward and pass@k with 95 % intervals."
         "\n\nTARGET is the folder of a run (evaluated with its newest complete checkpoint, its environments and its"
-        "\nsampling), or a model: a built-in name, a Hugging Face folder or a hub name, with --environment or --recipe."
+        "\nsampling), or a model: a built-in name, a Hugging Face folder or a hub name, with --environment, --recipe,"
+        "\nor --dataset and --reward. With --model or --url TARGET names the tasks: an evaluation of the package ("
+        + ", ".join(evaluation_names())
+        + "),\na recipe or an environment."
         "\n\nA completion passes with a reward of 1. A failed episode counts with reward 0.",
         epilog="examples:\n  keel eval runs/first\n  keel eval runs/first --step 20 --samples 8\n"
-        "  keel eval smollm2-135m --recipe larger_number\n"
-        "  keel eval smollm2-135m --environment larger_number --max-tokens 16",
+        "  keel eval runs/first --diff 0 20\n"
+        "  keel eval smollm2-135m --environment larger_number --max-tokens 16\n"
+        "  keel eval gsm_symbolic --model smollm2-135m\n"
+        "  keel eval --dataset test.jsonl --reward number --model smollm2-135m --output completions.parquet\n"
+        "  keel eval humaneval --url http://127.0.0.1:8000 --model policy --api-key-env MY_KEY",
+        usage="keel eval [-h] [TARGET] [--step N | --diff A B] [--model NAME] [--url URL] [--api-key-env VARIABLE]"
+        "\n                 [--environment NAME ... | --recipe FILE | --dataset FILE --reward NAME ...]"
+        "\n                 [--tasks N] [--samples K] [--temperature T] [--max-tokens N] [--seed S] [--output FILE]"
+        "\n                 [--json] [--a.b VALUE ...]",
     )
-    parser.add_argument("target", metavar="TARGET", help="the folder of a run, or a model")
+    parser.add_argument(
+        "target", metavar="TARGET", nargs="?", help="the folder of a run, or a model; with --model or --url the tasks"
+    )
     parser.add_argument("--step", type=int, metavar="N", help="for a run: checkpoint to evaluate (default: the newest)")
+    parser.add_argument(
+        "--diff",
+        type=int,
+        nargs=2,
+        metavar=("A", "B"),
+        help="for a run: print the tasks that its evaluations after steps A and B solved differently; samples nothing",
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="a model; with --url its name at the endpoint (default: the first)"
+    )
+    parser.add_argument("--url", help="an OpenAI-compatible endpoint that samples; it needs only chat completions")
+    parser.add_argument(
+        "--api-key-env", metavar="VARIABLE", help="environment variable with the key of --url (default: no key)"
+    )
     parser.add_argument(
         "--environment",
         action="append",
@@ -54,39 +94,15 @@ def add(subparsers: Any) -> None:
         " recipe)",
     )
     parser.add_argument("--recipe", metavar="FILE", help="for a model: take environments and sampling from this file")
+    add_dataset_arguments(parser, "evaluate on all rows of this data set instead")
     parser.add_argument("--tasks", type=int, metavar="N", help="held-out tasks per environment (default: 64)")
     parser.add_argument("--samples", type=int, metavar="K", help="completions per task, for pass@k (default: 1)")
     parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; 0: greedy")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of one completion")
     parser.add_argument("--seed", type=int, metavar="S", help="seed of sampling (default: that of the run, or 0)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write every completion to this .parquet file")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
-
-
-@dataclass(frozen=True)
-class EvaluationTarget:
-    """The model to evaluate and its settings."""
-
-    settings: "RunSettings"
-    weights: str
-    """Folder or name of the model, for display."""
-    step: int | None
-    checkpoint: Path | None
-
-    def load(self) -> "tuple[Model, LocalEngine]":
-        """Load the model and an engine that samples from it. Must be called in an event loop."""
-        from keel.config import EngineSettings
-        from keel.inference.local.local_engine import LocalEngine
-        from keel.training import load_model
-        from keel.training.step.malloc import retain_freed_memory
-
-        retain_freed_memory(self.settings.trainer.retain_freed_memory)
-        model_settings = self.settings.model.model_copy(update={"lora": None})
-        if self.checkpoint is not None and self.settings.model.lora is None:
-            model_settings = model_settings.model_copy(update={"name": str(self.checkpoint), "sft_warmup_steps": 0})
-        model = load_model(model_settings, self.settings.seed)
-        engine = EngineSettings(max_batch=self.settings.engine.max_batch)
-        return model, LocalEngine(model.network, model.tokenizer, engine, version=self.step or 0)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,10 +111,24 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    _check_output(args.output)
+    if args.target is None and args.dataset is None and not args.environment and args.recipe is None:
+        raise ConfigError("pass the folder of a run, a model or an evaluation; for example: keel eval runs/first")
     add_module_folders(args.recipe, args.target)
+    if args.diff is not None:
+        if not is_run(args.target):
+            raise ConfigError(f"--diff compares evaluations of a run; {args.target} is not one (it has no config.toml)")
+        from keel.cli.display.evaluation_diff import show_flips
+
+        show_flips(Path(args.target), *args.diff, as_json=args.json)
+        return 0
     target = resolve_target(args)
     selected = select_environments(args.environment, target)
     results = asyncio.run(evaluate_environments(args, target, selected))
+    if args.output is not None:
+        from keel.run.evaluation_records import write_episodes
+
+        write_episodes(args.output, target.step, {result.environment: result.episodes for result in results})
     if args.json:
         evaluations = [{"environment": result.environment, **result.scalars()} for result in results]
         payload = {"model": target.weights, "step": target.step, "evaluations": evaluations}
@@ -108,87 +138,41 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def resolve_target(args: argparse.Namespace) -> EvaluationTarget:
-    """Return the run or model that the arguments name."""
-    from keel.config import ModelSettings, load_settings
-
-    folder = Path(args.target)
-    if (folder / "config.toml").is_file():
-        if args.recipe is not None:
-            raise ConfigError(
-                f"--recipe {args.recipe} has no effect: {folder} is a run with its own settings; remove it"
-            )
-        return _run_target(folder, args.step)
-    if args.step is not None:
-        raise ConfigError(f"--step {args.step} has no effect: {args.target} is not a run (it has no config.toml)")
-    settings = load_settings(args.recipe).settings
-    # take only dtype and device from the recipe's model: its adapter and warm-up belong to another model
-    model = ModelSettings(name=args.target, dtype=settings.model.dtype, device=settings.model.device)
-    if args.recipe is not None and args.target == settings.model.name:
-        model = settings.model.model_copy(update={"lora": None})
-    return EvaluationTarget(settings.model_copy(update={"model": model}), args.target, None, None)
+def _check_output(path: Path | None) -> None:
+    """Raise an error before anything is sampled if the completions could not be written."""
+    if path is not None and path.suffix != ".parquet":
+        raise ConfigError(f"--output {path} must be a .parquet file")
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"--output {path}: there is no folder {path.parent}; create it first")
 
 
-def _run_target(folder: Path, step: int | None) -> EvaluationTarget:
-    from keel.config import load_settings
-    from keel.training import Checkpoints
+async def open_policy(target: EvaluationTarget) -> "tuple[Engine | ChatEndpoint, Renderer | None]":
+    """Return what samples: the endpoint, or an engine with the weights of the target and its renderer."""
+    from keel.inference.protocol import WeightSource
+    from keel.rollout.rendering.renderer import Renderer
+    from keel.training.model.references import check_adapter_base
 
-    settings = load_settings(folder / "config.toml").settings
-    kept = Checkpoints(folder / "checkpoints", settings.checkpoints)
-    if step is None:
-        step = kept.latest()
-        if step is None:
-            raise ConfigError(f"{folder / 'checkpoints'} has no complete checkpoint yet; wait for the first one")
-    else:
-        kept.verify(step)
-    return EvaluationTarget(settings, str(kept.path(step)), step, kept.path(step))
-
-
-def select_environments(names: list[str], target: EvaluationTarget) -> "dict[str, EnvironmentSettings]":
-    """Return the named environments, or all environments of the settings."""
-    from keel.config import EnvironmentSettings
-
-    environments = target.settings.environments
-    if not names:
-        if not environments:
-            raise ConfigError(
-                f"{target.weights} is not the folder of a run, so its environments are not known; pass"
-                " --environment NAME or --recipe FILE"
-            )
-        return dict(environments)
-    return {name: environments.get(name) or EnvironmentSettings(name=name) for name in names}
-
-
-def resolve_sampling(
-    args: argparse.Namespace, settings: "RunSettings", environment_sampling: "Sampling | None"
-) -> "Sampling":
-    """Return the sampling settings: command line over evaluation.sampling, the environment's, and the run's."""
-    from pydantic import ValidationError
-
-    from keel.common.settings import to_config_error
-    from keel.config import Sampling
-
-    overrides = {"temperature": args.temperature, "max_tokens": args.max_tokens}
-    base = settings.evaluation.sampling or environment_sampling or settings.sampling
+    if target.endpoint is not None:
+        return target.endpoint, None
+    model, engine = target.load()
     try:
-        return Sampling.model_validate(
-            base.model_dump() | {name: value for name, value in overrides.items() if value is not None}
-        )
-    except ValidationError as error:
-        raise to_config_error(error, ("sampling",)) from None
+        if target.settings.model.lora is not None and target.checkpoint is not None:
+            check_adapter_base(target.checkpoint, model)
+            await engine.load_weights(WeightSource.adapter(target.checkpoint), target.step or 0)
+        return engine, Renderer(model.tokenizer, target.settings.renderer)
+    except BaseException:
+        await engine.close()
+        raise
 
 
 async def evaluate_environments(
     args: argparse.Namespace, target: EvaluationTarget, selected: "dict[str, EnvironmentSettings]"
 ) -> "list[EvaluationResult]":
     """Evaluate one environment after another, with a progress bar in a terminal."""
-    from keel.inference.protocol import WeightSource
     from keel.rollout.environments.environment import close_environments
     from keel.rollout.environments.registry import load_environment
     from keel.rollout.policy_client import derive_seed
-    from keel.rollout.rendering.renderer import Renderer
     from keel.run.evaluate import evaluate
-    from keel.training.model.references import check_adapter_base
 
     settings = target.settings
     # environments first: an invalid name is then an error before the model is loaded
@@ -196,13 +180,9 @@ async def evaluate_environments(
         name: (load_environment(environment), resolve_sampling(args, settings, environment.sampling))
         for name, environment in selected.items()
     }
-    model, engine = target.load()
     results = []
+    engine, renderer = await open_policy(target)
     try:
-        if settings.model.lora is not None and target.checkpoint is not None:
-            check_adapter_base(target.checkpoint, model)
-            await engine.load_weights(WeightSource.adapter(target.checkpoint), target.step or 0)
-        renderer = Renderer(model.tokenizer, settings.renderer)
         with progress_bars(hidden=args.json) as add_bar:
             for name, (environment, sampling) in loaded.items():
                 result = await evaluate(
@@ -278,6 +258,12 @@ def _detail_lines(result: "EvaluationResult") -> Iterator[str]:
             f"{result.environment}: completions of {lengths['completion_tokens']:.1f} tokens on average,"
             f" {lengths['completion_tokens_max']:.0f} at most; {lengths['truncated']:.1%} truncated"
         )
+    if result.samples_per_task > 1:
+        estimates = [
+            f"pass@{k} {value:.3f} ({format_interval(*result.pass_at_k_intervals[k])})"
+            for k, value in result.pass_at_k.items()
+        ]
+        yield f"{result.environment}: {', '.join(estimates)}"
     for prefix, title in ((f"{REWARD_COMPONENTS}/", "reward components"), (f"{ENVIRONMENT_METRICS}/", "metrics")):
         means = [
             f"{name.removeprefix(prefix)} {value:.3g}"

@@ -65,16 +65,7 @@ def add(subparsers: Any) -> None:
     )
     folder_group.add_argument("--resume", metavar="RUN", type=Path, help="resume this run with its recorded settings")
     parser.add_argument("--allow-changes", action="store_true", help="with --resume: allow changed settings")
-    parser.add_argument(
-        "--dataset", metavar="FILE", help="train on this data set: the environment `dataset` of the run"
-    )
-    parser.add_argument(
-        "--reward",
-        dest="rewards",
-        metavar="NAME",
-        action="append",
-        help="a built-in reward or module:function for --dataset; may be repeated",
-    )
+    add_dataset_arguments(parser, "train on this data set: the environment `dataset` of the run")
     parser.add_argument("--model", metavar="NAME", help="the same as --model.name")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     add_metrics_flags(parser)
@@ -97,6 +88,18 @@ def add_metrics_flags(parser: argparse.ArgumentParser) -> None:
         help="address of the metrics endpoint (default: 127.0.0.1)",
     )
     parser.add_argument("--metrics-key-file", metavar="FILE", type=Path, help="a file with the key of the endpoint")
+
+
+def add_dataset_arguments(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add --dataset and --reward."""
+    parser.add_argument("--dataset", metavar="FILE", help=help)
+    parser.add_argument(
+        "--reward",
+        dest="rewards",
+        metavar="NAME",
+        action="append",
+        help="a built-in reward or module:function for --dataset; may be repeated",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -137,15 +140,22 @@ def _short_overrides(args: argparse.Namespace) -> list[str]:
     """Return --dataset, --reward and --model as overrides."""
     from keel.config.toml_writer import to_toml
 
+    model = [] if args.model is None else [f"--model.name={to_toml(args.model)}"]
+    return [*model, *dataset_overrides(args)]
+
+
+def dataset_overrides(args: argparse.Namespace) -> list[str]:
+    """Return --dataset and --reward as overrides."""
+    from keel.config.toml_writer import to_toml
+
     if (args.dataset is None) != (args.rewards is None):
         raise ConfigError("--dataset FILE and --reward NAME need each other")
-    overrides = [] if args.model is None else [f"--model.name={to_toml(args.model)}"]
-    if args.dataset is not None:
-        overrides += [
-            f"--environments.dataset.dataset.path={to_toml(args.dataset)}",
-            f"--environments.dataset.rewards={to_toml(args.rewards)}",
-        ]
-    return overrides
+    if args.dataset is None:
+        return []
+    return [
+        f"--environments.dataset.dataset.path={to_toml(args.dataset)}",
+        f"--environments.dataset.rewards={to_toml(args.rewards)}",
+    ]
 
 
 def _rank_info() -> "RankInfo | None":

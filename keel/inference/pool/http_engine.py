@@ -109,11 +109,11 @@ class HttpEngine:
         """Return the server's health; an unreachable server is not ready and raises no exception."""
         try:
             response = await self._send("GET", "/health", timeout=10.0)
-            payload = _parse_json(response)
+            payload = parse_json_object(response)
             if response.status_code not in (200, 503):
                 raise self._response_error(response)
             if "ready" not in payload:
-                error = "" if response.status_code == 200 else _error_message(response)
+                error = "" if response.status_code == 200 else error_message(response)
                 return Health(not error, self._version, running=len(self._in_flight), error=error)
             self._version = _check_integer("version", payload.get("version"), self.url)
             running, waiting = (_check_integer(name, payload.get(name, 0), self.url) for name in ("running", "waiting"))
@@ -172,7 +172,7 @@ class HttpEngine:
         response = await self._send("POST", "/v1/completions", json=body)
         if response.status_code != 200:
             raise self._response_error(response)
-        choices = _parse_json(response).get("choices")
+        choices = parse_json_object(response).get("choices")
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             raise EngineError(f"engine {self.url} returned {str(choices)[:200]} instead of one choice")
         return choices[0]
@@ -225,7 +225,7 @@ class HttpEngine:
                 response = await self._send("GET", "/version", timeout=10.0)
                 if response.status_code in (401, 403) or response.status_code >= 500:
                     raise self._response_error(response)
-                keel = response.status_code == 200 and _parse_json(response).get("server") == "keel"
+                keel = response.status_code == 200 and parse_json_object(response).get("server") == "keel"
                 await self._find_model()
                 self._kind = "keel" if keel else "other"
             return self._kind
@@ -235,7 +235,7 @@ class HttpEngine:
         response = await self._send("GET", "/v1/models", timeout=10.0)
         if response.status_code != 200 and self.model is None:
             raise self._response_error(response)
-        models = _parse_json(response).get("data") if response.status_code == 200 else None
+        models = parse_json_object(response).get("data") if response.status_code == 200 else None
         by_name = {model["id"]: model for model in models or () if isinstance(model, dict) and "id" in model}
         if self.model is None:
             if not by_name:
@@ -295,7 +295,7 @@ class HttpEngine:
         response = await self._send("GET", path, timeout=10.0)
         if response.status_code != 200:
             raise self._response_error(response)
-        return _parse_json(response)
+        return parse_json_object(response)
 
     async def _send(self, method: str, path: str, *, timeout: float | None = None, **body: Any) -> httpx.Response:
         try:
@@ -309,12 +309,12 @@ class HttpEngine:
         except httpx.TimeoutException as error:
             limit = self._timeout.read if timeout is None else timeout
             raise EngineError(
-                f"engine {self.url}{path} did not respond within {limit} s ({_describe_error(error)})"
+                f"engine {self.url}{path} did not respond within {limit} s ({describe_error(error)})"
             ) from error
         except (httpx.HTTPError, RuntimeError) as error:
             # RuntimeError: the client was closed during a request
             self._on_connection_lost()
-            raise EngineError(f"engine {self.url} cannot be reached: {_describe_error(error)}") from error
+            raise EngineError(f"engine {self.url} cannot be reached: {describe_error(error)}") from error
 
     def _on_connection_lost(self) -> None:
         """Forget what is known of the server: after a lost connection another one may respond, with other weights."""
@@ -326,11 +326,12 @@ class HttpEngine:
         endpoint = f"engine {self.url}{response.request.url.path}"
         retryable = response.status_code in RETRYABLE_STATUSES
         return EngineError(
-            f"{endpoint} returned status {response.status_code}: {_error_message(response)}", retryable=retryable
+            f"{endpoint} returned status {response.status_code}: {error_message(response)}", retryable=retryable
         )
 
 
-def _parse_json(response: httpx.Response) -> dict[str, Any]:
+def parse_json_object(response: httpx.Response) -> dict[str, Any]:
+    """Return the JSON object that a server returned; anything else raises an `EngineError`."""
     try:
         payload = response.json() if response.content else {}
     except ValueError:
@@ -340,7 +341,7 @@ def _parse_json(response: httpx.Response) -> dict[str, Any]:
     return payload
 
 
-def _error_message(response: httpx.Response) -> str:
+def error_message(response: httpx.Response) -> str:
     """Return the message of an error response in any of the common formats."""
     try:
         payload = response.json()
@@ -356,5 +357,6 @@ def _check_integer(name: str, value: Any, url: str) -> int:
     return value
 
 
-def _describe_error(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
+    """Return the type and the message of an exception; those of httpx often have no message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

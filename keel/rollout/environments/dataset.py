@@ -42,7 +42,7 @@ class DatasetEnvironment:
             logger.warning(
                 "%s: %d rows have a prompt of %s and are not trained", rows.path, overlap, settings.dataset.eval_path
             )
-        if not len(self._train):
+        if not len(self._train) and settings.dataset.eval_fraction < 1:
             raise ConfigError(f'dataset.path = "{rows.path}" has no row to train on')
 
     def tasks(self, split: Split) -> "DatasetTasks":
@@ -56,11 +56,16 @@ class DatasetEnvironment:
         """Return the prompt of a task."""
         return self._format.messages(task.data)
 
+    def reference_answer(self, task: Task) -> Any:
+        """Return the answer of a task, or None if its row has none."""
+        column = self._format.answer_column(task.data)
+        return None if column is None else task.data[column]
+
     async def score(self, task: Task, messages: Sequence[Mapping[str, Any]], reply: Reply) -> EpisodeResult:
         """Return the reward of a completion."""
         columns = {name: value for name, value in task.data.items() if name not in RESERVED}
-        answer_column = self._format.answer_column(task.data)
-        answer = {} if answer_column is None else {"answer": task.data[answer_column]}
+        has_answer = self._format.answer_column(task.data) is not None
+        answer = {"answer": self.reference_answer(task)} if has_answer else {}
         return await self._scorer.score(
             {
                 **columns,
@@ -68,7 +73,7 @@ class DatasetEnvironment:
                 "prompt": messages[-1]["content"],
                 "messages": list(messages),
                 "completion": reply.text,
-                "completion_tokens": len(reply.generation.token_ids),
+                "completion_tokens": reply.completion_tokens,
             }
         )
 
@@ -235,7 +240,10 @@ def split_indices(
         overlap = int((~in_training).sum())
     else:
         # the hash of a prompt is uniform, so a threshold selects the fraction
-        in_training = rows.hashes >= np.uint64(settings.eval_fraction * 2**64)
+        threshold = int(settings.eval_fraction * 2**64)
+        in_training = rows.hashes >= np.uint64(min(threshold, 2**64 - 1))
+        if threshold == 2**64:
+            in_training[:] = False
         held_out = DatasetTasks(rows, np.flatnonzero(~in_training))
     indices = np.flatnonzero(in_training)
     if settings.shuffle:

@@ -21,6 +21,7 @@ from keel.errors import FatalEnvironmentError
 from keel.inference.protocol import EngineError
 from keel.rollout.policy_client import EpisodeLimitReached, PolicyClient, PromptTooLong
 from keel.rollout.rollout import ErrorKind, Rollout
+from keel.rollout.trajectory import TrajectorySamples
 
 Split = Literal["train", "eval"]
 _MAX_MESSAGE_CHARS = 300
@@ -96,10 +97,7 @@ async def run_episode(
         # the environment swallowed the error: its reward is for a completion that never arrived
         error = "engine", _truncate_message(str(client.engine_error))
     built = client.trajectory.build_samples(limits)
-    if error is None and not built.counts["sampled_tokens"]:
-        error = "empty", "nothing was sampled"
-    if error is None and not built.samples:
-        error = "over_length", f"every sample is longer than limits.max_sequence_tokens = {limits.max_sequence_tokens}"
+    error = error or _find_missing_tokens(client, built, limits)
     return Rollout(
         environment=environment.name,
         task_id=task.id,
@@ -116,6 +114,17 @@ async def run_episode(
         seconds=time.monotonic() - start,
         ended_at=time.time(),
     )
+
+
+def _find_missing_tokens(
+    client: PolicyClient, built: TrajectorySamples, limits: EpisodeLimits
+) -> tuple[ErrorKind, str] | None:
+    """Return the error of an episode that sampled nothing, or nothing that can train although its tokens are known."""
+    if not client.trajectory.turns or (client.records_tokens and not built.counts["sampled_tokens"]):
+        return "empty", "nothing was sampled"
+    if client.records_tokens and not built.samples:
+        return "over_length", f"every sample is longer than limits.max_sequence_tokens = {limits.max_sequence_tokens}"
+    return None
 
 
 def _validate_result(result: Any) -> EpisodeResult:

@@ -83,6 +83,9 @@ class ReasoningGym:
                 remaining -= 1
                 yield Task(f"{self.name}/{self.options.seed}-{index}", {"question": question, "entry": entry})
 
+    def reference_answer(self, task: Task) -> Any:
+        return task.data["entry"]["answer"]
+
     async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         messages: list[Message] = [{"role": "system", "content": self.options.system}] if self.options.system else []
         for question, answer in self._examples:

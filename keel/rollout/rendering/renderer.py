@@ -57,6 +57,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, settings: RendererSettings | None = None) -> None:
         self.settings = settings or RendererSettings()
+        self._tokenizer = tokenizer
         self.family = find_family(tokenizer, self.settings)
         """The model family in the `renderers` library; None: the model's own chat template is used."""
         self._family_renderer = (
@@ -95,6 +96,13 @@ class Renderer:
         if not self.stop_token_ids:
             raise UnrenderableReply("the tokenizer has no token that ends a turn")
         return [*ids, self.stop_token_ids[0]]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a completion, including thinking and tool calls, without the tokens that ended it."""
+        size = len(token_ids)
+        while size and token_ids[size - 1] in self.stop_token_ids:
+            size -= 1
+        return str(self._tokenizer.decode(list(token_ids[:size])))
 
     def extend(self, turns_so_far: Sequence[RenderedTurn], messages: Sequence[Message], tools: Tools = None) -> Prompt:
         """Return the prompt for these messages, extending the tokens of the longest matching turn where possible."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from keel.errors import KeelError
 from keel.objectives.describe import describe
-from keel.tools.lens import rollouts
+from keel.tools.lens import evaluations, rollouts
 from keel.tools.lens.aggregates import (
     ADVANTAGE_FILTERS,
     OUTCOME_FILTERS,
@@ -59,6 +59,13 @@ QUERIES: Mapping[str, Mapping[str, Param]] = {
         "offset": IntParam(0),
         "limit": IntParam(rollouts.PAGE_TOKENS),
     },
+    "evaluations": {
+        "run": TextParam(),
+        "environment": TextParam(""),
+        "order": ChoiceParam(evaluations.GRID_ORDERS, "flips"),
+        "offset": IntParam(0),
+    },
+    "evaluated": {**_STEP_PARAMS, "environment": TextParam(""), "task": TextParam("")},
 }
 """Every query with its parameters; the OpenAPI document is generated from it as well."""
 
@@ -83,6 +90,8 @@ class Lens:
             "groups": self._query_groups,
             "members": self._query_members,
             "sample": self._query_sample,
+            "evaluations": self._query_evaluations,
+            "evaluated": self._query_evaluated,
         }
 
     def close(self) -> None:
@@ -168,3 +177,15 @@ class Lens:
         file = self._get_run(params).rollout_file(params["step"])
         sample_id = (params["group"], params["member"], params["attempt"], params["sample"])
         return rollouts.read_sample(self.database, file, sample_id, params["offset"], params["limit"])
+
+    # -- evaluations --------------------------------------------------------------------------------------------------
+
+    def _query_evaluations(self, params: ParamValues) -> dict[str, Any]:
+        run = self._get_run(params)
+        files = [run.evaluation_file(step) for step in run.evaluated_steps()]
+        options = (params["environment"], params["order"], params["offset"])
+        return evaluations.evaluation_grid(self.database, files, *options)
+
+    def _query_evaluated(self, params: ParamValues) -> dict[str, Any]:
+        file = self._get_run(params).evaluation_file(params["step"])
+        return evaluations.evaluated_episodes(self.database, file, params["environment"], params["task"])

@@ -17,7 +17,7 @@ from keel.tools.lens.aggregates import ADVANTAGE_FILTERS, OUTCOME_FILTERS, TOKEN
 from keel.tools.lens.offline_page import ASSETS, inline_assets, script_json
 from keel.tools.lens.queries import Lens
 
-JS_MODULES = ("source", "dom", "charts", "overview", "region", "reader", "tokens", "main")
+JS_MODULES = ("source", "dom", "charts", "overview", "region", "reader", "tokens", "text_diff", "evaluations", "main")
 """Modules of the page, each after the modules it imports."""
 MIN_BYTES = 500_000
 """Smallest allowed report size; below it there is no space for the page and its curves."""
@@ -88,6 +88,7 @@ def _render_page(lens: Lens, limit: int) -> str:
     _require_fits(embedded.query("series", run=run, names=_series_names(facts["names"])), limit)
     _require_fits(embedded.query("region", run=run), limit)
     texts = embedded.query("texts", run=run)
+    embedded.query("evaluations", run=run)
     lens.read_seconds = LIST_SECONDS
     extreme_tokens = list(_extreme_tokens(embedded, run))
     steps, samples, total = _sample_rollouts(embedded, run, extreme_tokens)

@@ -168,6 +168,22 @@ class RunReader:
             raise UnknownRun(f"step {step} of run {self.name} has no recorded rollouts: {path} does not exist")
         return path
 
+    def evaluated_steps(self) -> list[int]:
+        """Return the steps whose evaluations are recorded and have their completions stored."""
+        with suppress(OSError):
+            files = set(os.listdir(self.path / "evaluations"))
+            with self._open_ledger() as db:
+                rows = db.execute("SELECT DISTINCT step FROM evaluations ORDER BY step").fetchall()
+            return [step for (step,) in rows if isinstance(step, int) and f"step_{step:06d}.parquet" in files]
+        return []
+
+    def evaluation_file(self, step: int) -> Path:
+        """Return the path of the completions of an evaluation, which exists."""
+        path = self.resolve_file(f"evaluations/step_{step:06d}.parquet")
+        if not path.is_file():
+            raise UnknownRun(f"step {step} of run {self.name} has no stored evaluation: {path} does not exist")
+        return path
+
     # -- files --------------------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from keel.cli import main
+from keel.config import load_settings
 from keel.config.rollout import EnvironmentSettings
 from keel.errors import ConfigError, FatalEnvironmentError
 from keel.rollout.environments.dataset import DatasetEnvironment
@@ -21,6 +22,7 @@ from keel.rollout.environments.environment import Environment
 from keel.rollout.environments.registry import load_environment
 from keel.rollout.environments.rewards.scorer import CONSTANT_CALLS, RewardScorer
 from keel.rollout.environments.rewards.workers import RewardError
+from keel.rollout.episode_runner import build_environments
 from keel.run.ledger import Ledger
 
 ROWS = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1), "level": n % 3} for n in range(200)]
@@ -119,6 +121,17 @@ def test_train_and_eval_split_all_rows_by_prompt(folder: Path) -> None:
     assert sorted(train + held_out) == sorted(2 * [row["prompt"] for row in ROWS])
     assert not set(train) & set(held_out)
     assert 0.2 < len(held_out) / len(train + held_out) < 0.4
+
+
+def test_a_data_set_for_evaluation_only_holds_out_every_row_and_cannot_train() -> None:
+    loaded = environment(eval_fraction=1.0)
+    assert (len(loaded.tasks("train")), len(loaded.tasks("eval"))) == (0, 200)
+    overrides = [
+        '--environments.a.dataset={path = "train.jsonl", eval_fraction = 1}',
+        '--environments.a.rewards=["exact"]',
+    ]
+    with pytest.raises(ConfigError, match=r"environments\.a\.dataset\.eval_fraction = 1 leaves no row to train on"):
+        build_environments(load_settings(None, overrides).settings)
 
 
 def test_the_order_depends_on_the_seed() -> None:

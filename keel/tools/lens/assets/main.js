@@ -3,12 +3,13 @@
 
 import { removeAllCharts } from "./charts.js";
 import { formatAge, make, showMessage } from "./dom.js";
+import { evaluations } from "./evaluations.js";
 import { overview } from "./overview.js";
 import { region } from "./region.js";
 import { embeddedReport, query } from "./source.js";
 import { tokens } from "./tokens.js";
 
-const VIEWS = { overview: ["Overview", overview], region: ["Trust region", region], tokens: ["Tokens", tokens] };
+const VIEWS = { overview: ["Overview", overview], region: ["Trust region", region], tokens: ["Tokens", tokens], evaluations: ["Evaluations", evaluations] };
 /** Milliseconds between refreshes while a run is running, and otherwise. */
 const REFRESH_RUNNING = 2000;
 const REFRESH_IDLE = 10000;

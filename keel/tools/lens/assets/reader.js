@@ -9,7 +9,7 @@ const TOKEN_FILTERS = [["any", "all"], ["dropped", "dropped"], ["positive", "dro
 const PAGE_TOKENS = 2000;
 
 /** The values by name as one text, null without any: `correct 1, called 0.1`. */
-function listValues(values) {
+export function listValues(values) {
   const parts = Object.entries(values ?? {}).map(([name, value]) => `${name} ${formatNumber(value)}`);
   return parts.length ? parts.join(", ") : null;
 }
