@@ -51,8 +51,9 @@ class RewardSettings(Settings):
     """Factor of this reward in the total."""
     options: dict[str, Any] = {}
     """Keyword arguments of a built-in reward, such as `{pattern = "..."}` of "regex"."""
-    timeout: Seconds = 10.0
-    """Seconds that one call may take. A call that takes longer is killed and its rollout fails."""
+    timeout: Seconds | None = None
+    """Seconds that one call may take. A call that takes longer is killed and its rollout fails. Defaults to 10; for
+    `code`, which ends slow programs itself, to 10 more than its `total_timeout`, and it must be above that."""
     clip: tuple[float, float] | None = None
     """Lowest and highest value of this reward before it is weighted."""
 
