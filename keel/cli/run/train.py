@@ -187,13 +187,15 @@ def _train(
     from keel.run.monitor.callbacks import CallbackList
     from keel.run.monitor.sinks import open_sinks
     from keel.run.summary import summarize_run
+    from keel.tools.launch.plan import LAUNCHED_VARIABLE
+    from keel.tools.launch.process_guard import RUN_FAILED_EXIT
 
     summary, problem = "", None
     with _serve_metrics(metrics_listener) as exporter:
         display = make_run_display(json=json)
         # the display comes last, so that it can still show notices of sinks that are closing
         callbacks = CallbackList(open_sinks(folder, display.notice), exporter, display)
-        if folder.settings.launch is not None and rank_info is None and "KEEL_LAUNCHED" not in os.environ:
+        if folder.settings.launch is not None and rank_info is None and LAUNCHED_VARIABLE not in os.environ:
             display.notice("the [launch] table has no effect with `keel train`: this run uses this machine only")
         try:
             training_run = TrainingRun(folder, callbacks, on_hang=_exit_hung_run, rank_info=rank_info)
@@ -210,7 +212,7 @@ def _train(
             callbacks.ended(summary)
     if problem is not None:
         sys.stderr.write(f"keel: {escape_unprintable(problem)}\n")
-        return 1
+        return RUN_FAILED_EXIT if LAUNCHED_VARIABLE in os.environ else 1
     return 0
 
 

@@ -93,8 +93,7 @@ class RewardScorer:
             raise
         if value is None:
             return None
-        if settings.clip is not None:
-            value = min(max(value, settings.clip[0]), settings.clip[1])
+        value = settings.apply(value)
         record.scored += 1
         if len(record.values) < 2:
             record.values.add(value)
