@@ -51,16 +51,29 @@ class RewardSettings(Settings):
     """Factor of this reward in the total."""
     options: dict[str, Any] = {}
     """Keyword arguments of a built-in reward, such as `{pattern = "..."}` of "regex"."""
-    timeout: Seconds = 10.0
-    """Seconds that one call may take. A call that takes longer is killed and its rollout fails."""
+    timeout: Seconds | None = None
+    """Seconds that one call may take. A call that takes longer is killed and its rollout fails. Defaults to 10; for
+    `code`, which ends slow programs itself, to 10 more than its `total_timeout`, and it must be above that."""
+    normalize: tuple[float, float] | None = None
+    """Values of this reward that become 0 and 1, such as [0, 10] for marks out of ten; the others are mapped linearly.
+    The first may be the higher one. The mapped value is recorded, clipped and weighted."""
     clip: tuple[float, float] | None = None
-    """Lowest and highest value of this reward before it is weighted."""
+    """Lowest and highest value of this reward, after `normalize` and before it is weighted."""
 
     @model_validator(mode="after")
     def _check_clip(self) -> Self:
         if self.clip is not None and self.clip[0] >= self.clip[1]:
             raise setting_error("{clip} must be a lower and a higher number", clip=list(self.clip))
+        if self.normalize is not None and self.normalize[0] == self.normalize[1]:
+            raise setting_error("{normalize} must be two different numbers", normalize=list(self.normalize))
         return self
+
+    def apply(self, value: float) -> float:
+        """Return a value of the function normalised and clipped."""
+        if self.normalize is not None:
+            zero, one = self.normalize
+            value = (value - zero) / (one - zero)
+        return value if self.clip is None else min(max(value, self.clip[0]), self.clip[1])
 
 
 RewardTotal = Literal["sum", "mean"]

@@ -129,6 +129,10 @@ class TrainingRun(CheckpointedRun):
             if self._mismatch_count % scoring.WARN_EVERY == 0:
                 self.callback.notice(f"step {self.step}: {warning}")
             self._mismatch_count += 1
+        if self.step == scoring.CONSTANT_STEPS:
+            warning = scoring.constant_reward_warning([row.metrics for row in self.ledger.steps()])
+            if warning is not None:
+                self.callback.notice(f"WARNING: {warning}")
         scoring.stop_if_nothing_trains(self.ledger, self.step, self.settings.scheduler.max_empty_steps)
         if report is not None and report.stepped and self.version % self.settings.publish.every == 0:
             await self._await_with_status("publishing", engine.publish(self.version))

@@ -5,6 +5,7 @@ A group whose rewards are all equal says nothing about which completion is bette
 rollouts do not count in the baseline.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from keel.config import AdvantageSettings
 from keel.config.run import GROUP_ESTIMATORS
 from keel.errors import KeelError
 from keel.rollout.rollout import Rollout
-from keel.rollout.rollout_metrics import completion_metrics, environment_means, sample_metrics
+from keel.rollout.rollout_metrics import REWARD_COMPONENTS, completion_metrics, environment_means, sample_metrics
 from keel.rollout.scheduler.accounts import RolloutBatch
 from keel.rollout.scheduler.groups import DroppedRollout, Group
 from keel.run.ledger import Ledger, RolloutOutcome
@@ -30,6 +31,10 @@ MISMATCH_LIMIT = 0.02
 in each log-prob reaches it."""
 WARN_EVERY = 10
 """Steps with a mismatch per warning."""
+CONSTANT_STEPS = 3
+"""Steps after which a reward that never varied is reported."""
+REWARD_STD = "reward_std"
+"""Prefix of the standard deviation of an environment's reward, and of its components."""
 
 RolloutKey = tuple[str, str, str, int, int]
 """group, environment, task_id, member, attempt"""
@@ -102,7 +107,11 @@ def batch_metrics(batch: RolloutBatch, rows: Sequence[SampleRecord], version: in
         by_environment.setdefault(environment, []).extend(members)
     for name, members in by_environment.items():
         metrics[f"reward/{name}"] = _mean([rollout.reward for rollout in members])
+        metrics[f"{REWARD_STD}/{name}"] = _std(members)
         metrics |= environment_means(members, name)
+        for component in dict.fromkeys(key for rollout in members for key in rollout.reward_components):
+            values = [r.reward_components[component] for r in members if component in r.reward_components]
+            metrics[f"{REWARD_STD}/{name}/{component}"] = pstdev(values)
     metrics |= completion_metrics(rollouts) | sample_metrics(rollouts)
     staleness = [
         version - sampled
@@ -142,6 +151,39 @@ def mismatch_warning(metrics: Mapping[str, float]) -> str | None:
         f"the sampler's log-probs differ from the policy's: mismatch_kl = {mismatch:.2g} on tokens sampled with the"
         f" version being trained (below {MISMATCH_LIMIT:g} is rounding); the gates dropped {masked:.0f} % of the"
         " tokens; check the engine's temperature, its dtype and the weights it holds"
+    )
+
+
+def constant_rewards(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the rewards that had one value in all these steps, by `ENVIRONMENT` or `ENVIRONMENT/COMPONENT`.
+
+    That is how a broken verifier looks. A component is named instead of the whole reward where there are several.
+    """
+    constant = {}
+    names = dict.fromkeys(
+        name.removeprefix(f"{REWARD_STD}/") for step in steps for name in step if name.startswith(f"{REWARD_STD}/")
+    )
+    for name in names:
+        means = [step.get(f"{REWARD_COMPONENTS if '/' in name else 'reward'}/{name}", math.nan) for step in steps]
+        deviations = [step.get(f"{REWARD_STD}/{name}", math.nan) for step in steps]
+        if not any(deviations) and all(math.isclose(mean, means[0], abs_tol=1e-12) for mean in means):
+            constant[name] = means[0]
+    return {
+        name: value for name, value in constant.items() if not any(other.startswith(f"{name}/") for other in constant)
+    }
+
+
+def constant_reward_warning(steps: Sequence[Mapping[str, float]]) -> str | None:
+    """Return a warning about rewards that had one value in all steps, else None."""
+    steps = [step for step in steps if "reward" in step]
+    constant = constant_rewards(steps)
+    if not constant:
+        return None
+    named = ", ".join(f"{name} was {value:g}" for name, value in constant.items())
+    count = "the only step" if len(steps) == 1 else f"all {len(steps)} steps"
+    return (
+        f"{named} for every completion of {count}: nothing can be learned from a reward that never varies, and a broken"
+        " verifier looks like this; try it on completions whose reward you know (keel reward)"
     )
 
 

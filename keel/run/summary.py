@@ -5,6 +5,7 @@ from typing import Any
 
 from keel.rollout.rollout_metrics import ENVIRONMENT_METRICS, REWARD_COMPONENTS
 from keel.run.folder import RunFolder
+from keel.run.scoring import constant_reward_warning
 
 
 def summarize_run(folder: RunFolder) -> str:
@@ -29,6 +30,8 @@ def summarize_run(folder: RunFolder) -> str:
     lines.append(f"rollouts   {trained} trained; dropped: {dropped or 'none'}")
     if errors := ledger.errors():
         lines.append(f"errors     {errors}")
+    if rewards and (warning := constant_reward_warning([row.metrics for row in steps])):
+        lines.append(f"WARNING    {warning}")
     lines.append(f"folder     {path}: run.db, rollouts/, metrics.parquet, checkpoints/, config.toml")
     return "\n".join(lines)
 

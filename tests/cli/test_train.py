@@ -16,6 +16,8 @@ from keel.inference.local.local_engine import LocalEngine
 from keel.inference.server.allowed_paths import AllowedFolders
 from keel.inference.server.app import build_app
 from keel.run.watchdog import RunStalled
+from keel.tools.launch.plan import LAUNCHED_VARIABLE
+from keel.tools.launch.process_guard import RUN_FAILED_EXIT
 from keel.training import load_model
 from tests.support.engine_fakes import serving
 from tests.support.tiny_runs import RECIPE, train
@@ -179,7 +181,7 @@ def test_a_stopped_run_is_resumed_by_the_command(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.model
 def test_a_run_whose_rollouts_all_failed_exits_with_1_and_prints_the_last_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = ["train", write_recipe(tmp_path), "--run", str(tmp_path / "run"), "--steps", "2", "--evaluation.when=never"]
     argv += ["--environments.larger_number.name=tests.run.test_scoring:Broken"]
@@ -192,6 +194,8 @@ def test_a_run_whose_rollouts_all_failed_exits_with_1_and_prints_the_last_error(
     )
     assert re.match(rf"keel: no optimizer step was taken: \d+ rollouts failed; .*{error}; fix the cause", printed.err)
     assert main(["train", "--resume", str(tmp_path / "run")]) == 1
+    monkeypatch.setenv(LAUNCHED_VARIABLE, "1")
+    assert main(["train", "--resume", str(tmp_path / "run")]) == RUN_FAILED_EXIT, "a launcher does not restart it"
 
 
 @pytest.mark.parametrize(

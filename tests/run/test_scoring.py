@@ -1,6 +1,7 @@
 """What environments report reaches every record of a run, and a run in which every rollout failed is reported."""
 
 import asyncio
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from keel.run import records
 from keel.run.folder import RunFolder
 from keel.run.ledger import Ledger, RolloutErrors
 from keel.run.monitor.exporter import Exporter
-from keel.run.scoring import all_rollouts_failed, batch_metrics
+from keel.run.scoring import all_rollouts_failed, batch_metrics, constant_rewards
 from keel.run.summary import summarize_run
 from tests.support.tiny_runs import Watcher, train
 
@@ -35,6 +36,14 @@ class Parts:
         reply = await client.chat([{"role": "user", "content": task.id}])
         even, first = len(reply.text) % 2, 0.5 * (reply.generation.token_ids[0] % 2)
         return EpisodeResult(even + first, {"even": even, "first": first}, {"letters": len(reply.text)})
+
+
+class HalfBroken(Parts):
+    """One of two parts never varies."""
+
+    async def episode(self, task: Task, client: Any) -> EpisodeResult:
+        result = await super().episode(task, client)
+        return EpisodeResult(result.reward, {**result.reward_components, "format": 0.25})
 
 
 class Broken(Parts):
@@ -154,3 +163,30 @@ def test_a_run_whose_rollouts_all_failed_is_recorded_as_failed_with_the_last_err
 def test_errors_name_their_number_only_if_there_are_several() -> None:
     assert str(RolloutErrors(1, "E: x (a.py:1)", 1)) == "1 rollout failed; the last error: E: x (a.py:1)"
     assert str(RolloutErrors(9, "E: x", 4)) == "9 rollouts failed; the last error (4 times): E: x"
+
+
+def test_a_component_that_never_varies_is_reported_after_three_steps_and_in_the_summary(tmp_path: Path) -> None:
+    watcher = train(tmp_path / "run", steps=4, environments__larger_number__name=f"{__name__}:HalfBroken")
+    report = "larger_number/format was 0.25 for every completion of all {} steps"
+    (notice,) = [text for text in watcher.notices if "never varies" in text]
+    assert report.format(3) in notice and "even" not in notice
+    with closing(RunFolder.open(tmp_path / "run")) as folder:
+        summary = summarize_run(folder)
+        metrics = folder.ledger.steps()[0].metrics
+    assert f"WARNING    {report.format(4)}" in summary
+    assert metrics["reward_std/larger_number/format"] == 0.0 < metrics["reward_std/larger_number/even"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "constant"),
+    [
+        ([{"reward/a": 0.0, "reward_std/a": 0.0}] * 2, {"a": 0.0}),
+        ([{"reward/a": 0.0, "reward_std/a": 0.0}, {"reward/a": 1.0, "reward_std/a": 0.0}], {}),
+        ([{"reward/a": 0.5, "reward_std/a": 0.5}] * 2, {}),
+        ([{"reward/a": 0.5, "reward_std/a": 0.0}, {}], {}),
+    ],
+)
+def test_a_reward_is_constant_if_it_varies_neither_in_a_step_nor_between_steps(
+    steps: list[dict[str, float]], constant: dict[str, float]
+) -> None:
+    assert constant_rewards(steps) == constant

@@ -204,6 +204,8 @@ def _train(
 ) -> int:
     from keel.run.monitor.progress import escape_unprintable, make_run_display
     from keel.run.start.training_session import train_session
+    from keel.tools.launch.plan import LAUNCHED_VARIABLE
+    from keel.tools.launch.process_guard import RUN_FAILED_EXIT
 
     with _serve_metrics(metrics_listener) as exporter:
         display = make_run_display(json=json, columns=kind.columns)
@@ -218,7 +220,7 @@ def _train(
         )
     if result.problem is not None:
         sys.stderr.write(f"keel: {escape_unprintable(result.problem)}\n")
-        return 1
+        return RUN_FAILED_EXIT if LAUNCHED_VARIABLE in os.environ else 1
     return 0
 
 

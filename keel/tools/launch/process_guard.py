@@ -20,6 +20,9 @@ TERMINATE_COMMAND, KILL_COMMAND = b"end\n", b"kill\n"
 """Commands of the node agent: shut down, or kill."""
 SIGNAL_EXIT_BASE = 128
 """Exit codes above this stand for signals, as in a shell."""
+RUN_FAILED_EXIT = 3
+"""Exit code of a launched trainer that a restart cannot help: every rollout of its run failed. `keel train` alone exits
+with 1, which is also the code of an uncaught exception."""
 
 _PR_SET_PDEATHSIG = 1
 

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 from keel.common.atomic_files import atomic_file
 from keel.common.suspend_clock import SuspendClock
 from keel.errors import KeelError
 from keel.tools.launch.node_agent import Command, Probe
 from keel.tools.launch.plan import Component, LaunchPlan
-from keel.tools.launch.process_guard import SIGNAL_EXIT_BASE
+from keel.tools.launch.process_guard import RUN_FAILED_EXIT, SIGNAL_EXIT_BASE
 
 POLL_INTERVAL = 0.5
 """Seconds between two probes of all components."""
@@ -40,7 +40,7 @@ LaunchOutcome = Literal["finished", "stopped", "killed"]
 
 
 class ComponentFailed(KeelError):
-    """Raised when a component has used up its restarts."""
+    """Raised when a component has used up its restarts, or a restart cannot help."""
 
 
 class NodeLost(KeelError):
@@ -241,6 +241,8 @@ class Supervisor:
             for state in self.ranks:
                 state.set_status("ended", self._clock())
             return
+        if probes[self.ranks[0].component.name].exit_code == RUN_FAILED_EXIT:
+            self._fail_run()
         failed = [
             state
             for state in self.ranks
@@ -258,6 +260,17 @@ class Supervisor:
         culprit = max(failed, key=was_killed)
         probe = probes[culprit.component.name]
         self._on_trainer_death(culprit, probe.lost_reason or _describe_exit(probe.exit_code))
+
+    def _fail_run(self) -> NoReturn:
+        """Raise because the run itself failed: a restart would resume it after its last step and fail again."""
+        name = self.ranks[0].component.name
+        log = self.plan.log_path(name)
+        for rank in self.ranks:
+            rank.set_status("down", self._clock())
+        raise ComponentFailed(
+            f"{name} trained nothing because every rollout failed; it is not restarted. End of its log ({log}):\n"
+            f"{_log_tail(log)}"
+        )
 
     def _on_trainer_death(self, state: ComponentState, reason: str) -> None:
         """Kill all ranks because one failed; restarts are counted on rank 0."""

@@ -241,6 +241,10 @@ def test_rows_are_read_from_the_file_when_they_are_needed(folder: Path) -> None:
             "options have no effect with a dataset",
         ),
         ({"dataset": "train.jsonl", "rewards": [{"name": "exact", "clip": [1, 0]}]}, "must be a lower and a higher"),
+        (
+            {"dataset": "train.jsonl", "rewards": [{"name": "exact", "normalize": [1, 1]}]},
+            "must be two different numbers",
+        ),
         ({"dataset": "train.jsonl", "rewards": ["exakt"]}, '"exakt" is not a built-in reward; did you mean exact?'),
         ({"dataset": "train.jsonl", "rewards": ["regex"]}, "options = {} cannot be used: .*pattern"),
         ({"dataset": "train.jsonl", "rewards": ["nowhere:fn"]}, "cannot be imported: No module named 'nowhere'"),
@@ -271,6 +275,20 @@ def test_rewards_are_weighted_clipped_and_recorded_by_component() -> None:
     assert dict(result.reward_components) == {"exact": 1.0, "level": 1.0, "later": 0.5}
     assert result.reward == 1.0 + 0.5 + 0.5
     assert score(rewards, arguments, total="mean").reward == pytest.approx(2.0 / 2.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "value"),
+    [
+        ({"normalize": [0, 4]}, 0.75),
+        ({"normalize": [4, 2]}, 0.5),
+        ({"normalize": [0, 2]}, 1.5),
+        ({"normalize": [0, 2], "clip": [0, 1]}, 1.0),
+    ],
+)
+def test_a_reward_is_normalized_before_it_is_clipped_and_weighted(settings: dict[str, Any], value: float) -> None:
+    result = score([{"name": "dataset_rewards:level", "weight": 2.0, **settings}], {"completion": "", "level": 3})
+    assert (dict(result.reward_components), result.reward) == ({"level": value}, 2.0 * value)
 
 
 def test_a_function_of_lists_is_called_with_lists() -> None:

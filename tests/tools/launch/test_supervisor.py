@@ -21,6 +21,7 @@ from keel.config.launch import Resources
 from keel.errors import ConfigError
 from keel.tools.launch.node_agent import Command, Probe
 from keel.tools.launch.plan import Component, LaunchPlan, check_overrides, make_plan
+from keel.tools.launch.process_guard import RUN_FAILED_EXIT
 from keel.tools.launch.ray_cluster import check_resources
 from keel.tools.launch.supervisor import ComponentFailed, ComponentState, NodeLost, Supervisor
 from tests.support.paths import ROOT
@@ -290,6 +291,16 @@ def test_the_trainer_starts_when_an_engine_is_healthy_and_the_launch_ends_with_i
     assert cluster.starts("trainer-0") == [5.0]
     assert engine_lists == [f"{supervisor.engines[1].url}\n"], "only the healthy engine is listed"
     assert cluster.stopped.index("kill trainer-0") < cluster.stopped.index("terminate engine-0")
+    assert not any(probe.exit_code is None for probe in cluster.probes.values()), "no component is left running"
+
+
+def test_a_run_in_which_every_rollout_failed_is_not_restarted(tmp_path: Path) -> None:
+    plan = make_test_plan(tmp_path, "--launch.trainer.restarts=3")
+    plan.log_path("trainer-0").write_text("keel: no optimizer step was taken: 16 rollouts failed\n")
+    cluster = ScriptedCluster(script={30.0: lambda cluster: cluster.die("trainer-0", RUN_FAILED_EXIT)})
+    with pytest.raises(ComponentFailed, match=r"every rollout failed; it is not restarted(?s:.*)16 rollouts failed"):
+        supervise(plan, cluster).run()
+    assert len(cluster.starts("trainer-0")) == 1
     assert not any(probe.exit_code is None for probe in cluster.probes.values()), "no component is left running"
 
 

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from keel.rollout.environments.rewards import sandbox
@@ -32,6 +33,8 @@ MAX_CHARACTERS = 200_000
 """Longest completion that is run; a longer one scores 0."""
 VERDICT_BYTES = 4096
 MODULES = ("value_codec", "remote_objects")
+TOTAL_FACTOR = 6.0
+"""Default of `total_timeout`, as a multiple of `timeout`."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +109,25 @@ def _normalize_output(text: str) -> list[str]:
 
 
 def run_stdin(
-    program: str, pairs: Sequence[tuple[str, str]], limits: SandboxLimits, *, partial: bool = False
+    program: str,
+    pairs: Sequence[tuple[str, str]],
+    limits: SandboxLimits,
+    *,
+    partial: bool = False,
+    total_timeout: float = math.inf,
 ) -> CodeResult:
     """Run a program once per (input, expected output) pair and compare its output here, outside the sandbox.
 
-    The first failure ends the run, or with `partial` the first timeout: later pairs count as failed.
+    The first failure ends the run, or with `partial` the first timeout: later pairs count as failed. All runs together
+    may take `total_timeout` seconds.
     """
-    passed, first_error = 0, ""
+    passed, first_error, deadline = 0, "", time.monotonic() + total_timeout
     for number, (given, expected) in enumerate(pairs):
-        result = sandbox.run_script(program, limits, stdin=given.encode())
+        seconds = min(limits.timeout, deadline - time.monotonic())
+        if seconds <= 0:
+            first_error = first_error or f"pair {number}: timeout of all pairs together"
+            break
+        result = sandbox.run_script(program, replace(limits, timeout=seconds), stdin=given.encode())
         output = result.output.decode(errors="replace")
         error: str = result.problem
         if not error and result.exit_code != 0:
@@ -210,6 +223,7 @@ def code(
     kind: Kind = "auto",
     language: str = "python",
     timeout: float = 10.0,
+    total_timeout: float | None = None,
     memory_mb: int = 512,
     max_output: int = 65536,
     require_isolation: bool = False,
@@ -219,7 +233,8 @@ def code(
 
     Tests are a string or list of assertions, HumanEval's `check(candidate)` with a column `entry_point`, unittest
     classes, `test*` functions, or pairs of standard input and output. `timeout` is seconds per run of the program, and
-    each pair is a run. `require_isolation = True` raises SandboxError where bubblewrap does not work.
+    each pair is a run; all runs of a completion may take `total_timeout` (6 times `timeout`).
+    `require_isolation = True` raises SandboxError where bubblewrap does not work.
     """
     if kind not in ("auto", "assertions", "stdin"):
         raise ValueError(f'kind = "{kind}" must be "auto", "assertions" or "stdin"')
@@ -228,6 +243,9 @@ def code(
     if os.name != "posix":
         raise SandboxError("the code reward needs Linux or macOS: Windows has no resource limits for processes")
     limits = SandboxLimits(timeout=timeout, memory_mb=memory_mb, max_output=max_output)
+    total_timeout = TOTAL_FACTOR * timeout if total_timeout is None else total_timeout
+    if not (math.isfinite(total_timeout) and total_timeout >= timeout):
+        raise ValueError(f"total_timeout = {total_timeout!r} must be a number of at least timeout = {timeout:g}")
     if require_isolation:
         sandbox.check_isolation()
 
@@ -243,10 +261,12 @@ def code(
             return 0.0
         program = extract_program(completion)
         if use_pairs:
-            result = run_stdin(program, pairs, limits, partial=partial)
+            result = run_stdin(program, pairs, limits, partial=partial, total_timeout=total_timeout)
         else:
             result = run_assertions(program, source, limits, entry_point=entry_point, partial=partial)
         log.debug("code reward: %d of %d passed %s", result.passed, result.total, result.error)
         return result.score(partial)
 
+    # what kills the worker must come later, or a slow program would fail its rollout instead of scoring 0
+    reward.time_limit = total_timeout  # type: ignore[attr-defined]
     return reward

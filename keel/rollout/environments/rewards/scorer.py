@@ -25,6 +25,11 @@ MIN_CALLS = 20
 CONSTANT_CALLS = 128
 """Completions after which a reward that never varied is reported."""
 
+DEFAULT_TIMEOUT = 10.0
+"""Seconds of a call of a function without a time limit of its own."""
+TIMEOUT_MARGIN = 10.0
+"""Seconds that a function with a time limit of its own has to start and stop what it runs, on a loaded machine."""
+
 logger = logging.getLogger("keel")
 
 
@@ -47,6 +52,8 @@ class RewardScorer:
         self._rewards, self._total, self._max_failure_fraction = list(rewards), total, max_failure_fraction
         self._labels = _labels(rewards)
         self._functions = [_find_function(settings) for settings in rewards]
+        self.timeouts = [_time_limit(settings) for settings in rewards]
+        """Seconds that a call of each function may take."""
         self._records = [_Record() for _ in rewards]
         self._workers: RewardWorkers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -78,7 +85,7 @@ class RewardScorer:
         settings, record = self._rewards[number], self._records[number]
         record.calls += 1
         try:
-            value = await workers.call(number, arguments, settings.timeout)
+            value = await workers.call(number, arguments, self.timeouts[number])
         except RewardError as error:
             record.failures += 1
             record.first_failure = record.first_failure or error
@@ -86,8 +93,7 @@ class RewardScorer:
             raise
         if value is None:
             return None
-        if settings.clip is not None:
-            value = min(max(value, settings.clip[0]), settings.clip[1])
+        value = settings.apply(value)
         record.scored += 1
         if len(record.values) < 2:
             record.values.add(value)
@@ -116,24 +122,41 @@ class RewardScorer:
         """Return the workers of the running event loop."""
         loop = asyncio.get_running_loop()
         if self._workers is None or self._loop is not loop:
-            self._loop, self._workers = loop, RewardWorkers(default_workers(), timeout=self._rewards[0].timeout)
+            self._loop, self._workers = loop, RewardWorkers(default_workers(), timeout=max(self.timeouts))
             for function in self._functions:
                 self._workers.register(function)
         return self._workers
 
 
+def _make_builtin(settings: RewardSettings) -> Any:
+    """Return a built-in reward function made with its options."""
+    module = importlib.import_module(BUILTIN[settings.name])
+    try:
+        return getattr(module, settings.name)(**settings.options)
+    except ModuleNotFoundError as error:
+        raise missing_dependency(error) or error from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f'reward "{settings.name}": options = {settings.options} cannot be used: {error}') from error
+
+
+def _time_limit(settings: RewardSettings) -> float:
+    """Return the seconds after which a call is killed: later than any time limit that the function keeps itself."""
+    own = getattr(_make_builtin(settings), "time_limit", None) if settings.name in BUILTIN else None
+    if own is None:
+        return DEFAULT_TIMEOUT if settings.timeout is None else settings.timeout
+    if settings.timeout is not None and settings.timeout <= own:
+        raise ConfigError(
+            f'reward "{settings.name}": timeout = {settings.timeout:g} must be above its own limit,'
+            f" options.total_timeout = {own:g}; leave timeout out, or lower total_timeout"
+        )
+    return own + TIMEOUT_MARGIN if settings.timeout is None else settings.timeout
+
+
 def _find_function(settings: RewardSettings) -> RewardFunction:
     name = settings.name
     if name in BUILTIN:
-        factory = f"{BUILTIN[name]}:{name}"
-        module = importlib.import_module(BUILTIN[name])
-        try:
-            getattr(module, name)(**settings.options)
-        except ModuleNotFoundError as error:
-            raise missing_dependency(error) or error from error
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f'reward "{name}": options = {settings.options} cannot be used: {error}') from error
-        return RewardFunction(factory, settings.options)
+        _make_builtin(settings)
+        return RewardFunction(f"{BUILTIN[name]}:{name}", settings.options)
     module_name, _, attribute = name.partition(":")
     if not attribute:
         raise ConfigError(

@@ -2,31 +2,45 @@
 
 A synchronous reward function is user code: it may hang in a regular expression, crash the interpreter or never return
 from C. It therefore never runs in the process of the run. A worker that overruns its time limit or dies is killed with
-everything it started and replaced; the call raises a `RewardError`, and no other call waits for it: while a worker is
-slow, another one is started in its place, up to a bound.
+everything it started and replaced by a fork of a clean process (`processes/fork_server.py`); the call raises a
+`RewardError`, and no other call waits for it:
+
+- A call that uses more processor time than usual, or sleeps for long, no longer counts against the number of workers:
+  another worker is started in its place, up to a bound. Time spent waiting for a processor does not count, because on a
+  loaded machine further workers would only make every call slower.
+- A function that has overrun before may hang again. While other calls wait, its calls that use more processor time than
+  any call that returned get the lowest priority, so that a busy loop does not slow the others.
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from keel.errors import KeelError
+from keel.rollout.environments.rewards.processes.launcher import WorkerLauncher, WorkerProcess
 
-SLOW_SECONDS = 0.2
-"""Seconds after which a busy worker no longer counts against `workers`, so that hanging calls do not block others."""
-MAX_LINE = 64 * 2**20
-"""Bytes of a request or reply."""
 LOAD_SECONDS = 60.0
 """Seconds in which a worker may import the module of a function, if `timeout` is shorter: one that imports torch needs
 10 s on a busy machine, and its calls must not fail for it."""
-KILL_SECONDS = 5.0
-"""Seconds to wait for a killed process; the kernel needs none unless the machine is overloaded."""
+SLEEP_SECONDS = 0.2
+"""A call that has slept this long, in a request to a server for example, does not count against `workers`."""
+SLOW_FACTOR = 2.0
+"""A call is slow when it has used this many times the median processor time of the latest calls that returned."""
+MIN_SLOW_SECONDS = 0.05
+"""The least processor time of a slow call; small differences are noise."""
+FIRST_SLOW_FRACTION = 0.25
+"""A function of which no call has returned yet is slow after this fraction of its time limit."""
+HOG_FACTOR = 1.5
+"""A call may use this many times the processor time of any call that returned before its priority is lowered."""
+POLL_SECONDS = 0.02
+"""Interval of looking for slow calls while others wait."""
 
 
 class RewardError(KeelError):
@@ -51,6 +65,28 @@ class RewardFunction:
         return request if self._options is None else {**request, "options": dict(self._options)}
 
 
+class _CallTimes:
+    """The processor time of the calls of one function."""
+
+    def __init__(self, slow_seconds: float) -> None:
+        self._latest: deque[float] = deque(maxlen=32)
+        self._longest = 0.0
+        self.has_overrun = False
+        self.slow_seconds = slow_seconds
+        """A call that has used more is slow."""
+
+    def add(self, seconds: float) -> None:
+        """Record a call that returned."""
+        self._latest.append(seconds)
+        self._longest = max(self._longest, seconds)
+        self.slow_seconds = max(SLOW_FACTOR * statistics.median(self._latest), MIN_SLOW_SECONDS)
+
+    @property
+    def hog_seconds(self) -> float:
+        """A call that has used more is unlikely to return."""
+        return max(HOG_FACTOR * self._longest, self.slow_seconds)
+
+
 class RewardWorkers:
     """A pool of worker processes. Use as an async context manager."""
 
@@ -59,10 +95,13 @@ class RewardWorkers:
         self.timeout = timeout
         self._workers, self._max_workers = workers, max_workers or 8 * workers
         self._functions: list[RewardFunction] = []
+        self._times: list[_CallTimes] = []
+        self._launcher = WorkerLauncher(timeout)
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
-        self._waiting: list[asyncio.Future[None]] = []
-        self._killed: set[asyncio.Task[None]] = set()
+        self._waiting: deque[asyncio.Future[_Worker]] = deque()
+        self._poll: asyncio.TimerHandle | None = None
+        self._reaping: set[asyncio.Task[int | None]] = set()
         self._closed = False
         self.calls = self.failures = self.restarts = 0
 
@@ -75,141 +114,209 @@ class RewardWorkers:
     def register(self, function: RewardFunction) -> int:
         """Add a function and return the number to call it by."""
         self._functions.append(function)
+        self._times.append(_CallTimes(FIRST_SLOW_FRACTION * self.timeout))
         return len(self._functions) - 1
 
     async def call(self, number: int, arguments: Mapping[str, Any], timeout: float | None = None) -> float | None:
         """Call a function in a worker. Raises RewardError when it raises, overruns or dies; None means it abstained."""
         self.calls += 1
         worker = await self._acquire()
-        healthy = False
+        reusable = False
         try:
+            if worker.process is None:
+                await self._launch(worker)
+            worker.begin(self._times[number])
             limit = self.timeout if timeout is None else timeout
             value = await worker.call(number, self._functions[number], arguments, limit)
-            healthy = True
+            reusable = not worker.has_low_priority
             return value
         except RewardError as error:
             self.failures += 1
-            healthy = error.kind == "exception"  # the function raised; the process is fine
+            self._times[number].has_overrun |= error.kind == "timeout"
+            # the function raised; the process is fine
+            reusable = error.kind == "exception" and not worker.has_low_priority
             raise
         finally:
-            self._release(worker, healthy)
+            worker.end()
+            self._release(worker, reusable)
 
     async def close(self) -> None:
         """Kill all workers."""
         self._closed = True
-        await asyncio.gather(*(worker.kill() for worker in (*self._idle, *self._busy)), *self._killed)
+        if self._poll is not None:
+            self._poll.cancel()
+        for future in self._waiting:
+            if not future.done():
+                future.set_exception(_closed_error())
+        self._waiting.clear()
+        for worker in (*self._idle, *self._busy):
+            worker.kill()
         self._idle.clear()
+        await self._launcher.close()
+        await asyncio.gather(*self._reaping)
 
     async def _acquire(self) -> "_Worker":
-        while True:
-            if self._closed:
-                raise RewardError("crash", "the reward workers are closed")
-            active = sum(not worker.is_slow for worker in self._busy)
-            if active < self._workers:
-                if self._idle:
-                    worker = self._idle.pop()
-                    break
-                if len(self._busy) < self._max_workers:
-                    worker = _Worker()
-                    break
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(future)
-            with contextlib.suppress(TimeoutError):
-                # a busy worker becomes slow without an event, so look again after that time
-                await asyncio.wait_for(future, SLOW_SECONDS)
-        worker.started = time.monotonic()
-        self._busy.add(worker)
-        return worker
+        if self._closed:
+            raise _closed_error()
+        future: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        self._dispatch()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self._release(future.result(), True)
+            raise
 
-    def _release(self, worker: "_Worker", healthy: bool) -> None:
+    def _dispatch(self) -> None:
+        """Give workers to waiting calls in order, and look again later if some are left."""
+        while self._waiting:
+            if self._waiting[0].done():  # cancelled
+                self._waiting.popleft()
+            elif self._has_capacity():
+                worker = self._idle.pop() if self._idle else _Worker()
+                self._busy.add(worker)
+                self._waiting.popleft().set_result(worker)
+            else:
+                break
+        if self._waiting and self._poll is None:
+            self._poll = asyncio.get_running_loop().call_later(POLL_SECONDS, self._look_again)
+
+    def _has_capacity(self) -> bool:
+        running = sum(not worker.is_slow() for worker in self._busy)
+        return running < self._workers and (bool(self._idle) or len(self._busy) < self._max_workers)
+
+    def _look_again(self) -> None:
+        self._poll = None
+        for worker in self._busy:
+            worker.yield_if_hog()
+        self._dispatch()
+
+    async def _launch(self, worker: "_Worker") -> None:
+        try:
+            worker.process = await self._launcher.launch([function.load_request() for function in self._functions])
+        except RewardError:
+            raise
+        except KeelError as error:
+            raise RewardError("crash", str(error)) from error
+
+    def _release(self, worker: "_Worker", reusable: bool) -> None:
         self._busy.discard(worker)
-        if healthy and not self._closed:
+        if reusable and not self._closed:
             self._idle.append(worker)
         else:
             self.restarts += not self._closed
-            killed = asyncio.get_running_loop().create_task(worker.kill())
-            self._killed.add(killed)
-            killed.add_done_callback(self._killed.discard)
-        while self._waiting:
-            future = self._waiting.pop(0)
-            if not future.done():
-                future.set_result(None)
-                break
+            worker.kill()
+            if worker.process is not None:
+                reaping = asyncio.get_running_loop().create_task(worker.process.wait())
+                self._reaping.add(reaping)
+                reaping.add_done_callback(self._reaping.discard)
+        if not self._closed:
+            self._dispatch()
 
 
 class _Worker:
-    """One worker process, started by its first call."""
+    """One worker process, launched by its first call."""
 
     def __init__(self) -> None:
-        self.started = 0.0
-        self._process: asyncio.subprocess.Process | None = None
-        self._loaded: set[int] = set()
+        self.process: WorkerProcess | None = None
+        self.has_low_priority = False
+        self._times: _CallTimes | None = None
+        self._started, self._cpu_started = 0.0, (0.0, 0.0)
+        self._is_slow = False
 
-    @property
+    def begin(self, times: _CallTimes) -> None:
+        """Note that a call begins."""
+        assert self.process is not None
+        self._times, self._started, self._cpu_started = times, time.monotonic(), self.process.cpu_times()
+        self._is_slow = False
+
+    def end(self) -> None:
+        """Note that the call has ended."""
+        self._times = None
+
     def is_slow(self) -> bool:
-        return time.monotonic() - self.started > SLOW_SECONDS
+        """Whether the call takes longer than usual, and not for lack of a processor."""
+        if self._times is not None and not self._is_slow:
+            limit = self._times.slow_seconds
+            if time.monotonic() - self._started > min(limit, SLEEP_SECONDS):
+                running, sleeping = self._call_times()
+                self._is_slow = running > limit or sleeping > SLEEP_SECONDS
+        return self._times is not None and self._is_slow
+
+    def yield_if_hog(self) -> None:
+        """Lower the priority of a call that is likely to be a busy loop."""
+        if self._times is None or not self._times.has_overrun or self.has_low_priority or not self.is_slow():
+            return
+        assert self.process is not None
+        if self._call_times()[0] > self._times.hog_seconds:
+            self.process.lower_priority()
+            self.has_low_priority = True
+
+    def _call_times(self) -> tuple[float, float]:
+        """Return the seconds that the call has used a processor, and those it has slept."""
+        assert self.process is not None
+        running, waiting = (
+            now - before for now, before in zip(self.process.cpu_times(), self._cpu_started, strict=True)
+        )
+        return running, time.monotonic() - self._started - running - waiting
 
     async def call(
         self, number: int, function: RewardFunction, arguments: Mapping[str, Any], timeout: float
     ) -> float | None:
-        if self._process is None:
-            await self._start()
+        assert self.process is not None and self._times is not None
         try:
-            if number not in self._loaded:
+            if number not in self.process.loaded:
                 async with asyncio.timeout(max(timeout, LOAD_SECONDS)):
                     await self._ask({"load": number, **function.load_request()}, function.name)
-                self._loaded.add(number)
+                self.process.loaded.add(number)
             async with asyncio.timeout(timeout):
                 reply = await self._ask({"call": number, "arguments": dict(arguments)}, function.name)
         except TimeoutError:
-            if number in self._loaded:
+            self.process.kill()
+            if number in self.process.loaded:
                 raise RewardError("timeout", f"reward {function.name} took longer than {timeout:g} s") from None
             limit = max(timeout, LOAD_SECONDS)
             raise RewardError(
                 "timeout", f"reward {function.name}: its module was not imported in {limit:g} s"
             ) from None
+        self._times.add(self._call_times()[0])
         value: float | None = reply["value"]
         return value
 
-    async def _start(self) -> None:
-        argv = [sys.executable, "-m", "keel.rollout.environments.rewards.worker_main"]
-        self._process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            limit=MAX_LINE,
-            start_new_session=True,
-        )
-
     async def _ask(self, request: Mapping[str, Any], name: str) -> dict[str, Any]:
-        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        assert self.process is not None
         line = json.dumps(request).encode() + b"\n"
         try:
-            self._process.stdin.write(line)
-            await self._process.stdin.drain()
-            answer = await self._process.stdout.readline()
-        except (ConnectionError, ValueError) as error:
-            raise RewardError("crash", f"reward {name}: the connection to its worker broke: {error}") from error
+            self.process.writer.write(line)
+            await self.process.writer.drain()
+            answer = await self.process.reader.readline()
+        except ConnectionError:
+            answer = b""
+        except ValueError as error:
+            raise RewardError("crash", f"reward {name}: its worker sent too long a line: {error}") from error
         if not answer.endswith(b"\n"):
-            code = await self._process.wait()
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            raise RewardError("crash", f"reward {name}: its worker process {how}")
+            self.process.kill()  # what it started, and itself if it only closed the connection
+            raise RewardError("crash", f"reward {name}: its worker process {_describe_end(await self.process.wait())}")
         reply: dict[str, Any] = json.loads(answer)
         if "error" in reply:
             raise RewardError("exception", f"reward {name}: {reply['error']}", reply["traceback"])
         return reply
 
-    async def kill(self) -> None:
+    def kill(self) -> None:
         """Kill the process and everything it started."""
-        if self._process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):  # its group may outlive it
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), KILL_SECONDS)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        if self.process is not None:
+            self.process.kill()
+
+
+def _closed_error() -> RewardError:
+    return RewardError("crash", "the reward workers are closed")
+
+
+def _describe_end(status: int | None) -> str:
+    if status is None:
+        return "ended"
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
 
 
 def default_workers() -> int:

@@ -98,6 +98,7 @@ def test_an_error_of_the_dataset_is_an_error_not_a_reward(tests, message):
         ({"kind": "doctest"}, 'kind = "doctest"'),
         ({"language": "c"}, 'language = "c"'),
         ({"timeout": -1}, "timeout = -1"),
+        ({"timeout": 5, "total_timeout": 4}, "total_timeout = 4 must be a number of at least timeout = 5"),
     ],
 )
 def test_an_option_out_of_range_is_named(options, message):
@@ -235,6 +236,11 @@ class TestPrograms:
         assert code(timeout=1.0)("def add(a, b):\n    while True: pass", tests=TESTS) == 0.0
         assert code(timeout=1.0, partial=True)("while True: pass", tests=PAIRS * 5) == 0.0
         assert time.monotonic() - started < 6
+
+    def test_all_pairs_together_have_a_time_limit(self):
+        started, slow = time.monotonic(), "import time; time.sleep(0.7)\n" + ECHO_SUM
+        assert code(timeout=1.5, total_timeout=2.0, partial=True)(slow, tests=PAIRS[:1] * 40) < 0.2
+        assert time.monotonic() - started < 10
 
     def test_it_works_under_plain_limits(self, monkeypatch):
         monkeypatch.setattr(sandbox, "isolation", lambda: "rlimits")

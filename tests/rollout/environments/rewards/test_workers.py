@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from keel.rollout.environments.rewards import workers
 from keel.rollout.environments.rewards.workers import RewardError, RewardFunction, RewardWorkers
 
 pytestmark = pytest.mark.process
@@ -60,6 +61,21 @@ def infinite(**columns):
 
 def text(**columns):
     return "1.0"
+
+def works(kind, seconds=0.0, **columns):
+    if kind == "hang":
+        while True:
+            pass
+    if kind == "sleep":
+        time.sleep(seconds)
+    end = time.process_time() + seconds
+    while kind == "spin" and time.process_time() < end:
+        sum(range(1000))
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+def kills_its_parent(**columns):
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
 
 class Scaled:
     def __init__(self, factor):
@@ -210,3 +226,79 @@ def test_a_module_that_never_finishes_its_import_fails(tmp_path: Path, monkeypat
             await pool.call(number, {"completion": "a"}, 0.5)
 
     run(scene)
+
+
+def import_counts(tmp_path: Path, source: str) -> list[str]:
+    """Return the processes that imported a module, after two of its workers were replaced."""
+    log = tmp_path / "imports"
+    (tmp_path / "logged_rewards.py").write_text(
+        f"import os, threading, time\nwith open({str(log)!r}, 'a') as file:\n    file.write(f'{{os.getpid()}}\\n')\n"
+        f"{source}\ndef fragile(completion):\n    return os._exit(3) if completion == 'crash' else 1.0\n"
+    )
+
+    async def scene(pool: RewardWorkers) -> None:
+        number = pool.register(RewardFunction("logged_rewards:fragile"))
+        for _ in range(2):
+            assert await pool.call(number, {"completion": ""}) == 1.0
+            with pytest.raises(RewardError, match="its worker process exited with code 3"):
+                await pool.call(number, {"completion": "crash"})
+
+    run(scene, workers=1)
+    return log.read_text().split()
+
+
+def test_a_replaced_worker_does_not_import_the_function_again(tmp_path: Path) -> None:
+    (importer,) = import_counts(tmp_path, "")
+    assert int(importer) != os.getpid()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        f"if open('/proc/self/cmdline').read().count('fork_server') and os.getppid() == {os.getpid()}: os._exit(1)",
+    ],
+    ids=["starts a thread", "ends the fork server"],
+)
+def test_a_module_that_cannot_be_forked_is_imported_by_each_worker(source: str, tmp_path: Path) -> None:
+    processes = import_counts(tmp_path, source)
+    assert len(set(processes)) == len(processes) == 3
+
+
+def test_workers_come_back_after_the_fork_server_was_killed() -> None:
+    assert "its worker process ended" in str(failure("kills_its_parent"))
+
+
+def test_a_busy_loop_of_a_function_that_hung_before_gets_the_lowest_priority() -> None:
+    async def scene(pool: RewardWorkers) -> None:
+        works = register(pool, "works")
+        usual = await pool.call(works, {"kind": "plain"})
+        with pytest.raises(RewardError):
+            await pool.call(works, {"kind": "hang"}, 0.5)
+        spinning = asyncio.create_task(pool.call(works, {"kind": "spin", "seconds": 0.5}))
+        others = [pool.call(works, {"kind": "sleep", "seconds": 0.1}) for _ in range(60)]
+        assert set(await asyncio.gather(*others)) == {usual}
+        assert await spinning == 19
+        assert await pool.call(works, {"kind": "plain"}) == usual
+
+    run(scene, workers=1)
+
+
+class StoppedProcess:
+    """A worker process that has used 10 ms, and has otherwise waited for a processor, or slept."""
+
+    def __init__(self, waits: bool) -> None:
+        self._start, self._waits = time.monotonic(), waits
+
+    def cpu_times(self) -> tuple[float, float]:
+        elapsed = time.monotonic() - self._start
+        return min(elapsed, 0.01), max(elapsed - 0.01, 0.0) if self._waits else 0.0
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_call_that_waits_for_a_processor_is_not_slow(waits: bool) -> None:
+    worker: Any = workers._Worker()
+    worker.process = StoppedProcess(waits)
+    worker.begin(workers._CallTimes(0.1))
+    time.sleep(0.3)
+    assert worker.is_slow() is not waits

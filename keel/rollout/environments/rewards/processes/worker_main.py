@@ -1,8 +1,9 @@
-"""A reward worker process: `python -m keel.rollout.environments.rewards.worker_main`.
+"""What a reward worker process does: load and call reward functions.
 
-Reads one JSON request per line from standard input and writes one JSON reply per line. A request loads a function under
-a number, or calls a loaded one with keyword arguments. What the function prints goes to standard error, so it
-cannot corrupt the protocol. The process imports neither torch nor the rest of Keel, and ends with its parent.
+Reads one JSON request per line and writes one JSON reply per line. A request loads a function under a number, or calls
+a loaded one with keyword arguments. Standard input and output of the process are not the connection, so what a function
+prints or reads cannot corrupt the protocol. The process imports neither torch nor the rest of Keel, and ends with its
+parent.
 """
 
 import asyncio
@@ -24,19 +25,8 @@ MAX_TRACEBACK = 4000
 Reward = Callable[..., Any]
 
 
-def main() -> None:
-    _die_with_parent()
-    # the protocol keeps the original descriptors; user code gets an empty standard input and prints to standard error
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    serve(requests, replies)
-
-
-def serve(requests: TextIO, replies: TextIO) -> None:
-    """Answer requests until standard input closes."""
-    functions: dict[int, Reward] = {}
+def serve(requests: TextIO, replies: TextIO, functions: dict[int, Reward]) -> None:
+    """Answer requests until the connection closes; `functions` are loaded already."""
     for line in requests:
         request = json.loads(line)
         try:
@@ -119,12 +109,8 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {message}{place}", "traceback": text}
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies, so that no worker outlives a run."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""The processes that reward functions run in: a fork server and the workers it forks."""
