@@ -38,6 +38,8 @@ from keel.run.records import SampleRecord
 from keel.run.watchdog import DEFAULT_STALL_TIMEOUT, Watchdog
 from keel.signal import MovingBaseline
 from keel.signal import objective as make_objective
+from keel.signal.audit.loss_function_check import check_loss_function
+from keel.signal.function_objective import FunctionObjective
 from keel.training import Checkpoints, StepReport, Trainer
 from keel.training.distributed.rank_processes import RankProcesses
 from keel.training.distributed.world import RankInfo
@@ -77,6 +79,8 @@ class TrainingRun:
         settings = self.settings
         self.environments = build_environments(settings)
         self.objective = make_objective(settings.objective.table)
+        if isinstance(self.objective, FunctionObjective):
+            self._check_loss_function(self.objective)
         self.checkpoints = Checkpoints(folder.checkpoints, settings.checkpoints)
         self.step = self.version = self._saved_step = 0
         self._stopping, self._mismatch_count = False, 0
@@ -89,6 +93,13 @@ class TrainingRun:
         self._watchdog = Watchdog(limit, self.callback.notice, on_hang)
         self._engine: Engine | None = None
         self._moving_baseline = MovingBaseline() if settings.advantages.name == "moving_baseline" else None
+
+    def _check_loss_function(self, function: FunctionObjective) -> None:
+        """Audit a loss function, and record its source, which must not change while the run can be resumed."""
+        setting, source_hash = f'objective.name = "{function.name}"', function.source_hash
+        if self.folder.is_new_source(setting, source_hash):
+            check_loss_function(function, self.callback.notice)
+            self.folder.record_source(setting, source_hash)
 
     @property
     def synchronous(self) -> bool:

@@ -96,6 +96,7 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train until the run ends or is stopped."""
     rank_info = _rank_info()
+    add_module_folders(args.recipe, args.resume)
     if rank_info is not None and rank_info.rank:
         return _run_rank_worker(rank_info)
     args.overrides = [*_short_overrides(args), *args.overrides]
@@ -105,7 +106,6 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.allow_changes and args.resume is None:
         raise ConfigError("--allow-changes has no effect without --resume")
-    add_module_folders(args.recipe, args.resume)
     # bound first, so that no folder is created if the port is in use
     with _bind_metrics_port(args) as metrics_listener:
         folder = _open_run_folder(args, rank_info)
