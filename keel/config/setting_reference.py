@@ -7,7 +7,7 @@ user chooses, such as the name of an environment, and N is an index into a list.
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -18,6 +18,7 @@ from keel.common.settings import unknown_setting_error
 from keel.config.run import RunSettings
 from keel.config.toml_writer import to_toml
 from keel.objectives import PRESETS, Composition
+from keel.objectives.loss_function import FunctionSettings
 from keel.objectives.preset import COMMON_NAMES, PRESET_PARAMETERS, CommonParameters
 
 PLACEHOLDERS = ("NAME", "N")
@@ -96,12 +97,19 @@ def _describe_objective() -> Iterator[TableDescription]:
             "objective.name",
             "string",
             to_toml(RunSettings().objective.name),
-            "A preset; `keel objectives` lists them. Without a name the table is a composition of gates, weights, a"
-            " policy term, penalties and a reduction.",
+            "A preset; `keel objectives` lists them. Or `module:function`, a loss of your own. Without a name the table"
+            " is a composition of gates, weights, a policy term, penalties and a reduction.",
+        ),
+        *(
+            replace(setting, description=f"With a loss of your own: {setting.description}")
+            for setting in describe_table("objective", FunctionSettings).settings
+            if setting.name.rpartition(".")[2] in ("reads", "audit", "options")
         ),
         *(_describe_parameter(name) for name in names),
     ]
-    yield TableDescription("objective", "A preset with its parameters, or a composition.", tuple(settings))
+    yield TableDescription(
+        "objective", "A preset with its parameters, a loss of your own, or a composition.", tuple(settings)
+    )
     for key, field in Composition.model_fields.items():
         for inner in nested_settings(field.annotation, in_lists=True):
             is_list = typing.get_origin(field.annotation) is list

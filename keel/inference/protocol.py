@@ -7,7 +7,7 @@ protocol: an engine returns a result or raises `EngineError`, and the caller dec
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from keel.config import Sampling
 from keel.errors import KeelError
@@ -28,6 +28,29 @@ class EngineError(KeelError):
         """Whether the same request may succeed later or on another engine; False for an invalid request."""
 
 
+class ScoredSampling(Sampling):
+    """Sampling that also returns log-probs of tokens that were not sampled; see `ScoringEngine`."""
+
+    top_logprobs: int = 0
+    """Return this many of the most likely tokens at each position."""
+    score_prompt: bool = False
+    """Return the log-probs of the prompt's tokens, at temperature 1."""
+    score_only: bool = False
+    """Sample nothing."""
+
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The most likely tokens at one position with their log-probs, the most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probs of a prompt's tokens after the first, which follows nothing."""
+
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One completion with per-token data; all tuples have the same length."""
@@ -40,6 +63,10 @@ class Generation:
     """Policy version that sampled each token."""
     finish_reason: FinishReason
     temperature: float
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """The most likely tokens at each position, if they were requested."""
+    prompt_scores: PromptScores | None = None
+    """Log-probs of the prompt, if they were requested."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -115,6 +142,13 @@ class WeightSource:
     def unsupported_by(self, engine: str) -> EngineError:
         """Return the error of an engine that cannot load from this kind of source."""
         return EngineError(f"{engine} cannot load weights from a source of kind {self.kind}", retryable=False)
+
+
+@runtime_checkable
+class ScoringEngine(Protocol):
+    """An engine that serves `ScoredSampling`; other engines treat it as plain sampling."""
+
+    serves_scores: Literal[True]
 
 
 class Engine(Protocol):

@@ -12,6 +12,7 @@ from typing import Any
 
 from keel.common.settings import KeyPath
 from keel.objectives.composition import Composition, Gate, ImportanceWeight, Penalty
+from keel.objectives.loss_function import FunctionComposition
 from keel.objectives.notation import COMMON_SYMBOLS, RATIO_NOTATIONS, SIGNS, Symbol, symbols_used_in
 from keel.objectives.preset import ObjectivePreset
 from keel.objectives.resolve import resolve_objective
@@ -38,7 +39,11 @@ class Description:
 
 
 def describe(composition: Composition, names: ParameterLookup = lambda _path: None) -> Description:
-    """Describe a composition."""
+    """Describe a composition. Of a loss function only its name is known."""
+    if isinstance(composition, FunctionComposition):
+        return Description(
+            "as written", (), (), "as written", "as written", f"loss = {composition.function}(batch)", ()
+        )
     loss = formula(composition, names)
     sentences = dropped(composition, names)
     return Description(

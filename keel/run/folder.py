@@ -51,7 +51,9 @@ class RunFolder:
     def __init__(self, path: Path, settings: RunSettings, lock: IO[str], ledger: Ledger) -> None:
         self.path, self.settings, self.ledger = path, settings, ledger
         self.settings_changed = False
-        """Whether the run resumes with other settings than before."""
+        """Whether the run resumes with other settings or another loss function than before."""
+        self.allow_changes = False
+        """Whether changes since the run was started are allowed."""
         self.sampled = False
         """Whether a batch was sampled since the folder was created or opened."""
         self._lock = lock
@@ -174,7 +176,7 @@ class RunFolder:
                     ledger.set_meta("config", _write_config(path, after))
                 _remove_stale_files(path)
                 opened = cls(path, after.settings, lock, ledger)
-                opened.settings_changed = bool(changes)
+                opened.settings_changed, opened.allow_changes = bool(changes), allow_changes
                 return opened
             except BaseException:
                 ledger.close()
@@ -182,6 +184,25 @@ class RunFolder:
         except BaseException:
             lock.close()
             raise
+
+    def is_new_source(self, setting: str, source_hash: str) -> bool:
+        """Return whether the code that a setting names was not recorded yet with this hash.
+
+        Code that changed since it was recorded is an error unless changes are allowed: the steps after the last
+        checkpoint would be trained again to other weights.
+        """
+        recorded = self.ledger.get_meta(f"source of {setting}")
+        if recorded not in (None, source_hash) and not self.allow_changes:
+            raise ConfigError(
+                f"{setting}: its file has changed since {self.path} was started (SHA-256 {recorded[:12]}, now"
+                f" {source_hash[:12]}); restore it, or accept the change with --resume {self.path} --allow-changes"
+            )
+        return recorded != source_hash
+
+    def record_source(self, setting: str, source_hash: str) -> None:
+        """Record the hash of the code that a setting names."""
+        self.settings_changed |= self.ledger.get_meta(f"source of {setting}") not in (None, source_hash)
+        self.ledger.set_meta(f"source of {setting}", source_hash)
 
     def discard_if_unused(self) -> None:
         """Close the run; if this process created it and sampled nothing, restore what was there before."""

@@ -33,6 +33,8 @@ from keel.run.monitor.callbacks import RunCallback
 from keel.run.records import SampleRecord
 from keel.run.watchdog import DEFAULT_STALL_TIMEOUT
 from keel.signal import MovingBaseline
+from keel.signal.audit.loss_function_check import check_loss_function
+from keel.signal.function_objective import FunctionObjective
 from keel.training import StepReport
 from keel.training.distributed.world import RankInfo
 
@@ -63,10 +65,19 @@ class TrainingRun(CheckpointedRun):
         self._max_episode_seconds = max((env.limits.timeout for env in self.environments.values()), default=0.0)
         stall_timeout = folder.settings.stall_timeout or max(DEFAULT_STALL_TIMEOUT, 3 * self._max_episode_seconds)
         super().__init__(folder, callback, on_hang, rank_info, stall_timeout)
+        if isinstance(self.objective, FunctionObjective):
+            self._check_loss_function(self.objective)
         self._mismatch_count = 0
         self._failures_shown = RolloutFailures()
         uses_moving_baseline = self.settings.advantages.name == "moving_baseline"
         self._moving_baseline = MovingBaseline() if uses_moving_baseline else None
+
+    def _check_loss_function(self, function: FunctionObjective) -> None:
+        """Audit a loss function, and record its source, which must not change while the run can be resumed."""
+        setting, source_hash = f'objective.name = "{function.name}"', function.source_hash
+        if self.folder.is_new_source(setting, source_hash):
+            check_loss_function(function, self.callback.notice)
+            self.folder.record_source(setting, source_hash)
 
     @property
     def synchronous(self) -> bool:

@@ -5,7 +5,7 @@ log-probs is computed in closed form in the forward pass, so a call costs a few 
 not compute log-probs, take optimizer steps or read files.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from keel.errors import BatchError
 from keel.objectives import Composition, ImportanceWeight, ObjectiveSettings, resolve_objective
+from keel.objectives.resolve import is_loss_function
 from keel.signal.active_tokens import ActiveTokens, apply_bitmask_, keep_bitmask, ratio
 from keel.signal.cpu_ops import greater_than
 from keel.signal.gates import INVALID_LOGPROB, NOT_TRAINABLE, OTHER_ROLE, GateResult, reason_names
@@ -28,12 +29,23 @@ from keel.signal.step_totals import Gather, StepTotals, compute_totals, kept_tok
 from keel.signal.token_batch import TokenBatch
 
 
-def objective(name: str | Composition | ObjectiveSettings | Mapping[str, Any], /, **parameters: Any) -> "Objective":
-    """Return an objective from the name and parameters of a preset, or from a composition.
+def objective(
+    name: str | Composition | ObjectiveSettings | Mapping[str, Any] | Callable[..., Any], /, **parameters: Any
+) -> "Objective":
+    """Return an objective from the name and parameters of a preset, from a composition, or from a loss function.
 
     `objective("icepop", ratio_high=8.0)` or `objective({"gates": [{"statistic": "ratio", "low": 0.2}]})`. In addition
-    to its parameters, a preset takes `gates`, `weights` and `penalties`, which are added to its own.
+    to its parameters, a preset takes `gates`, `weights` and `penalties`, which are added to its own. A loss function,
+    or its `module:function`, takes `reads` and `options` (`keel/signal/function_objective.py`).
     """
+    if callable(name) or is_loss_function(_table_name(name)):
+        from keel.signal.function_objective import function_objective
+
+        if callable(name):
+            return function_objective(name, **parameters)
+        table = name.table if isinstance(name, ObjectiveSettings) else {"name": name} if isinstance(name, str) else name
+        assert isinstance(table, Mapping)
+        return function_objective({**table, **parameters})
     if isinstance(name, str):
         _, values, composition = resolve_objective({"name": name, **parameters})
         return Objective(composition, name=name, parameters=values)
@@ -45,6 +57,13 @@ def objective(name: str | Composition | ObjectiveSettings | Mapping[str, Any], /
         return Objective(name)
     preset, values, composition = resolve_objective(name.table if isinstance(name, ObjectiveSettings) else name)
     return Objective(composition, name=preset, parameters=values)
+
+
+def _table_name(source: Any) -> Any:
+    """Return the name in an `[objective]` table, or the name itself."""
+    if isinstance(source, ObjectiveSettings):
+        return source.name
+    return source.get("name") if isinstance(source, Mapping) else source
 
 
 class Objective:
@@ -90,10 +109,16 @@ class Objective:
             elif self.composition.proximal == "interpolated":
                 active.interpolate_proximal(totals.trainer_version)
             evaluated = _evaluate(active, totals)
-        loss: Tensor = _PrecomputedGradientLoss.apply(  # type: ignore[no-untyped-call]
-            batch.logprobs, evaluated.loss, evaluated.gradient, active.index
-        )
+        loss = attach_gradient(batch.logprobs, evaluated, active.index)
         return ObjectiveResult(loss, self, active, totals, evaluated)
+
+
+def attach_gradient(logprobs: Tensor, evaluated: Evaluated, index: Tensor | None) -> Tensor:
+    """Return the loss with its precomputed gradient as the gradient with respect to the batch's log-probs."""
+    loss: Tensor = _PrecomputedGradientLoss.apply(  # type: ignore[no-untyped-call]
+        logprobs, evaluated.loss, evaluated.gradient, index
+    )
+    return loss
 
 
 class _PrecomputedGradientLoss(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """Optional dependencies: the core works without them, and a missing one is an error that names its extra."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from keel.common.extras import EXTRA_OF
+from keel.common.extras import EXTRA_OF, import_object
+from keel.errors import ConfigError
 from tests.support.paths import ROOT
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -107,3 +109,30 @@ def test_a_command_without_its_packages_names_the_extra(argv: list[str]) -> None
 def test_the_python_api_without_its_packages_names_the_extra() -> None:
     done = run_without_extras("import keel; keel.LocalBackend")
     assert done.stderr.splitlines()[-1].endswith('is not installed; run: pip install "keel-rl[train]"')
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "message"),
+    [
+        ("", "no_such_module:x", "x = 1 cannot be imported: No module named 'no_such_module'; put the module next to"),
+        ("import no_such_package", "user_code:x", "x = 1 cannot be imported: No module named 'no_such_package'$"),
+        ("1 / 0", "user_code:x", r"x = 1 cannot be imported: ZeroDivisionError: division by zero \(.*user_code.py:1\)"),
+        ("def x(:", "user_code:x", r"x = 1 cannot be imported: SyntaxError: .*user_code.py, line 1"),
+        ("y = 1", "user_code:x", "x = 1 cannot be imported: module 'user_code' has no attribute 'x'"),
+        ("x = 1", "user_code:x", "x = 1 is a int, not a class or function; it must be a reward$"),
+        ("", "user_code", "x = 1 is not an import path; write it as module:attribute"),
+    ],
+)
+def test_an_object_of_the_user_that_cannot_be_imported_is_an_error_that_names_setting_and_line(
+    source: str, path: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "user_code.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "user_code", raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=message):
+        import_object(path, "x = 1", "a reward")
+
+
+def test_an_object_inside_a_class_can_be_imported() -> None:
+    assert import_object("pathlib:Path.cwd", "x") == Path.cwd

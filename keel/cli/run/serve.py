@@ -4,6 +4,7 @@ Shuts down without an error on SIGINT and SIGTERM, after finishing the requests 
 """
 
 import argparse
+import asyncio
 import os
 import signal
 import socket
@@ -22,14 +23,28 @@ def add(subparsers: Any) -> None:
         "serve",
         help="serve a model over HTTP with an OpenAI-compatible API",
         description="Serve MODEL with an OpenAI-compatible API: /v1/completions and /v1/chat/completions with"
-        " streaming,\nlog-probs and token ids; /v1/models, /health, /version; /v1/load_weights and"
-        " /v1/load_lora_adapter.\n\nMODEL is a built-in name, a Hugging Face folder, or a hub name. Without an API key"
+        " streaming,\nlog-probs, tools and token ids; /v1/models, /health, /version; /v1/load_weights and"
+        " /v1/load_lora_adapter.\n\nMODEL is the folder of a run (its newest checkpoint, or that of --step), a"
+        " built-in name, a Hugging Face folder,\nor a hub name; it may be left out with --adapter. Without an API key"
         " the server must listen on loopback.",
-        epilog="examples:\n  keel serve smollm2-135m\n  keel serve tiny --port 0 --max-batch 8\n"
+        epilog="examples:\n  keel serve smollm2-135m\n  keel serve runs/first --step 20\n"
+        "  keel serve --adapter runs/lora/checkpoints/step_20\n  keel serve tiny --port 0 --max-batch 8\n"
         "  keel serve out --host 0.0.0.0 --api-key-file key.txt",
     )
-    parser.add_argument("model", metavar="MODEL", help="a built-in name, a Hugging Face folder, or a hub name")
-    parser.add_argument("--name", help="name of the model in requests (default: MODEL)")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="folder of a run, a built-in name, a Hugging Face folder, or a hub name",
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="for a run: checkpoint to serve (default: the newest)")
+    parser.add_argument(
+        "--adapter",
+        type=Path,
+        metavar="DIR",
+        help="folder of a LoRA adapter to serve on top of MODEL (default of MODEL: the adapter's base)",
+    )
+    parser.add_argument("--name", help="name of the model in requests (default: MODEL, or the adapter)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port (default: 8000)")
     key = parser.add_mutually_exclusive_group()
@@ -93,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         app = build_model_app(args, key)
         host, port = listener.getsockname()[:2]
         url_host = f"[{host}]" if ":" in host else host
-        console().print(f"serving {args.name or args.model} at http://{url_host}:{port}/v1", soft_wrap=True)
+        console().print(f"serving {args.name or _default_name(args)} at http://{url_host}:{port}/v1", soft_wrap=True)
         run_server(app, listener, args.patience)
     return 0
 
@@ -109,14 +124,17 @@ def build_model_app(args: argparse.Namespace, key: str | None) -> Any:
     """Load the model and return the application."""
     from pydantic import ValidationError
 
+    from keel.cli.run.served_model import find_served_model, tool_session_factory
     from keel.common.settings import to_config_error
-    from keel.config import EngineSettings, ModelSettings
+    from keel.config import EngineSettings
     from keel.inference.local.local_engine import LocalEngine
+    from keel.inference.protocol import WeightSource
     from keel.inference.server.access import RateLimit
     from keel.inference.server.allowed_paths import AllowedFolders
     from keel.inference.server.app import build_app
     from keel.inference.server.openai_requests import Limits
     from keel.training import load_model
+    from keel.training.model.references import check_adapter_base
     from keel.training.step.malloc import retain_freed_memory
 
     for name in ("max_requests", "max_tokens", "max_rate"):
@@ -124,16 +142,20 @@ def build_model_app(args: argparse.Namespace, key: str | None) -> Any:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     try:
         settings = EngineSettings(int8=args.int8, native_kernels=args.native_kernels, max_batch=args.max_batch)
-        model_settings = ModelSettings(name=args.model, dtype=args.dtype, device=args.device)
+        served = find_served_model(args.model, args.adapter, args.step, dtype=args.dtype, device=args.device)
     except ValidationError as error:
         raise to_config_error(error) from None
     if args.keep_memory:
         retain_freed_memory()
-    model = load_model(model_settings)
+    model = load_model(served.settings, served.seed)
+    engine = LocalEngine(model.network, model.tokenizer, settings, version=served.step or 0)
+    if served.adapter is not None:
+        check_adapter_base(served.adapter, model)
+        asyncio.run(engine.load_weights(WeightSource.adapter(served.adapter), served.step or 0))
     return build_app(
-        LocalEngine(model.network, model.tokenizer, settings),
+        engine,
         model.tokenizer,
-        model=args.name or args.model,
+        model=args.name or _default_name(args),
         api_key=key,
         limits=Limits(
             max_in_flight=args.max_requests,
@@ -142,7 +164,12 @@ def build_model_app(args: argparse.Namespace, key: str | None) -> Any:
         ),
         allowed_folders=AllowedFolders(args.weights_from or [Path("runs")]),
         vocab_size=model.head.out_features,
+        open_tool_session=tool_session_factory(model.tokenizer),
     )
+
+
+def _default_name(args: argparse.Namespace) -> str:
+    return str(args.model or args.adapter)
 
 
 def read_key(value: str | None, file: Path | None) -> str | None:

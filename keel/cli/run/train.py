@@ -124,12 +124,12 @@ def start_run(
 ) -> int:
     """Create or resume a run as the arguments say, and train until it ends or is stopped."""
     rank_info = _rank_info()
+    add_module_folders(args.recipe, args.resume)
     if rank_info is not None and rank_info.rank:
-        return _run_rank_worker(rank_info)  # it has no arguments
+        return _run_rank_worker(rank_info)
     prepare_arguments(args)
     if args.allow_changes and args.resume is None:
         raise ConfigError("--allow-changes has no effect without --resume")
-    add_module_folders(args.recipe, args.resume)
     # bound first, so that no folder is created if the port is in use
     kind = make_kind(rank_info)
     with _bind_metrics_port(args) as metrics_listener, _open_run_folder(args, kind) as folder:

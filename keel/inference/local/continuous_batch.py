@@ -8,7 +8,7 @@ the owner of the batch calls `step`.
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,8 +19,15 @@ from torch import Tensor
 from keel.config import Sampling
 from keel.inference.local.fused_linear import FusedLinears
 from keel.inference.local.prefix_cache import PrefixNode, TokenIds
-from keel.inference.local.sampling import StopStringDetector, sample_tokens
-from keel.inference.protocol import EngineError, FinishReason, Generation
+from keel.inference.local.sampling import StopStringDetector, log_softmax, sample_tokens, score_tokens, top_logprobs
+from keel.inference.protocol import (
+    EngineError,
+    FinishReason,
+    Generation,
+    PromptScores,
+    ScoredSampling,
+    TopLogprobs,
+)
 
 MAX_PREFILL_TOKENS = 2048
 """Prompt tokens to compute in one step before further prompts must wait: running completions wait for the step too."""
@@ -40,6 +47,7 @@ class GenerationRequest:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
     on_token: Callable[[], None] | None = None
     """Called after each token except the last."""
     leaf: PrefixNode | None = None
@@ -48,6 +56,7 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         # one generator per request, so that other requests do not change its draws
         self.rng = random.Random(self.sampling.seed)
+        self.top_count = self.sampling.top_logprobs if isinstance(self.sampling, ScoredSampling) else 0
 
     @property
     def cached_length(self) -> int:
@@ -77,6 +86,7 @@ class GenerationRequest:
                     versions=tuple(self.versions),
                     finish_reason=reason,
                     temperature=self.sampling.temperature,
+                    top_logprobs=tuple(self.top_logprobs),
                 )
             )
 
@@ -84,6 +94,15 @@ class GenerationRequest:
         """Resolve the future with an error, unless the request was cancelled."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
+
+
+def _with_sampled(top: TopLogprobs, token: int, logprob: float) -> TopLogprobs:
+    """Return the most likely tokens, with the recorded log-prob of the sampled one if it is among them.
+
+    The two are computed in a different order of summation and may differ in the last bit.
+    """
+    pairs = ((other, logprob if other == token else value) for other, value in top)
+    return tuple(sorted(pairs, key=lambda pair: -pair[1]))
 
 
 class Decoder(Protocol):
@@ -99,6 +118,9 @@ class Decoder(Protocol):
 
     def compute_logits(self, rows: Sequence[GenerationRequest]) -> Tensor:
         """Return the logits [n, V] of the next token of each row; rows without tokens are new and come last."""
+
+    def prompt_logits(self, prompt: TokenIds) -> Iterator[Tensor]:
+        """Yield the logits [n, V] after each token of a prompt, in parts."""
 
     def move_row(self, source: int, target: int, row: GenerationRequest) -> None:
         """Move the cached state of a row to another index."""
@@ -136,9 +158,12 @@ class ContinuousBatch:
         logits = self.decoder.compute_logits(self.rows)
         for request in self.waiting if joined else ():  # a prompt stays cached while a request waits for it
             request.leaf = request.leaf or self.decoder.find_prompt(request.prompt)
+        tops = {index: self._top_logprobs(row, logits[index]) for index, row in enumerate(self.rows) if row.top_count}
         uniforms = [row.rng.random() for row in self.rows]
         tokens, logprobs = sample_tokens(logits, [row.sampling for row in self.rows], uniforms)
         ended: dict[int, FinishReason | None] = {}  # row index -> finish reason, None if the logits are not finite
+        for index, top in tops.items():
+            self.rows[index].top_logprobs.append(_with_sampled(top, tokens[index], logprobs[index]))
         for index, (row, token, logprob) in enumerate(zip(self.rows, tokens, logprobs, strict=True)):
             reason = row.append_token(token, logprob, version) if math.isfinite(logprob) else None
             if reason is not None or not math.isfinite(logprob):
@@ -152,11 +177,31 @@ class ContinuousBatch:
             else:
                 row.complete(reason)
 
+    @staticmethod
+    def _top_logprobs(row: GenerationRequest, logits: Tensor) -> TopLogprobs:
+        """Return the most likely next tokens of a row, at its temperature."""
+        return top_logprobs(log_softmax(logits[None] / (row.sampling.temperature or 1.0)), row.top_count)[0]
+
     def clear_prefix_cache(self) -> None:
         """Recompute the prompts of waiting requests after a weight change; running rows keep their cached keys."""
         self.decoder.clear_prefix_cache()
         for request in self.waiting:
             request.leaf = None
+
+    @torch.inference_mode()
+    def score_prompt(self, prompt: TokenIds, top_count: int) -> PromptScores:
+        """Return the log-prob of each token of a prompt after the first, with the most likely tokens there."""
+        logprobs: list[float] = []
+        tops: list[TopLogprobs] = []
+        for logits in self.decoder.prompt_logits(prompt):
+            # the logits after the last token are those of a token that is not in the prompt
+            targets = prompt[len(logprobs) + 1 : len(logprobs) + 1 + len(logits)]
+            values, top = score_tokens(logits[: len(targets)], targets, top_count)
+            logprobs += values
+            tops += top
+        if not all(map(math.isfinite, logprobs)):
+            raise EngineError("the model produced logits that are not finite")
+        return PromptScores(tuple(logprobs), tuple(tops))
 
     @torch.inference_mode()
     def fail(self, make_error: Callable[[], EngineError], *, include_waiting: bool) -> None:

@@ -6,7 +6,7 @@ computes each sequence from the beginning for every token, which is exact but sl
 new weights apply to the whole sequence. `select_decoder` chooses between them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ MAX_DEPTH = 8
 SPILL_TOKENS = 512
 """Generated tokens stored in the shared KV cache, whose capacity is that of its longest row. Older tokens of a long
 completion move to a separate node, so that one long completion does not reserve as much memory for every row."""
+SCORED_TOKENS = 512
+"""Tokens of a prompt whose logits are computed together when a prompt is scored."""
 PAD_MULTIPLE = 8
 """On CPU, steps are padded to a multiple of this many tokens: 63 tokens take up to 1.5 times as long as 64."""
 
@@ -130,19 +132,33 @@ class BatchedDecoder:
             last += len(node)
             ends.append(last)
         ends += range(last + 1, last + 1 + len(rows))
-        count = len(ends)
-        input_ids, position_ids, output_positions = (
-            torch.tensor(_pad_to_multiple(values, self.pad_multiple), device=device)
-            for values in (inputs, positions, ends)
-        )
         step = DecodeStep(nodes, leaves, lengths, self.kv_cache, device, native_kernels=self.native_kernels)
-        if self.llama_forward is not None:
-            self.llama_forward = self.llama_forward.rebind(self.network)
-        forward = self.llama_forward or self._model_forward
-        logits = forward(input_ids, position_ids, output_positions, step)[:count]
+        logits = self._run_step(inputs, positions, ends, step)
         for index, node in enumerate(nodes):
             node.logits = logits[index].clone()
         return logits[len(nodes) :]
+
+    @torch.inference_mode()
+    def prompt_logits(self, prompt: TokenIds) -> Iterator[Tensor]:
+        """Yield the logits after each token in parts: those of a whole prompt may be larger than the model."""
+        node: PrefixNode | None = None
+        for end in (*range(SCORED_TOKENS, len(prompt), SCORED_TOKENS), len(prompt)):
+            node = PrefixNode(prompt[:end], node)
+            allocate_blocks([node])
+            step = DecodeStep([node], [], [], self.kv_cache, self.network.device, native_kernels=self.native_kernels)
+            positions = list(range(node.start, end))
+            yield self._run_step(list(prompt[node.start : end]), positions, list(range(len(positions))), step)
+
+    def _run_step(self, inputs: list[int], positions: list[int], outputs: list[int], step: DecodeStep) -> Tensor:
+        """Return the logits [outputs, V] of a step."""
+        input_ids, position_ids, output_positions = (
+            torch.tensor(_pad_to_multiple(values, self.pad_multiple), device=self.network.device)
+            for values in (inputs, positions, outputs)
+        )
+        if self.llama_forward is not None:
+            self.llama_forward = self.llama_forward.rebind(self.network)
+        forward = self.llama_forward or self._model_forward
+        return forward(input_ids, position_ids, output_positions, step)[: len(outputs)]
 
     def _model_forward(
         self, input_ids: Tensor, positions: Tensor, output_positions: Tensor, step: DecodeStep
@@ -188,6 +204,10 @@ class SequentialDecoder:
     @torch.inference_mode()
     def compute_logits(self, rows: Sequence[GenerationRequest]) -> Tensor:
         return torch.stack([reference_logits(self.network, (*row.prompt, *row.tokens))[-1] for row in rows])
+
+    @torch.inference_mode()
+    def prompt_logits(self, prompt: TokenIds) -> Iterator[Tensor]:
+        yield reference_logits(self.network, prompt)
 
     def move_row(self, source: int, target: int, row: GenerationRequest) -> None:
         """Do nothing."""

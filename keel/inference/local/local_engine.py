@@ -20,9 +20,9 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,9 +31,18 @@ from keel.common.openmp import release_openmp_threads
 from keel.config import EngineSettings, Sampling
 from keel.inference.local.continuous_batch import ContinuousBatch, GenerationRequest
 from keel.inference.local.decoder_selection import select_decoder
+from keel.inference.local.prefix_cache import TokenIds
 from keel.inference.local.sampling import StopStringDetector
 from keel.inference.local.weight_loading import WeightSlot
-from keel.inference.protocol import BroadcastSlot, EngineError, Generation, Health, WeightSource
+from keel.inference.protocol import (
+    BroadcastSlot,
+    EngineError,
+    Generation,
+    Health,
+    PromptScores,
+    ScoredSampling,
+    WeightSource,
+)
 from keel.inference.server.openai_responses import TokenChunk
 from keel.inference.tensor_broadcast import receive_broadcast
 
@@ -54,8 +63,19 @@ class WeightUpdate:
     done: Future[None] = field(default_factory=Future)
 
 
+@dataclass(eq=False, slots=True)
+class PromptScoring:
+    """A prompt whose log-probs are computed between two decode steps."""
+
+    prompt: TokenIds
+    top_count: int
+    done: Future[PromptScores] = field(default_factory=Future)
+
+
 class LocalEngine:
     """Samples from `network`. Implements `keel.inference.protocol.Engine`; use it from one event loop."""
+
+    serves_scores: Literal[True] = True
 
     def __init__(
         self,
@@ -94,6 +114,7 @@ class LocalEngine:
         self._inbox: list[GenerationRequest] = []
         """Requests for the worker to pick up."""
         self._updates: deque[WeightUpdate] = deque()
+        self._scorings: deque[PromptScoring] = deque()
         self._closed, self._error = False, ""
         self._lockstep, self._threads = lockstep, threads
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -106,7 +127,21 @@ class LocalEngine:
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None) -> Generation:
         """Return a completion. Equal prompts share their computation, so `group` is ignored."""
         del group
-        return await self._submit(self._make_request(prompt, sampling))
+        request = self._make_request(prompt, sampling)
+        if not isinstance(sampling, ScoredSampling) or not sampling.score_prompt:
+            return await self._submit(request)
+        scores = await self._score_prompt(request.prompt, sampling.top_logprobs)
+        if sampling.score_only:
+            return Generation((), (), (), "length", sampling.temperature, prompt_scores=scores)
+        return replace(await self._submit(request), prompt_scores=scores)
+
+    async def _score_prompt(self, prompt: TokenIds, top_count: int) -> PromptScores:
+        scoring = PromptScoring(prompt, top_count)
+        with self._condition:
+            self._check_open()
+            self._scorings.append(scoring)
+            self._condition.notify()
+        return await asyncio.wrap_future(scoring.done)
 
     async def stream(
         self, prompt: Sequence[int], sampling: Sampling, *, group: str | None = None
@@ -128,11 +163,18 @@ class LocalEngine:
                 if part.stop > sent and not completion.done():
                     sent = part.stop
                     yield TokenChunk(
-                        tuple(request.tokens[part]), tuple(request.logprobs[part]), tuple(request.versions[part])
+                        tuple(request.tokens[part]),
+                        tuple(request.logprobs[part]),
+                        tuple(request.versions[part]),
+                        top_logprobs=tuple(request.top_logprobs[part]),
                     )
             result = completion.result()
             yield TokenChunk(
-                result.token_ids[sent:], result.logprobs[sent:], result.versions[sent:], result.finish_reason
+                result.token_ids[sent:],
+                result.logprobs[sent:],
+                result.versions[sent:],
+                result.finish_reason,
+                result.top_logprobs[sent:],
             )
         finally:
             completion.cancel()
@@ -261,6 +303,7 @@ class LocalEngine:
         try:
             while self._wait_for_work():
                 self._apply_updates()
+                self._score_next_prompt()
                 self._step()
                 if self._lockstep:
                     self._yield_to_loop()
@@ -287,7 +330,7 @@ class LocalEngine:
     def _wait_for_work(self) -> bool:
         """Wait for work and accept new requests; return False when the engine is closed."""
         with self._condition:
-            while not (self._closed or self._inbox or self._updates or self._batch.busy):
+            while not (self._closed or self._inbox or self._updates or self._scorings or self._batch.busy):
                 release_openmp_threads()
                 self._condition.wait()
             self._accept_requests()
@@ -331,6 +374,18 @@ class LocalEngine:
             self._version = update.version
             update.done.set_result(None)
 
+    def _score_next_prompt(self) -> None:
+        """Score one waiting prompt, so that running completions wait for no more than one."""
+        if not self._scorings:
+            return
+        scoring = self._scorings.popleft()
+        if not scoring.done.set_running_or_notify_cancel():
+            return
+        try:
+            scoring.done.set_result(self._batch.score_prompt(scoring.prompt, scoring.top_count))
+        except Exception as error:  # noqa: BLE001 - models raise anything; fail this request and continue
+            scoring.done.set_exception(EngineError(f"a prompt could not be scored: {type(error).__name__}: {error}"))
+
     def _step(self) -> None:
         try:
             self._batch.step(self._version)
@@ -345,14 +400,20 @@ class LocalEngine:
             self._closed = True
             self._accept_requests()
         self._batch.fail(lambda: EngineError("the engine is closed"), include_waiting=True)
-        while self._updates:
-            done = self._updates.popleft().done
-            if done.set_running_or_notify_cancel():
-                done.set_exception(EngineError("the engine is closed"))
+        for queue in (self._updates, self._scorings):
+            self._fail_all(queue)
         if self._batch.decoder.fused is not None:
             self._batch.decoder.fused.restore()
         if self._network.config._attn_implementation != self._original_attention:
             self._network.set_attn_implementation(self._original_attention)
+
+    @staticmethod
+    def _fail_all(queue: "deque[Any]") -> None:
+        """Fail the callers of waiting updates or scorings: the engine is closed."""
+        while queue:
+            done = queue.popleft().done
+            if done.set_running_or_notify_cancel():
+                done.set_exception(EngineError("the engine is closed"))
 
 
 def _notify_loop(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

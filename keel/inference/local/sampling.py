@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from keel.config import Sampling
+from keel.inference.protocol import TopLogprobs
 
 BLOCK_SIZE = 128
 """Tokens per block: a token is located in two searches, first over the sums of blocks, then inside one block."""
@@ -47,6 +48,25 @@ def sample_tokens(
     tokens = tokens.clamp_(max=scores.shape[1] - 1)
     logprobs = scores.gather(1, tokens[:, None])[:, 0].double() - normaliser
     return tokens.tolist(), logprobs.float().tolist()
+
+
+def top_logprobs(logprobs: Tensor, count: int) -> list[TopLogprobs]:
+    """Return the `count` most likely tokens of each row of log-probs [n, V]."""
+    values, tokens = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
+    pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+    return [tuple(zip(*pair, strict=True)) for pair in pairs]
+
+
+def score_tokens(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[list[float], list[TopLogprobs]]:
+    """Return the log-prob of one token per row of logits [n, V], and the `count` most likely tokens of each row."""
+    logprobs = log_softmax(logits)
+    index = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    return logprobs.gather(1, index[:, None])[:, 0].tolist(), top_logprobs(logprobs, count) if count else []
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Return log-probs, in float32 or float64."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 def truncate(exp_logits: Tensor, sampling: Sampling) -> None:

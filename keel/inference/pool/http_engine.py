@@ -150,7 +150,7 @@ class HttpEngine:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "n": 1,
-            "logprobs": 1,
+            "logprobs": 0,  # of the sampled tokens; alternatives would cost time
             "return_token_ids": True,
             "frequency_penalty": 0,
             "presence_penalty": 0,

@@ -106,6 +106,7 @@ def build_app(
     training_fields: bool = False,
     open_session: SessionFactory | None = None,
     allowed_folders: AllowedFolders | None = None,
+    open_tool_session: SessionFactory | None = None,
 ) -> FastAPI:
     """Build the application of a server. It closes the engine when it shuts down.
 
@@ -120,6 +121,7 @@ def build_app(
             every choice, requested or not, and serve no routes that load weights: the trainer changes them itself.
         open_session: Renders conversations and parses completions in place of the tokenizer's chat template.
         allowed_folders: Folders that requests may load weights from; none by default.
+        open_tool_session: The same as `open_session`, for requests with tools only.
     """
     limits = limits or Limits()
     handlers = RequestHandlers(
@@ -131,6 +133,7 @@ def build_app(
         training_fields,
         open_session,
         allowed_folders or AllowedFolders(),
+        open_tool_session,
     )
 
     @asynccontextmanager

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from keel.common.tasks import gather_or_cancel
 from keel.config import Sampling
-from keel.inference.protocol import BroadcastSlot, Engine, Generation
+from keel.inference.protocol import BroadcastSlot, Engine, Generation, ScoredSampling
 from keel.inference.server.middleware import (
     ClientGone,
     cancel_on_disconnect,
@@ -33,6 +33,7 @@ from keel.inference.server.openai_responses import (
     Tokenizer,
     count_usage,
 )
+from keel.inference.server.token_texts import TokenTexts
 
 Item = TypeVar("Item")
 
@@ -86,19 +87,23 @@ class CompletionJob:
         self,
         engine: Engine,
         tokenizer: Tokenizer,
+        texts: TokenTexts,
         capacity: Capacity,
         params: CommonRequest,
         prompts: list[list[int]],
         max_tokens: int,
         response: ResponseBuilder,
         session: ChatSession | None = None,
+        echoed: Sequence[str] = (),
     ) -> None:
+        """`echoed` are the texts of the prompts if they are returned with their completions."""
         self.engine = engine
-        self.tokenizer = tokenizer
+        self.tokenizer, self.texts, self.echoed = tokenizer, texts, list(echoed)
         self.capacity = capacity
         self.prompts = prompts
         self.response = response
         self.session = session
+        self.n = params.n
         self.include_usage = params.stream_options.include_usage
         # the completions of one prompt form a group even if the client named none
         group = params.group or response.id
@@ -112,7 +117,7 @@ class CompletionJob:
         """Return all completions in one response."""
         with self.capacity.reserve(len(self.calls)):
             generations = await gather_or_cancel(
-                [self.engine.generate(prompt, sampling, group=group) for prompt, sampling, group in self.calls]
+                [self._generate(prompt, sampling, group) for prompt, sampling, group in self.calls]
             )
         choices = []
         for index, ((prompt, sampling, _), generation) in enumerate(zip(self.calls, generations, strict=True)):
@@ -120,10 +125,17 @@ class CompletionJob:
             message = None
             if self.session is not None:
                 message = self.session.record_completion(generation.token_ids, sampling.stop)
-            choice = self.response.choice(index, _to_chunk(generation), text, self.tokenizer, message=message)
+            choice = self.response.choice(index, _to_chunk(generation), text, self.texts, message=message)
+            if self.echoed:
+                self.response.prepend_prompt(choice, self.echoed[index // self.n], prompt, generation, self.texts)
             choices.append(choice | self._sampling_record(prompt, sampling))
         sampled = sum(len(generation.token_ids) for generation in generations)
         return self.response.envelope(choices, **self._prompt_ids(), usage=count_usage(self.prompts, sampled))
+
+    async def _generate(self, prompt: list[int], sampling: Sampling, group: str) -> Generation:
+        if isinstance(sampling, ScoredSampling) and sampling.score_only and not sampling.score_prompt:
+            return Generation((), (), (), "length", sampling.temperature)  # only the prompt's text is returned
+        return await self.engine.generate(prompt, sampling, group=group)
 
     async def stream_chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of all completions, interleaved."""
@@ -142,7 +154,7 @@ class CompletionJob:
                         yield builder.envelope([head], **({} if started else self._prompt_ids()))
                     started.add(index)
                     text = detokenizers[index].push(chunk.token_ids, is_last=chunk.finish_reason is not None)
-                    choice = builder.choice(index, chunk, text, self.tokenizer, offsets[index])
+                    choice = builder.choice(index, chunk, text, self.texts, offsets[index])
                     offsets[index] += len(text)
                     token_ids, texts = streamed[index]
                     token_ids.extend(chunk.token_ids)
@@ -217,7 +229,13 @@ class EventStream(Response):
 
 
 def _to_chunk(generation: Generation) -> TokenChunk:
-    return TokenChunk(generation.token_ids, generation.logprobs, generation.versions, generation.finish_reason)
+    return TokenChunk(
+        generation.token_ids,
+        generation.logprobs,
+        generation.versions,
+        generation.finish_reason,
+        generation.top_logprobs,
+    )
 
 
 async def _merge_streams(streams: list[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item], None]:

@@ -2,13 +2,13 @@
 
 Guarantees that a request is checked against the model and the limits before anything is sampled, and that weights are
 loaded one after another and only from allowed folders. Tool calls are parsed only by an `open_session` given to the
-server, and log-probs are returned only for sampled tokens.
+server; log-probs of the prompt and of the most likely tokens need an engine that computes them (`ScoringEngine`).
 """
 
 import asyncio
 import inspect
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -16,7 +16,8 @@ from jinja2 import TemplateError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from keel.inference.protocol import BroadcastSlot, Engine, WeightSource
+from keel.errors import ConfigError
+from keel.inference.protocol import BroadcastSlot, Engine, ScoringEngine, WeightSource
 from keel.inference.server.allowed_paths import AllowedFolders
 from keel.inference.server.completion_job import BroadcastReceiver, Capacity, CompletionJob, EventStream
 from keel.inference.server.middleware import cancel_on_disconnect
@@ -44,6 +45,7 @@ from keel.inference.server.openai_responses import (
     WeightsResponse,
 )
 from keel.inference.server.prometheus import CONTENT_TYPE, ServerMetrics, meter_engine
+from keel.inference.server.token_texts import TokenTexts
 
 
 class RequestHandlers:
@@ -59,9 +61,12 @@ class RequestHandlers:
         training_fields: bool = False,
         open_session: SessionFactory | None = None,
         allowed_folders: AllowedFolders | None = None,
+        open_tool_session: SessionFactory | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
+        self.token_texts = TokenTexts(tokenizer)
+        self.open_tool_session = open_tool_session
         self.model_names = [model]
         self.limits = limits
         self.vocab_size = vocab_size
@@ -76,7 +81,7 @@ class RequestHandlers:
     @property
     def chat_schema(self) -> type[ChatRequest]:
         """Request model of chat completions: with tools only if the server parses tool calls."""
-        return ChatRequest if self.open_session is None else ToolChatRequest
+        return ChatRequest if self.open_session is None and self.open_tool_session is None else ToolChatRequest
 
     # --- routes ---
 
@@ -84,13 +89,14 @@ class RequestHandlers:
         """POST /v1/completions."""
         max_tokens = self._completion_limit(params, "max_tokens", params.max_tokens)
         prompts = self._tokenize_prompts(params)
-        return await self._respond(request, params, prompts, max_tokens, params.logprobs is not None)
+        echoed = self._prompt_texts(params, prompts) if params.echo else ()
+        return await self._respond(request, params, prompts, max_tokens, params.logprobs is not None, echoed=echoed)
 
     async def chat(self, request: Request, params: ChatRequest) -> Response:
         """POST /v1/chat/completions."""
         field, max_tokens = params.length_limit
         max_tokens = self._completion_limit(params, field, max_tokens)
-        if not isinstance(params, ToolChatRequest):
+        if not isinstance(params, ToolChatRequest) or (self.open_session is None and not params.shown_tools):
             return await self._respond(request, params, [self._render_chat(params)], max_tokens, params.logprobs)
         session = self._start_session(params)
         stop_token_ids = dict.fromkeys((*params.stop_token_ids, *session.stop_token_ids))
@@ -169,6 +175,16 @@ class RequestHandlers:
         self._check_token_ids("prompt", (token for token_ids in prompts for token in token_ids))
         return prompts
 
+    def _prompt_texts(self, params: CompletionRequest, prompts: list[list[int]]) -> list[str]:
+        """Return the text of each prompt: as it was sent, or decoded from its token ids."""
+        given = [params.prompt] if isinstance(params.prompt, str) else params.prompt
+        return [
+            item
+            if isinstance(item, str)
+            else self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            for item, token_ids in zip(given if len(given) == len(prompts) else prompts, prompts, strict=True)
+        ]
+
     def _render_chat(self, params: ChatRequest) -> list[int]:
         messages = _validate_messages(params)
         # clients may set template variables, but not the tokenizer's arguments (another template, tensors, no tokens)
@@ -183,7 +199,8 @@ class RequestHandlers:
         return list(ids)
 
     def _start_session(self, params: ToolChatRequest) -> ChatSession:
-        assert self.open_session is not None
+        open_session = self.open_session or self.open_tool_session
+        assert open_session is not None
         if params.chat_template_kwargs:
             value, field = json.dumps(params.chat_template_kwargs), "chat_template_kwargs"
             raise RequestError(
@@ -195,7 +212,10 @@ class RequestHandlers:
             )
         messages = _validate_messages(params)
         with _template_errors():
-            return self.open_session(messages, params.shown_tools)
+            try:
+                return open_session(messages, params.shown_tools)
+            except ConfigError as error:  # no chat template, or one without tools
+                raise RequestError(400, str(error), param="tools" if params.shown_tools else "messages") from error
 
     def _check_token_ids(self, field: str, token_ids: Iterable[int]) -> None:
         for token in token_ids:
@@ -213,11 +233,14 @@ class RequestHandlers:
         max_tokens: int,
         logprobs: bool,
         session: ChatSession | None = None,
+        echoed: Sequence[str] = (),
     ) -> Response:
         if params.model is not None and params.model not in self.model_names:
             served = ", ".join(self.model_names)
             raise RequestError(404, f"model {params.model} is not served here; available: {served}", param="model")
         check_limit("n", params.n, self.limits.n)
+        if not isinstance(self.engine, ScoringEngine):
+            params = _without_scores(params)
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         builder = ResponseBuilder(
             model=params.model or self.model_names[0],
@@ -225,14 +248,41 @@ class RequestHandlers:
             stream=params.stream,
             logprobs=logprobs,
             token_ids=params.return_token_ids,
+            top_count=params.top_count,
             training_fields=self.training_fields,
         )
         job = CompletionJob(
-            self._metered_engine, self.tokenizer, self.capacity, params, prompts, max_tokens, builder, session
+            self._metered_engine,
+            self.tokenizer,
+            self.token_texts,
+            self.capacity,
+            params,
+            prompts,
+            max_tokens,
+            builder,
+            session,
+            echoed,
         )
         if params.stream:
             return EventStream(job.stream_chunks())
         return JSONResponse(await cancel_on_disconnect(request.receive, job.run()))
+
+
+def _without_scores(params: CommonRequest) -> CommonRequest:
+    """Return a request for an engine that computes log-probs of sampled tokens only, or raise if it asks for others."""
+    field, value = "", ""
+    if params.scores_prompt:
+        field, value = "echo", "true"
+    elif isinstance(params, ChatRequest) and params.top_logprobs:
+        field, value = "top_logprobs", str(params.top_logprobs)
+    elif isinstance(params, CompletionRequest) and (params.logprobs or 0) > 1:
+        field, value = "logprobs", str(params.logprobs)
+    if field:
+        raise RequestError(
+            400, f"{field} = {value} is not supported: this server's engine does not compute it", param=field
+        )
+    # 1 is what most clients write for the log-probs of the sampled tokens
+    return params.model_copy(update={"logprobs": 0}) if params.top_count else params
 
 
 def _validate_messages(params: ChatRequest) -> list[dict[str, Any]]:

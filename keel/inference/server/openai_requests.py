@@ -7,12 +7,14 @@ the server's limits is an error that names field and value, and never ignored. N
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, WithJsonSchema, model_validator
 
 from keel.common.settings import Settings, setting_error, to_config_error
 from keel.config import Sampling
+from keel.inference.protocol import ScoredSampling
 from keel.inference.server.access import RateLimit
 
 Count = Annotated[int, Field(ge=1)]
@@ -35,7 +37,6 @@ NO_OP_VALUES: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True, False),
     "best_of": (1,),
     "continue_final_message": (False,),
-    "echo": (False,),
     "frequency_penalty": (0,),
     "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
@@ -52,7 +53,6 @@ NO_OP_VALUES: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
 }
 """Fields without an effect here, with the values at which OpenAI's have none either; other values are errors."""
 
@@ -76,6 +76,8 @@ class RequestError(Exception):
         self.retry_after = retry_after
 
 
+MAX_TOP_LOGPROBS = 20
+"""Most likely tokens that a request may ask for at each position, as at OpenAI."""
 MIN_TEMPERATURE = 1e-4
 """Logits divided by less overflow; temperature 0 selects the most likely token."""
 DEFAULT_RATE_LIMIT = RateLimit(per_second=1000, burst=2000)
@@ -137,11 +139,27 @@ class CommonRequest(Settings):
             )
         return self
 
+    @property
+    def top_count(self) -> int:
+        """The number of most likely tokens to return at each position."""
+        return 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether to return the log-probs of the prompt."""
+        return False
+
     def to_sampling(self, max_tokens: int, index: int) -> Sampling:
         """Return the sampling settings of completion `index` of a prompt; each completion gets its own seed."""
-        return Sampling(
+        scored: dict[str, Any] = {
+            "top_logprobs": self.top_count,
+            "score_prompt": self.scores_prompt,
+            "score_only": max_tokens == 0,
+        }
+        kind = partial(ScoredSampling, **scored) if any(scored.values()) else Sampling
+        return kind(
             temperature=self.temperature,
-            max_tokens=max_tokens,
+            max_tokens=max(max_tokens, 1),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             seed=None if self.seed is None else self.seed + index,
@@ -155,10 +173,28 @@ class CompletionRequest(CommonRequest):
     """Body of POST /v1/completions."""
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
-    max_tokens: Count = 16
-    """OpenAI's default."""
-    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
-    """0 or 1: return the log-prob of each sampled token; alternatives are not computed."""
+    max_tokens: TokenId = 16
+    """OpenAI's default. 0 is for `echo`: nothing is sampled."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """Return the log-prob of each token, and of this many of the most likely tokens at its position."""
+    echo: bool = False
+    """Return the prompt before the completion, with its log-probs if `logprobs` is set."""
+
+    @property
+    def top_count(self) -> int:
+        return self.logprobs or 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.echo and self.logprobs is not None
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise setting_error("{max_tokens} returns nothing without echo = true", max_tokens=self.max_tokens)
+        if self.echo and self.stream:
+            raise setting_error("{echo} cannot be streamed; leave out stream", echo=self.echo)
+        return self
 
 
 class ChatRequest(CommonRequest):
@@ -168,8 +204,20 @@ class ChatRequest(CommonRequest):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    """Return this many of the most likely tokens at each position; needs `logprobs`."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables for the chat template, for example enable_thinking."""
+
+    @model_validator(mode="after")
+    def _check_top_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise setting_error("{top_logprobs} needs logprobs = true", top_logprobs=self.top_logprobs)
+        return self
+
+    @property
+    def top_count(self) -> int:
+        return self.top_logprobs
 
     @property
     def length_limit(self) -> tuple[str, int]:
@@ -270,7 +318,8 @@ def json_schema(schema: type[Settings], limits: Limits) -> dict[str, Any]:
     required = document.get("required", [])
     maxima = {"n": limits.n, "max_tokens": limits.max_tokens, "max_completion_tokens": limits.max_tokens}
     for name in maxima.keys() & document["properties"].keys():
-        document["properties"][name] = {"type": "integer", "minimum": 1, "maximum": maxima[name]}
+        lowest = 0 if name == "max_tokens" and schema is CompletionRequest else 1
+        document["properties"][name] = {"type": "integer", "minimum": lowest, "maximum": maxima[name]}
     properties = {
         name: field if name in required else {"anyOf": [field, {"type": "null"}]}
         for name, field in _inline_refs(document["properties"], document.get("$defs", {})).items()

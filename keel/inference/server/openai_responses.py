@@ -14,8 +14,9 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel
 
-from keel.inference.protocol import FinishReason, Message
+from keel.inference.protocol import FinishReason, Generation, Message, TopLogprobs
 from keel.inference.server.openai_requests import RequestError
+from keel.inference.server.token_texts import TokenTexts
 
 REPLACEMENT_CHAR = "\ufffd"
 """Decoded form of bytes that are not a complete character yet."""
@@ -105,6 +106,8 @@ class TokenChunk:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """The most likely tokens at each position, if they were requested."""
 
 
 @dataclass
@@ -170,6 +173,8 @@ class ResponseBuilder:
     stream: bool
     logprobs: bool
     token_ids: bool
+    top_count: int = 0
+    """The number of most likely tokens at each position."""
     training_fields: bool = False
     """Put everything that training needs into every choice, requested or not."""
     id: str = ""
@@ -190,7 +195,7 @@ class ResponseBuilder:
         index: int,
         chunk: TokenChunk,
         text: str,
-        tokenizer: Tokenizer,
+        texts: TokenTexts,
         text_offset: int = 0,
         message: Message | None = None,
     ) -> dict[str, Any]:
@@ -200,7 +205,7 @@ class ResponseBuilder:
             index: Index of the choice.
             chunk: The tokens.
             text: Their text.
-            tokenizer: Decodes single tokens for the log-probs.
+            texts: Texts of single tokens, for the log-probs.
             text_offset: Length of the choice's text before this chunk.
             message: The parsed message, if a chat session parsed it; default: the text.
         """
@@ -215,36 +220,81 @@ class ResponseBuilder:
         choice["finish_reason"] = chunk.finish_reason
         if chunk.finish_reason == "stop" and message and message.get("tool_calls"):
             choice["finish_reason"] = "tool_calls"
-        choice["logprobs"] = self._logprobs(chunk, tokenizer, text_offset) if self.logprobs else None
+        choice["logprobs"] = self._logprobs(chunk, texts, text_offset) if self.logprobs else None
         choice["versions"] = list(chunk.versions)
         if self.token_ids:
             choice["token_ids"] = list(chunk.token_ids)
         return choice
 
-    def _logprobs(self, chunk: TokenChunk, tokenizer: Tokenizer, text_offset: int) -> dict[str, Any]:
-        tokens: list[str] = [
-            tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            for token in chunk.token_ids
-        ]
+    def prepend_prompt(
+        self, choice: dict[str, Any], text: str, prompt: Sequence[int], generation: Generation, texts: TokenTexts
+    ) -> None:
+        """Put the prompt before the completion of a choice, with its log-probs if they were requested."""
+        choice["text"] = text + choice["text"]
+        if generation.prompt_scores is None:
+            return
+        scores, legacy = generation.prompt_scores, LegacyLogprobs(texts, self.top_count)
+        rows = ((None, *scores.logprobs), ((), *(scores.top_logprobs or ((),) * len(scores.logprobs))))
+        for token, logprob, top in zip(prompt, *rows, strict=True):
+            legacy.append(token, logprob, top)
+        tops = generation.top_logprobs or ((),) * len(generation.token_ids)
+        for token, value, top in zip(generation.token_ids, generation.logprobs, tops, strict=True):
+            legacy.append(token, value, top)
+        choice["logprobs"] = legacy.body()
+
+    def _logprobs(self, chunk: TokenChunk, texts: TokenTexts, text_offset: int) -> dict[str, Any]:
+        tops = chunk.top_logprobs or ((),) * len(chunk.token_ids)
+        rows = list(zip(chunk.token_ids, chunk.logprobs, tops, strict=True))
         if self.chat:
-            rows = zip(tokens, chunk.logprobs, strict=True)
             return {
                 "content": [
-                    {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
-                    for token, value in rows
+                    {
+                        **_token_entry(token, value, texts),
+                        "top_logprobs": [_token_entry(*pair, texts) for pair in top[: self.top_count]],
+                    }
+                    for token, value, top in rows
                 ]
             }
-        offsets = []
-        for token in tokens:
-            offsets.append(text_offset)
-            text_offset += len(token)
-        # null: the most likely alternatives are not computed
+        legacy = LegacyLogprobs(texts, self.top_count, text_offset)
+        for token, value, top in rows:
+            legacy.append(token, value, top)
+        return legacy.body()
+
+
+class LegacyLogprobs:
+    """The `logprobs` of a text completion: lists with one entry per token."""
+
+    def __init__(self, texts: TokenTexts, top_count: int, text_offset: int = 0) -> None:
+        self._texts, self._top_count, self._text_offset = texts, top_count, text_offset
+        self._tokens: list[str] = []
+        self._logprobs: list[float | None] = []
+        self._tops: list[dict[str, float] | None] = []
+        self._offsets: list[int] = []
+
+    def append(self, token: int, logprob: float | None, top: TopLogprobs) -> None:
+        """Add a token; the first one of a prompt has no log-prob."""
+        text = self._texts.text(token)
+        self._tokens.append(text)
+        self._logprobs.append(logprob)
+        self._offsets.append(self._text_offset)
+        self._text_offset += len(text)
+        by_text: dict[str, float] = {}
+        for other, value in (*top[: self._top_count], *(() if logprob is None else ((token, logprob),))):
+            by_text.setdefault(self._texts.text(other), value)  # of equal texts the most likely counts
+        self._tops.append(None if logprob is None else by_text)
+
+    def body(self) -> dict[str, Any]:
+        """Return the object of the response; `top_logprobs` is null if none were requested."""
         return {
-            "tokens": tokens,
-            "token_logprobs": list(chunk.logprobs),
-            "top_logprobs": None,
-            "text_offset": offsets,
+            "tokens": self._tokens,
+            "token_logprobs": self._logprobs,
+            "top_logprobs": self._tops if self._top_count else None,
+            "text_offset": self._offsets,
         }
+
+
+def _token_entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
+    return {"token": texts.text(token), "logprob": logprob, "bytes": list(texts.raw_bytes(token))}
 
 
 def check_chunk(chunk: TokenChunk) -> None:

@@ -1,12 +1,12 @@
 """Loading of environments by name: built-in ones, adapters of other libraries, and `module:attribute` import paths."""
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
 
+from keel.common.extras import import_object
 from keel.common.settings import suggest_name, to_config_error
 from keel.config.rollout import EnvironmentSettings
 from keel.errors import ConfigError
@@ -46,23 +46,10 @@ def _find_factory(name: str) -> Callable[..., Any]:
     if prefix in INTEGRATIONS and rest:
         return partial(INTEGRATIONS[prefix], rest)
     if rest:
-        return _import_factory(name, prefix, rest)
+        factory: Callable[..., Any] = import_object(name, f'environment.name = "{name}"')
+        return factory
     known = [*builtin.ENVIRONMENTS, *(f"{integration}:TASK" for integration in INTEGRATIONS)]
     raise ConfigError(
         f'environment.name = "{name}" is not known; {suggest_name(name, known)} (your own environment:'
         ' "module:attribute")'
     )
-
-
-def _import_factory(name: str, module: str, attribute: str) -> Callable[..., Any]:
-    try:
-        factory: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            factory = getattr(factory, part)
-    except (ImportError, AttributeError) as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
-        hint = "; put the module next to the recipe, in the current folder or on PYTHONPATH" if missing else ""
-        raise ConfigError(f'environment.name = "{name}" cannot be imported: {error}{hint}') from error
-    if not callable(factory):
-        raise ConfigError(f'environment.name = "{name}" is a {type(factory).__name__}, not a class or function')
-    return factory  # type: ignore[no-any-return]

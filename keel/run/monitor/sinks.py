@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from keel.common.atomic_files import atomic_file, read_json
+from keel.common.extras import import_object
 from keel.config import MetricsSettings, RunSettings
 from keel.errors import ConfigError, KeelError
 from keel.run.evaluate import EvaluationResult
@@ -93,20 +94,7 @@ def _check_package(setting: str, value: str, package: str) -> None:
 
 
 def _import_custom_sink(path: str) -> SinkFactory:
-    module_name, _, name = path.partition(":")
-    try:
-        factory: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            factory = getattr(factory, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f'metrics.custom_sink = "{path}" cannot be imported: {error}; write it as module:attribute, with the module'
-            " next to the recipe, in the current folder or on PYTHONPATH"
-        ) from error
-    if not callable(factory):
-        raise ConfigError(
-            f'metrics.custom_sink = "{path}" is a {type(factory).__name__}; it must be callable and return a sink'
-        )
+    factory = import_object(path, f'metrics.custom_sink = "{path}"', "callable and return a sink")
 
     def open_sink(run_info: RunInfo) -> Sink:
         sink: Sink = factory(run_info.folder, run_info.settings)

@@ -3,7 +3,6 @@
 Checks see a target only through its loss and the gradient with respect to `batch.logprobs`, computed in float64.
 """
 
-import importlib
 import inspect
 import math
 import traceback
@@ -15,11 +14,13 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 from torch import Tensor
 
+from keel.common.extras import import_object
 from keel.config import load_settings
-from keel.errors import KeelError
+from keel.errors import ConfigError, KeelError
 from keel.objectives import PRESETS, Composition
 from keel.signal import Objective, TokenBatch, objective
 from keel.signal.audit.declaration import Declaration, declaration_of, revise
+from keel.signal.function_objective import LossFunctionError, dropped_masks, loss_of
 
 NUMBERS = (0.0, 1e-6, 1e-3, 0.05, 0.5, 1.0, 2.0, 8.0, 1e3, 1e6)
 """Values tried for a numeric option, to see whether it has an effect."""
@@ -134,14 +135,11 @@ class Target:
             result = self.call(inputs, **options)
         except Exception as error:
             raise LossError(error, self.call, batch) from error
-        loss = getattr(result, "loss", result)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TargetError(f"{self.name} returned {_describe(loss)}; a loss must be a tensor with one element")
-        return loss
-
-
-def _describe(value: Any) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        try:
+            dropped_masks(result, len(batch), self.name)
+            return loss_of(result, self.name)
+        except LossFunctionError as error:
+            raise TargetError(str(error)) from None
 
 
 def find_target(
@@ -194,20 +192,15 @@ def load_objective(source: str | Objective | Composition, parameters: dict[str, 
 
 
 def _load(source: str, parameters: dict[str, Any]) -> Objective | Callable[..., Any]:
-    module_name, colon, name = source.partition(":")
-    if not colon or source.endswith(".toml"):
+    if ":" not in source or source.endswith(".toml"):
         return load_objective(source, parameters)
     if parameters:
         raise TargetError("parameters can only be given with the name of a preset, not with a function")
     try:
-        function: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            function = getattr(function, part)
-    except Exception as error:  # importing a user's module may raise anything
-        raise TargetError(f"{source} cannot be loaded: {type(error).__name__}: {error}") from error
-    if not callable(function):
-        raise TargetError(f"{source} is a {type(function).__name__}; it must be a function from a TokenBatch to a loss")
-    return function  # type: ignore[no-any-return]
+        function: Callable[..., Any] = import_object(source, source, "a function from a TokenBatch to a loss")
+    except ConfigError as error:
+        raise TargetError(f"the target cannot be loaded: {error}") from error
+    return function
 
 
 def _configured(preset: Objective) -> Callable[..., Any]:

@@ -219,7 +219,7 @@ def test_a_run_that_lacks_a_package_leaves_no_folder(
     [
         ("no_such_module:Sink", "cannot be imported: No module named 'no_such_module'"),
         (f"{__name__}:Missing", "cannot be imported: module .* has no attribute 'Missing'"),
-        (f"{__name__}:NOT_CALLABLE", "is a int; it must be callable and return a sink"),
+        (f"{__name__}:NOT_CALLABLE", "is a int, not a class or function; it must be callable and return a sink"),
     ],
 )
 def test_a_custom_sink_that_cannot_be_imported_is_an_error(path: str, message: str) -> None:

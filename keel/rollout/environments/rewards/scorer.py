@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keel.common.extras import missing_dependency
+from keel.common.extras import import_object, missing_dependency
 from keel.common.settings import suggest_name
 from keel.common.tasks import gather_or_cancel
 from keel.config.dataset import RewardSettings, RewardTotal
@@ -157,25 +157,14 @@ def _find_function(settings: RewardSettings) -> RewardFunction:
     if name in BUILTIN:
         _make_builtin(settings)
         return RewardFunction(f"{BUILTIN[name]}:{name}", settings.options)
-    module_name, _, attribute = name.partition(":")
-    if not attribute:
+    if not name.partition(":")[2]:
         raise ConfigError(
             f'rewards: "{name}" is not a built-in reward; {suggest_name(name, list(BUILTIN))} (your own function:'
             ' "module:function")'
         )
     if settings.options:
         raise ConfigError(f'reward "{name}": options are for built-in rewards')
-    try:
-        function: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            function = getattr(function, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f'reward "{name}" cannot be imported: {error}; put the module next to the recipe, in the current folder or'
-            " on PYTHONPATH"
-        ) from error
-    if not callable(function):
-        raise ConfigError(f'reward "{name}" is a {type(function).__name__}, not a function')
+    import_object(name, f'reward "{name}"')
     return RewardFunction(name)
 
 
