@@ -90,6 +90,14 @@ class EpisodeLimits(Settings):
     """Maximum wall-clock seconds of one episode."""
 
 
+class CurriculumSettings(Settings):
+    """The order of an environment's tasks. `curriculum = "given"` is short for `curriculum = {order = "given"}`."""
+
+    order: Literal["epoch", "given"] = "epoch"
+    """How tasks are drawn. epoch: every task once before any repeats, shuffled anew by the run's seed in each epoch;
+    given: the same in the order of the data set or environment."""
+
+
 class EnvironmentSettings(Settings):
     """One environment of a run."""
 
@@ -107,6 +115,10 @@ class EnvironmentSettings(Settings):
     """The run stops when a reward function failed in more than this fraction of its calls, after its first 20."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the groups, relative to the other environments of the run."""
+    group_size: Count | None = None
+    """Rollouts in a group of this environment. Defaults to scheduler.group_size."""
+    curriculum: CurriculumSettings = CurriculumSettings()
+    """The order in which tasks are drawn."""
     sampling: Sampling | None = None
     """How completions are sampled in this environment. Defaults to the run's `sampling` table."""
     limits: EpisodeLimits = EpisodeLimits()
@@ -120,6 +132,8 @@ class EnvironmentSettings(Settings):
         values = dict(values)
         if isinstance(values.get("dataset"), str):
             values["dataset"] = {"path": values["dataset"]}
+        if isinstance(values.get("curriculum"), str):
+            values["curriculum"] = {"order": values["curriculum"]}
         if isinstance(values.get("rewards"), str):
             values["rewards"] = [values["rewards"]]
         if isinstance(values.get("rewards"), list | tuple):
@@ -158,7 +172,7 @@ class SchedulerSettings(Settings):
     groups_per_step: Count = 8
     """Groups in a batch."""
     group_size: Count = 8
-    """Rollouts in a group."""
+    """Rollouts in a group, where an environment does not set its own."""
     max_in_flight: Count = 128
     """Maximum number of rollouts in flight."""
     max_error_reschedule_attempts: NonNegative | None = 3

@@ -410,7 +410,7 @@ class TrainingRun:
         store = None if self.synchronous else self.ledger
         vocabulary = self.trainer.model.head.out_features
         episodes = EpisodeRunner(self.environments, engine.engine, self.renderer, self.settings.seed, store, vocabulary)
-        sources = [environment.task_source(name) for name, environment in self.environments.items()]
+        sources = [environment.task_source(name, self.settings.seed) for name, environment in self.environments.items()]
         settings, state = self.settings.scheduler, self.ledger.state()
         if settings.rollout_timeout is None:
             settings = settings.model_copy(update={"rollout_timeout": self._max_episode_seconds + OVERRUN_GRACE})

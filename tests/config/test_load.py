@@ -634,3 +634,10 @@ def test_every_setting_has_a_description() -> None:
 def test_every_error_is_a_keel_error_and_a_value_error() -> None:
     assert issubclass(ConfigError, KeelError)
     assert issubclass(KeelError, ValueError)
+
+
+def test_min_group_size_is_checked_against_the_group_size_of_every_environment() -> None:
+    overrides = ["--scheduler.min_group_size=3", "--environments.arithmetic.group_size=3"]
+    load_settings(None, overrides)
+    message = error_message(None, *overrides, "--environments.count_letters.group_size=2")
+    assert "scheduler.min_group_size = 3 must not be above environments.count_letters.group_size = 2" in message

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from keel.errors import KeelError
+from keel.rollout.environments.builtin import LargerNumber
 from tests.support.tiny_runs import Lives, resume, train
 
 SYNCHRONOUS = {"scheduler__max_off_policy_steps": 0}
@@ -151,3 +152,37 @@ def test_rollouts_that_finished_before_an_interruption_are_used(tmp_path: Path) 
         )
     assert len(finished & used) >= len(finished) / 2
     assert_accounted_for(folder)
+
+
+def task_ids(folder: Path) -> list[str]:
+    """Return the tasks of a run in the order in which their groups were started."""
+    with sqlite3.connect(folder / "run.db") as db:
+        rows = dict(db.execute('SELECT "group", task_id FROM rollouts').fetchall())
+    return [rows[group] for group in sorted(rows, key=lambda group: int(group.rpartition("#")[2]))]
+
+
+@pytest.mark.model
+def test_the_order_of_tasks_depends_on_the_seed_and_continues_after_a_stop(uninterrupted: Path, tmp_path: Path) -> None:
+    settings = {**SYNCHRONOUS, "evaluation__when": "never"}
+    train(tmp_path / "stopped", stop_after=2, **settings)
+    resume(tmp_path / "stopped")
+    train(tmp_path / "other", seed=1, **settings)
+    train(tmp_path / "given", **settings, environments__larger_number__curriculum="given")
+    given = [task.id for task in LargerNumber(shots=0, digits=1).tasks("train")]
+    orders = {name: task_ids(tmp_path / name) for name in ("stopped", "other", "given")}
+    assert orders["given"] == given[:24]
+    assert task_ids(uninterrupted) == orders["stopped"] != orders["given"]
+    assert orders["other"] not in (orders["stopped"], orders["given"])
+    assert set(orders["other"]) <= set(given)
+
+
+@pytest.mark.model
+def test_a_run_of_an_older_version_is_not_resumed_in_another_order(tmp_path: Path) -> None:
+    train(tmp_path / "run", stop_after=1, **SYNCHRONOUS)
+    with sqlite3.connect(tmp_path / "run" / "run.db") as db:
+        state = json.loads(db.execute("SELECT value FROM meta WHERE key = 'state'").fetchone()[0])
+        state["scheduler"]["format"] = 2
+        db.execute("UPDATE meta SET value = ? WHERE key = 'state'", (json.dumps(state),))
+        db.execute("DELETE FROM meta WHERE key = 'state_hash'")
+    with pytest.raises(KeelError, match="the scheduler snapshot has format 2, and this version of Keel reads 3"):
+        resume(tmp_path / "run")

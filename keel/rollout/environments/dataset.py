@@ -229,10 +229,7 @@ def split_indices(
         # the hash of a prompt is uniform, so a threshold selects the fraction
         in_training = rows.hashes >= np.uint64(settings.eval_fraction * 2**64)
         held_out = DatasetTasks(rows, np.flatnonzero(~in_training))
-    indices = np.flatnonzero(in_training)
-    if settings.shuffle:
-        indices = np.random.default_rng(settings.seed).permutation(indices)
-    return DatasetTasks(rows, indices), held_out, overlap
+    return DatasetTasks(rows, np.flatnonzero(in_training)), held_out, overlap
 
 
 def _compile_template(template: str | None) -> Callable[[Mapping[str, Any]], str] | None:

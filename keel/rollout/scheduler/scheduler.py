@@ -44,6 +44,8 @@ immediately would otherwise keep a core busy. The first retry is not delayed."""
 class Scheduler:
     """Cuts batches of `settings.groups_per_step` groups with `settings.group_size` rollouts each.
 
+    A source may have its own group size; a batch then has as many groups, of different sizes.
+
     Invariant: every dispatched rollout, named by (group, member, attempt), is emitted exactly once, whatever fails and
     in whatever order: as a member of a group in `RolloutBatch.groups`, or as a `DroppedRollout` with a reason in
     `RolloutBatch.dropped` (or from `drain_dropped` or `close`). A restart returns to a snapshot and undoes what
@@ -92,7 +94,6 @@ class Scheduler:
         self._new_slots: list[RolloutSlot] = []
         """Slots of the newest group that were never dispatched, in reverse order."""
         self._is_zero_variance = is_zero_variance
-        self._min_valid = settings.min_group_size or settings.group_size
         self._next_group_number = 0
         self._trainer_version = 0
         self._engine_version: int | None = None
@@ -181,7 +182,7 @@ class Scheduler:
             "empty_batches": self._accounts.empty_batches,
             "reasons": dict(self._accounts.reasons),
             "counts": dict(self._accounts.counts),
-            "positions": dict(self._task_sampler.positions),
+            "tasks": self._task_sampler.state(),
             **dump_state(self._group_queue, self._accounts.dropped),
         }
 
@@ -335,7 +336,7 @@ class Scheduler:
             if drawn is None:
                 self._group_queue.invalidate()
                 return False
-            size = self.settings.group_size
+            size = drawn.group_size or self.settings.group_size
             group = PendingGroup(
                 self._next_group_number, drawn.environment, drawn.task_index, drawn.task, size, self._trainer_version
             )
@@ -406,7 +407,8 @@ class Scheduler:
             self._schedule_retry(slot)
             return
         slot.finish(rollout, kind, error)
-        if len(group.slots) - group.failed < min(self._min_valid, len(group.slots)):
+        size = len(group.slots)
+        if size - group.failed < min(self.settings.min_group_size or size, size):
             self._accounts.counts["groups_dropped"] += 1
             self._drop_group(group, "group_dropped")
             group.clear("dropped")

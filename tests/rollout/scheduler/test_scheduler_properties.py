@@ -90,6 +90,8 @@ class SimulatedRun:
     seed: int
     steps: int = 8
     tasks: int | None = None
+    group_sizes: dict[str, int] = field(default_factory=dict)
+    """Group sizes of environments that do not have the one of the settings."""
     crashes: bool = True
     log: EmissionLog = field(default_factory=EmissionLog)
     saved: SavedState | None = None
@@ -105,7 +107,7 @@ class SimulatedRun:
 
     def _start(self) -> Scheduler:
         self.engine = FaultyRunner(self.seed, self.rng.random(), self.faults)
-        sources = task_sources(1.0, 2.5, tasks=self.tasks)
+        sources = task_sources(1.0, 2.5, tasks=self.tasks, group_sizes=self.group_sizes)
         if self.saved is None:
             self.log, self.before = EmissionLog(), []
             return Scheduler(self._store, sources, self.settings, is_zero_variance=self._is_zero_variance)
@@ -188,11 +190,11 @@ class SimulatedRun:
 
     def _check(self, scheduler: Scheduler, groups: list, version: int, running: int) -> None:
         chosen = self.settings
-        needed = chosen.min_group_size or chosen.group_size
         assert len(groups) <= chosen.groups_per_step
         for group in groups:
-            assert len(group.members) == chosen.group_size
-            assert len(group.rollouts) >= needed
+            size = self.group_sizes.get(group.environment, chosen.group_size)
+            assert len(group.members) == size
+            assert len(group.rollouts) >= min(chosen.min_group_size or size, size)
             assert all(rollout.error_kind is None for rollout in group.rollouts)
             oldest = min(rollout.oldest_version for rollout in group.rollouts)
             assert version - oldest <= chosen.max_off_policy_steps, "stale"
@@ -202,7 +204,8 @@ class SimulatedRun:
         if not scheduler.status().abandoned:
             assert self.engine.running <= chosen.max_in_flight
         limit = (chosen.max_off_policy_steps + 1) * chosen.groups_per_step
-        assert held_objects(scheduler) <= limit * (1 + chosen.group_size) + chosen.max_in_flight + 60
+        largest = max(chosen.group_size, *self.group_sizes.values(), 1)
+        assert held_objects(scheduler) <= limit * (1 + largest) + chosen.max_in_flight + 60
 
     def _check_refill(self, batch: RolloutBatch) -> None:
         """Assert that no batch is refilled beyond its limit, and that it is refilled up to it."""
@@ -244,11 +247,17 @@ def check_window(log: EmissionLog, chosen: SchedulerSettings) -> None:
 
 @pytest.mark.fuzz
 @settings(max_examples=2000)
-@given(scheduler_settings(), faults, st.integers(0, 2**32), st.sampled_from([None, None, 7]))
+@given(
+    scheduler_settings(),
+    faults,
+    st.integers(0, 2**32),
+    st.sampled_from([None, None, 7]),
+    st.dictionaries(st.sampled_from("ab"), st.integers(1, 5)),
+)
 def test_every_rollout_is_emitted_exactly_once(
-    chosen: SchedulerSettings, faults: Faults, seed: int, tasks: int | None
+    chosen: SchedulerSettings, faults: Faults, seed: int, tasks: int | None, group_sizes: dict[str, int]
 ) -> None:
-    SimulatedRun(chosen, faults, seed, tasks=tasks).run()
+    SimulatedRun(chosen, faults, seed, tasks=tasks, group_sizes=group_sizes).run()
 
 
 @dataclass
@@ -448,7 +457,7 @@ def test_task_order_is_unchanged_by_a_restart(weights: list[float], after: int, 
     task_indices: dict[str, set[int]] = defaultdict(set)
     for draw in filter(None, drawn[-5:]):
         task_indices[draw.environment].add(draw.task_index)
-    tasks = second.resume(json.loads(json.dumps(first.positions)), task_indices)
+    tasks = second.resume(json.loads(json.dumps(first.state())), task_indices)
     assert tasks == {(draw.environment, draw.task_index): draw.task for draw in filter(None, drawn[-5:])}
     assert drawn + [second.next_task() for _ in range(20)] == expected
 
