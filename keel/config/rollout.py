@@ -91,11 +91,60 @@ class EpisodeLimits(Settings):
 
 
 class CurriculumSettings(Settings):
-    """The order of an environment's tasks. `curriculum = "given"` is short for `curriculum = {order = "given"}`."""
+    """Which tasks of an environment are drawn. `curriculum = "uniform"` is short for `{order = "uniform"}`.
 
-    order: Literal["epoch", "given"] = "epoch"
+    The pass rate of a task is a moving average over its groups; it is measured with every order. See
+    docs/curriculum.md.
+    """
+
+    order: Literal["epoch", "given", "uniform", "difficulty"] = "epoch"
     """How tasks are drawn. epoch: every task once before any repeats, shuffled anew by the run's seed in each epoch;
-    given: the same in the order of the data set or environment."""
+    given: the same in the order of the data set or environment; uniform: at random, each with the same probability;
+    difficulty: at random, mostly tasks whose pass rate is in `band` or not known yet."""
+    pass_threshold: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """A rollout passes if its reward is at least this value."""
+    smoothing: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Weight of the newest group in the moving average of a task's pass rate. 1 means the last group alone."""
+    band: tuple[Fraction, Fraction] | None = None
+    """Lowest and highest pass rate of the tasks that order = "difficulty" prefers. Defaults to [0.2, 0.8]."""
+    floor: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Fraction of the draws of order = "difficulty" that are uniform over all tasks that are not retired. Each of n
+    tasks is therefore drawn with a probability of at least floor / n. Defaults to 0.2."""
+    retire_after: Count | None = None
+    """Retire a task when every rollout passed in this many of its groups in a row. By default no task is retired."""
+    retest_after: Count | None = None
+    """Steps after which a retired task may be drawn again. If every rollout passes, it is retired again. Defaults to
+    100."""
+
+    @property
+    def target_band(self) -> tuple[float, float]:
+        return self.band or (0.2, 0.8)
+
+    @property
+    def uniform_fraction(self) -> float:
+        """The fraction of draws that are uniform over all tasks that are not retired."""
+        return (self.floor or 0.2) if self.order == "difficulty" else 1.0
+
+    @property
+    def retest_steps(self) -> int:
+        return self.retest_after or 100
+
+    @model_validator(mode="after")
+    def _check_options_have_effect(self) -> Self:
+        for name in ("band", "floor"):
+            value = getattr(self, name)
+            if value is not None and self.order != "difficulty":
+                raise setting_error(
+                    f'{{{name}}} has no effect with {{order}}; set order = "difficulty", or remove it',
+                    {name: list(value) if isinstance(value, tuple) else value, "order": self.order},
+                )
+        if self.retest_after is not None and self.retire_after is None:
+            raise setting_error(
+                "{retest_after} has no effect without retire_after: no task is retired", retest_after=self.retest_after
+            )
+        if self.band is not None and self.band[0] > self.band[1]:
+            raise setting_error("{band} must be a lower and a higher pass rate", band=list(self.band))
+        return self
 
 
 class EnvironmentSettings(Settings):

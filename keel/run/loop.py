@@ -28,6 +28,7 @@ from keel.rollout.policy_client import derive_seed
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.scheduler.accounts import NothingToTrain, RolloutBatch, RolloutFailures, TasksExhausted
 from keel.rollout.scheduler.scheduler import Scheduler
+from keel.rollout.scheduler.task_sources import TaskChanges
 from keel.run import records, scoring
 from keel.run.engine_factory import PublishingEngine, open_engine
 from keel.run.evaluate import EvaluationResult, evaluate
@@ -167,7 +168,10 @@ class TrainingRun:
             self.callback.notice(str(abandoned))
             return
         self.folder.sampled = True
-        scheduler_state = scheduler.snapshot()  # of everything outside the batch
+        scheduler_state, tasks = (
+            scheduler.snapshot(),
+            scheduler.drain_task_changes(),
+        )  # before the next batch is sampled
         sampled = time.monotonic()
         rows = scoring.score_batch(batch, self.settings.advantages, self._moving_baseline)
         if engine.snapshotting:
@@ -176,7 +180,7 @@ class TrainingRun:
         trained = time.monotonic()
         times = {"sampling_seconds": sampled - start, "training_seconds": trained - sampled}
         times["publishing_seconds"] = engine.seconds  # of the last publication, until it was live
-        metrics = await asyncio.to_thread(self._commit_step, batch, rows, report, scheduler_state, times, start)
+        metrics = await asyncio.to_thread(self._commit_step, batch, rows, report, scheduler_state, tasks, times, start)
         self.callback.step(self.step, metrics)
         if warning := scoring.mismatch_warning(metrics):
             if self._mismatch_count % scoring.WARN_EVERY == 0:
@@ -211,7 +215,12 @@ class TrainingRun:
             )
         except NothingToTrain as halt:
             rows = scoring.dropped_rows(halt.batch.dropped)
-            self.ledger.write_dropped(self.step, scoring.outcomes(rows), self._resume_state(scheduler.snapshot()))
+            self.ledger.write_dropped(
+                self.step,
+                scoring.outcomes(rows),
+                self._resume_state(scheduler.snapshot()),
+                scheduler.drain_task_changes().records,
+            )
             raise
         finally:
             self._show_failures(scheduler.failures)
@@ -280,6 +289,7 @@ class TrainingRun:
         rows: list[SampleRecord],
         report: StepReport | None,
         scheduler_state: Mapping[str, Any],
+        tasks: TaskChanges,
         timings: Mapping[str, float],
         start_time: float,
     ) -> dict[str, float]:
@@ -289,6 +299,7 @@ class TrainingRun:
         metrics = report.scalars() if report is not None else {}
         metrics |= (
             scoring.batch_metrics(batch, rows, self.version)
+            | tasks.metrics
             | dict(timings)
             | {"seconds": time.monotonic() - start_time}
         )
@@ -303,6 +314,7 @@ class TrainingRun:
             outcomes=scoring.outcomes(rows),
             state=self._resume_state(scheduler_state),
             record_hash=hash_file(record),
+            tasks=tasks.records,
         )
         self.step, self.version = step, version
         return metrics
@@ -424,6 +436,7 @@ class TrainingRun:
                 sources,
                 settings,
                 lookup=episodes.load_finished,
+                task_records=self.ledger.task_records(),
                 is_zero_variance=is_zero_variance,
             )
             if self._moving_baseline is not None:

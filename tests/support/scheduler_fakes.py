@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from keel.config import CurriculumSettings
 from keel.rollout.scheduler.accounts import RolloutBatch
 from keel.rollout.scheduler.groups import DroppedRollout, RolloutRequest
 from keel.rollout.scheduler.scheduler import Scheduler
@@ -183,7 +184,10 @@ class EmissionLog:
 
 
 def task_sources(
-    *weights: float, tasks: int | None = None, group_sizes: Mapping[str, int] | None = None
+    *weights: float,
+    tasks: int | None = None,
+    group_sizes: Mapping[str, int] | None = None,
+    curriculum: CurriculumSettings | None = None,
 ) -> list[TaskSource]:
     """Return sources for environments a, b, ... with these weights; with `tasks`, each has that many, used once."""
     task_sources = []
@@ -195,6 +199,7 @@ def task_sources(
                 iter(tasks_of_source) if tasks else tasks_of_source,
                 weight,
                 group_size=(group_sizes or {}).get(letter),
+                curriculum=curriculum or CurriculumSettings(order="given"),
             )
         )
     return task_sources

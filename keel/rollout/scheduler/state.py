@@ -10,6 +10,7 @@ from typing import Any
 
 from keel.errors import KeelError
 from keel.rollout.scheduler.groups import DroppedRollout, PendingGroup, RolloutLike
+from keel.rollout.scheduler.pass_rates import TaskRecord
 from keel.rollout.scheduler.task_sources import TaskSampler
 
 RolloutLookup = Callable[[str, int, int], RolloutLike | None]
@@ -46,7 +47,10 @@ def dump_state(groups: Iterable[PendingGroup], dropped: Iterable[DroppedRollout]
 
 
 def load_state(
-    snapshot: Mapping[str, Any], task_sampler: TaskSampler, lookup: RolloutLookup | None
+    snapshot: Mapping[str, Any],
+    task_sampler: TaskSampler,
+    lookup: RolloutLookup | None,
+    task_records: Iterable[TaskRecord] = (),
 ) -> tuple[list[PendingGroup], list[DroppedRollout]]:
     """Return the queued groups and the dropped rollouts that were not emitted yet.
 
@@ -61,7 +65,7 @@ def load_state(
     task_indices: dict[str, set[int]] = {}
     for saved in snapshot["groups"]:
         task_indices.setdefault(saved["environment"], set()).add(saved["task_index"])
-    tasks = task_sampler.resume(snapshot["tasks"], task_indices)
+    tasks = task_sampler.resume(snapshot["tasks"], task_indices, task_records)
 
     lookup = lookup or (lambda _group, _member, _attempt: None)
     dropped = [

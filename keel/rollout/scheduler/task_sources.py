@@ -1,7 +1,8 @@
 """Task sources: draw tasks from weighted environments by stride scheduling.
 
 The environment of the k-th group depends only on weights and counts, and its task on the order of the environment
-(`task_orders`), so that both are the same regardless of timing and restarts.
+(`task_orders`), so that both are the same after a restart; where the order depends on pass rates (`pass_rates`), on the
+batches cut before the draw too.
 """
 
 import heapq
@@ -11,7 +12,12 @@ from typing import Any, NamedTuple
 
 from keel.config.rollout import CurriculumSettings
 from keel.errors import KeelError
+from keel.rollout.scheduler.groups import PendingGroup
+from keel.rollout.scheduler.pass_rates import PassRates, TaskRecord
 from keel.rollout.scheduler.task_orders import make_order
+
+NUM_CHECKED_IDS = 16
+"""Tasks whose ids are compared after a restart; reading all of a large data set would take long."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +58,20 @@ class DrawnTask(NamedTuple):
     """The group size of the environment, if it has its own."""
 
 
+class TaskChanges(NamedTuple):
+    """What a batch changed about the tasks, to be saved with it."""
+
+    records: list[TaskRecord]
+    metrics: dict[str, float]
+
+
 class RepeatedTasks:
     """Draws from a sequence of tasks, indefinitely."""
 
     def __init__(self, source: TaskSource, tasks: Sequence[Any]) -> None:
         self._environment, self._tasks = source.environment, tasks
-        self._order = make_order(source.curriculum, len(tasks), source.seed, source.environment)
+        self.rates = PassRates(source.environment, len(tasks), source.curriculum)
+        self._order = make_order(source.curriculum, self.rates, source.seed)
 
     def draw(self) -> tuple[int, Any] | None:
         """Return the next task and its index; None if there is none left."""
@@ -77,6 +91,17 @@ class RepeatedTasks:
             )
         self._order.cursor = state["cursor"]
         return {index: self._tasks[index] for index in indices}
+
+    def restore_rates(self, step: int, records: list[TaskRecord]) -> None:
+        """Continue with the pass rates of earlier steps; compare the ids of the tasks sampled last."""
+        for record in sorted(records, key=lambda record: -record.last_step)[:NUM_CHECKED_IDS]:
+            task_id = self._tasks[record.task_index].id if record.task_index < len(self._tasks) else "missing"
+            if task_id != record.task_id:
+                raise KeelError(
+                    f"task {record.task_index} of environment {self._environment} is {task_id}, but was"
+                    f" {record.task_id} in an earlier step; resume with the same tasks in the same order"
+                )
+        self.rates.restore(step, records)
 
 
 class IteratedTasks:
@@ -127,6 +152,10 @@ class TaskSampler:
             )
             for source in listed
         }
+        self._rates = {name: tasks.rates for name, tasks in self._tasks.items() if isinstance(tasks, RepeatedTasks)}
+        self._replaced: list[tuple[str, int, str, list[float]]] = []
+        """Groups that count in the next batch: environment, index and id of the task, and rewards."""
+        self._step = 0
         self._num_drawn = dict.fromkeys(self._sources, 0)
         self._stride_heap = [(0.0, index, source) for index, source in enumerate(listed)]
 
@@ -148,18 +177,66 @@ class TaskSampler:
             return DrawnTask(name, *drawn, source.group_size)
         return None
 
-    def state(self) -> dict[str, Any]:
-        """Return the state needed to resume, as JSON-serializable data: for each environment, how far it is."""
-        return {name: {"drawn": self._num_drawn[name], **tasks.state()} for name, tasks in self._tasks.items()}
+    # -- pass rates ---------------------------------------------------------------------------------------------------
 
-    def resume(self, state: Mapping[str, Any], task_indices: Mapping[str, set[int]]) -> dict[tuple[str, int], Any]:
+    def record_batch(self, groups: Iterable[PendingGroup]) -> None:
+        """Count the groups of a batch, and those that were replaced for it, in the pass rates of their tasks."""
+        self._step += 1
+        for rates in self._rates.values():
+            rates.begin_step()
+        batch = [(group.environment, group.task_index, group.task_id, _rewards(group)) for group in groups]
+        for environment, task_index, task_id, rewards in (*self._replaced, *batch):
+            if environment in self._rates:
+                self._rates[environment].record_group(task_index, task_id, rewards)
+        for rates in self._rates.values():
+            rates.end_step()
+        self._replaced = []
+
+    def record_replaced(self, group: PendingGroup) -> None:
+        """Count a complete group that takes no place in a batch with the groups of the next batch."""
+        self._replaced.append((group.environment, group.task_index, group.task_id, _rewards(group)))
+
+    def discard_replaced(self) -> None:
+        """Forget the replaced groups: there is no next batch."""
+        self._replaced = []
+
+    def drain_changes(self) -> TaskChanges:
+        """Return the task records that changed since the last call, and the metrics of all tasks."""
+        rates = self._rates.values()
+        return TaskChanges(
+            [record for each in rates for record in each.drain_changes()],
+            {name: value for each in rates for name, value in each.metrics().items()},
+        )
+
+    # -- restarts -----------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the state needed to resume, except the task records, as JSON-serializable data."""
+        return {
+            "step": self._step,
+            "replaced": [list(group) for group in self._replaced],
+            "environments": {
+                name: {"drawn": self._num_drawn[name], **tasks.state()} for name, tasks in self._tasks.items()
+            },
+        }
+
+    def resume(
+        self, state: Mapping[str, Any], task_indices: Mapping[str, set[int]], records: Iterable[TaskRecord] = ()
+    ) -> dict[tuple[str, int], Any]:
         """Continue after this state, and return the tasks with these indices by environment and index."""
-        self._check_environments(state)
+        environments = state["environments"]
+        self._check_environments(environments)
+        self._step, self._replaced = state["step"], [tuple(group) for group in state["replaced"]]
+        by_environment: dict[str, list[TaskRecord]] = {}
+        for record in records:
+            by_environment.setdefault(record.environment, []).append(record)
         found: dict[tuple[str, int], Any] = {}
         for name, tasks in self._tasks.items():
-            resumed = tasks.resume(state[name], task_indices.get(name, set()))
+            resumed = tasks.resume(environments[name], task_indices.get(name, set()))
             found |= {(name, index): task for index, task in resumed.items()}
-            self._num_drawn[name] = state[name]["drawn"]
+            self._num_drawn[name] = environments[name]["drawn"]
+            if isinstance(tasks, RepeatedTasks):
+                tasks.restore_rates(self._step, by_environment.get(name, []))
         self._stride_heap = [
             (self._num_drawn[name] / source.weight, index, source)
             for index, (name, source) in enumerate(self._sources.items())
@@ -173,3 +250,9 @@ class TaskSampler:
                 f"the scheduler snapshot has environments {sorted(state)}, but the run has {sorted(self._sources)};"
                 " resume with the same ones"
             )
+
+
+def _rewards(group: PendingGroup) -> list[float]:
+    """Return the rewards of the valid rollouts of a group; none if it was dropped."""
+    rewards = (getattr(slot.rollout, "reward", None) for slot in group.slots if slot.reason is None)
+    return [float(reward) for reward in rewards if reward is not None]
