@@ -90,6 +90,22 @@ OTHER_SYSTEMS: tuple[tuple[str, str, str], ...] = (
         "one table per environment",
         "env.id custom_rm_path rm_type reward_funcs environment_ids",
     ),
+    (
+        "environments.NAME.curriculum.order",
+        '"given" keeps the order of the file',
+        "shuffle shuffle_dataset rollout_shuffle data.sampler curriculum.sampler",
+    ),
+    (
+        "environments.NAME.curriculum.band",
+        'with environments.NAME.curriculum.order = "difficulty"',
+        "easy_threshold hard_threshold buffer.easy_threshold buffer.hard_threshold",
+    ),
+    (
+        "environments.NAME.curriculum.floor",
+        'with environments.NAME.curriculum.order = "difficulty"',
+        "easy_fraction hard_fraction",
+    ),
+    ("seed", "it decides the order of the tasks too", "data_seed dataset.seed rollout_seed"),
     ("environments.NAME.options", "", "args env_args environment_args env_kwargs"),
     (
         "environments.NAME.limits.max_sequence_tokens",

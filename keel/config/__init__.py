@@ -7,6 +7,7 @@ from keel.config.engine import EngineSettings, PoolSettings, PublishSettings
 from keel.config.launch import LaunchSettings
 from keel.config.load import LoadedSettings, load_settings
 from keel.config.rollout import (
+    CurriculumSettings,
     EnvironmentSettings,
     EpisodeLimits,
     RendererSettings,
@@ -27,6 +28,7 @@ from keel.config.trainer import (
 __all__ = [
     "AdvantageSettings",
     "CheckpointSettings",
+    "CurriculumSettings",
     "EngineSettings",
     "EnvironmentSettings",
     "EpisodeLimits",

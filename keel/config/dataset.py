@@ -34,10 +34,6 @@ class DatasetSettings(Settings):
     """Jinja template of the user message, with the columns of the row as variables, instead of the column `prompt`."""
     few_shot: Annotated[int, Field(ge=0)] = 0
     """Number of rows, the first usable ones, shown before every prompt with their answers. They are not tasks."""
-    shuffle: bool = True
-    """Shuffle the training rows by `seed`."""
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the shuffling."""
     max_invalid_fraction: Fraction = 0.0
     """Highest fraction of unusable rows (missing column, empty prompt, repeated id) with which a run starts."""
 

@@ -90,6 +90,63 @@ class EpisodeLimits(Settings):
     """Maximum wall-clock seconds of one episode."""
 
 
+class CurriculumSettings(Settings):
+    """Which tasks of an environment are drawn. `curriculum = "uniform"` is short for `{order = "uniform"}`.
+
+    The pass rate of a task is a moving average over its groups; it is measured with every order. See
+    docs/curriculum.md.
+    """
+
+    order: Literal["epoch", "given", "uniform", "difficulty"] = "epoch"
+    """How tasks are drawn. epoch: every task once before any repeats, shuffled anew by the run's seed in each epoch;
+    given: the same in the order of the data set or environment; uniform: at random, each with the same probability;
+    difficulty: at random, mostly tasks whose pass rate is in `band` or not known yet."""
+    pass_threshold: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """A rollout passes if its reward is at least this value."""
+    smoothing: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Weight of the newest group in the moving average of a task's pass rate. 1 means the last group alone."""
+    band: tuple[Fraction, Fraction] | None = None
+    """Lowest and highest pass rate of the tasks that order = "difficulty" prefers. Defaults to [0.2, 0.8]."""
+    floor: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Fraction of the draws of order = "difficulty" that are uniform over all tasks that are not retired. Each of n
+    tasks is therefore drawn with a probability of at least floor / n. Defaults to 0.2."""
+    retire_after: Count | None = None
+    """Retire a task when every rollout passed in this many of its groups in a row. By default no task is retired."""
+    retest_after: Count | None = None
+    """Steps after which a retired task may be drawn again. If every rollout passes, it is retired again. Defaults to
+    100."""
+
+    @property
+    def target_band(self) -> tuple[float, float]:
+        return self.band or (0.2, 0.8)
+
+    @property
+    def uniform_fraction(self) -> float:
+        """The fraction of draws that are uniform over all tasks that are not retired."""
+        return (self.floor or 0.2) if self.order == "difficulty" else 1.0
+
+    @property
+    def retest_steps(self) -> int:
+        return self.retest_after or 100
+
+    @model_validator(mode="after")
+    def _check_options_have_effect(self) -> Self:
+        for name in ("band", "floor"):
+            value = getattr(self, name)
+            if value is not None and self.order != "difficulty":
+                raise setting_error(
+                    f'{{{name}}} has no effect with {{order}}; set order = "difficulty", or remove it',
+                    {name: list(value) if isinstance(value, tuple) else value, "order": self.order},
+                )
+        if self.retest_after is not None and self.retire_after is None:
+            raise setting_error(
+                "{retest_after} has no effect without retire_after: no task is retired", retest_after=self.retest_after
+            )
+        if self.band is not None and self.band[0] > self.band[1]:
+            raise setting_error("{band} must be a lower and a higher pass rate", band=list(self.band))
+        return self
+
+
 class EnvironmentSettings(Settings):
     """One environment of a run."""
 
@@ -107,6 +164,10 @@ class EnvironmentSettings(Settings):
     """The run stops when a reward function failed in more than this fraction of its calls, after its first 20."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the groups, relative to the other environments of the run."""
+    group_size: Count | None = None
+    """Rollouts in a group of this environment. Defaults to scheduler.group_size."""
+    curriculum: CurriculumSettings = CurriculumSettings()
+    """The order in which tasks are drawn."""
     sampling: Sampling | None = None
     """How completions are sampled in this environment. Defaults to the run's `sampling` table."""
     limits: EpisodeLimits = EpisodeLimits()
@@ -120,6 +181,8 @@ class EnvironmentSettings(Settings):
         values = dict(values)
         if isinstance(values.get("dataset"), str):
             values["dataset"] = {"path": values["dataset"]}
+        if isinstance(values.get("curriculum"), str):
+            values["curriculum"] = {"order": values["curriculum"]}
         if isinstance(values.get("rewards"), str):
             values["rewards"] = [values["rewards"]]
         if isinstance(values.get("rewards"), list | tuple):
@@ -158,7 +221,7 @@ class SchedulerSettings(Settings):
     groups_per_step: Count = 8
     """Groups in a batch."""
     group_size: Count = 8
-    """Rollouts in a group."""
+    """Rollouts in a group, where an environment does not set its own."""
     max_in_flight: Count = 128
     """Maximum number of rollouts in flight."""
     max_error_reschedule_attempts: NonNegative | None = 3

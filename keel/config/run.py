@@ -196,6 +196,7 @@ class RunSettings(Settings):
                     "scheduler.max_off_policy_steps": self.scheduler.max_off_policy_steps,
                 },
             )
+        self._check_group_sizes()
         for name, environment in self.environments.items():
             if environment.limits.max_sequence_tokens > self.trainer.max_tokens_per_micro_batch:
                 setting = f"environments.{name}.limits.max_sequence_tokens"
@@ -221,6 +222,31 @@ class RunSettings(Settings):
                 "{teacher.name} has no effect: the objective reads no teacher", {"teacher.name": self.teacher.name}
             )
         return self
+
+    def group_size(self, environment: EnvironmentSettings) -> int:
+        """Return the number of rollouts in a group of an environment."""
+        return environment.group_size or self.scheduler.group_size
+
+    @property
+    def mean_group_size(self) -> float:
+        """Mean number of rollouts in a group, over the environments by their share of the groups."""
+        weights = [environment.weight for environment in self.environments.values()]
+        sizes = [self.group_size(environment) for environment in self.environments.values()]
+        if not weights:
+            return self.scheduler.group_size
+        return sum(weight * size for weight, size in zip(weights, sizes, strict=True)) / sum(weights)
+
+    def _check_group_sizes(self) -> None:
+        """Raise an error if an environment has smaller groups than the scheduler requires of every group."""
+        smallest = self.scheduler.min_group_size
+        for name, environment in self.environments.items():
+            if smallest is not None and environment.group_size is not None and smallest > environment.group_size:
+                setting = f"environments.{name}.group_size"
+                raise setting_error(
+                    f"{{scheduler.min_group_size}} must not be above {{{setting}}}; lower the first or raise the"
+                    " second",
+                    {"scheduler.min_group_size": smallest, setting: environment.group_size},
+                )
 
     @property
     def max_optimizer_steps(self) -> int:

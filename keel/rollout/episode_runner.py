@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from keel.config import EpisodeLimits, RunSettings, Sampling
+from keel.config import CurriculumSettings, EpisodeLimits, RunSettings, Sampling
 from keel.errors import ConfigError
 from keel.inference.protocol import Engine
 from keel.rollout.environments.environment import Environment, run_episode
@@ -23,16 +23,26 @@ from keel.rollout.scheduler.task_sources import TaskSource
 
 @dataclass(frozen=True)
 class RunEnvironment:
-    """An environment with its sampling settings, limits and weight in this run."""
+    """An environment with its settings in this run."""
 
     environment: Environment
     sampling: Sampling
     limits: EpisodeLimits
     weight: float
+    curriculum: CurriculumSettings
+    group_size: int
 
-    def task_source(self, name: str) -> TaskSource:
+    def task_source(self, name: str, seed: int) -> TaskSource:
+        """Return the tasks to train on, in the order that the run's seed decides."""
         tasks = self.environment.tasks("train")
-        return TaskSource(name, tasks if isinstance(tasks, Sequence) else list(tasks), self.weight)
+        return TaskSource(
+            name,
+            tasks if isinstance(tasks, Sequence) else list(tasks),
+            self.weight,
+            curriculum=self.curriculum,
+            seed=seed,
+            group_size=self.group_size,
+        )
 
 
 def build_environments(settings: RunSettings) -> dict[str, RunEnvironment]:
@@ -44,7 +54,14 @@ def build_environments(settings: RunSettings) -> dict[str, RunEnvironment]:
     if settings.teacher is None and settings.objective.composition.reads("teacher"):
         raise ConfigError("the objective reads a teacher and none is configured: add a table [teacher] with its name")
     environments = {
-        name: RunEnvironment(load_environment(table), table.sampling or settings.sampling, table.limits, table.weight)
+        name: RunEnvironment(
+            load_environment(table),
+            table.sampling or settings.sampling,
+            table.limits,
+            table.weight,
+            table.curriculum,
+            settings.group_size(table),
+        )
         for name, table in settings.environments.items()
     }
     for name, environment in environments.items():

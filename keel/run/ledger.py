@@ -1,10 +1,10 @@
 """The ledger of a run: `run.db`, SQLite with a write-ahead log, with the outcome of every rollout, step by step.
 
 Guarantees. A step is written in one transaction: its metrics, the outcome of every rollout in it, and the state from
-which the run resumes. The key of a rollout (group, member, attempt) is a primary key, so a second outcome cannot be
-written. Finished rollouts that wait for their batch are stored in `finished` until their outcome is known. A checksum
-covers everything a step wrote, and `check` detects any later change (SQLite pages have no checksum). Every disk failure
-is a `StorageError`. One process writes; any number may read concurrently.
+which the run resumes with the pass rates of its tasks. The key of a rollout (group, member, attempt) is a primary key,
+so a second outcome cannot be written. Finished rollouts that wait for their batch are stored in `finished` until their
+outcome is known. A checksum covers everything a step wrote, and `check` detects any later change (SQLite pages have no
+checksum). Every disk failure is a `StorageError`. One process writes; any number may read concurrently.
 """
 
 import hashlib
@@ -16,6 +16,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import reduce
+from operator import xor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +25,7 @@ from keel.common.safe_read import MAX_FILE_BYTES, parse_json
 from keel.common.sample import Sample
 from keel.errors import KeelError, StorageError
 from keel.rollout.rollout import Rollout
+from keel.rollout.scheduler.pass_rates import TaskRecord
 
 FORMAT = 2
 """Format of the tables; raised by a change that an older version could not read."""
@@ -54,6 +57,13 @@ CHECKSUMS_SQL = (
     "CREATE TABLE IF NOT EXISTS checksums (step INTEGER PRIMARY KEY, content TEXT NOT NULL, record_hash TEXT) STRICT"
 )
 """Hashes of what a step wrote in the ledger and of its parquet file. Added to an older ledger when its run resumes."""
+
+TASKS_SQL = """CREATE TABLE IF NOT EXISTS tasks (
+    environment TEXT NOT NULL, task_index INTEGER NOT NULL, task_id TEXT NOT NULL, groups INTEGER NOT NULL,
+    rollouts INTEGER NOT NULL, pass_rate REAL, last_pass_rate REAL, solved_in_a_row INTEGER NOT NULL,
+    state TEXT NOT NULL, last_step INTEGER NOT NULL, PRIMARY KEY (environment, task_index)
+) STRICT, WITHOUT ROWID"""
+"""One `TaskRecord` for every task that was sampled. Added to an older ledger when its run resumes."""
 
 RunStatus = Literal["running", "stopped", "finished", "failed"]
 
@@ -127,6 +137,7 @@ class Ledger:
                     for statement in TABLES_SQL.split(";"):
                         self._db.execute(statement)
                     self._db.execute(CHECKSUMS_SQL)
+                    self._db.execute(TASKS_SQL)
                     self._set_meta("format", str(FORMAT))
         except sqlite3.Error as error:
             raise self._storage_error(error) from error
@@ -146,6 +157,7 @@ class Ledger:
             raise self._storage_error("; ".join(" ".join(str(line).split()) for line in problems))
         with self._transaction():
             self._db.execute(CHECKSUMS_SQL)
+            self._db.execute(TASKS_SQL)
         checksums = self._query("SELECT step, content FROM checksums ORDER BY step")
         for step, content in checksums:
             if self._step_checksum(step) != content:
@@ -153,6 +165,9 @@ class Ledger:
         last = max((step for step, _ in checksums), default=0)
         if self.last_step > last > 0:
             raise self._storage_error(f"step {self.last_step} has no checksum")
+        tasks = self._query("SELECT * FROM tasks")
+        if reduce(xor, map(_task_hash, tasks), 0) != self._tasks_hash:
+            raise self._storage_error("the pass rates of tasks were changed")
         self.state()
 
     # -- metadata -----------------------------------------------------------------------------------------------------
@@ -199,6 +214,7 @@ class Ledger:
         outcomes: Iterable[RolloutOutcome],
         state: Mapping[str, Any],
         record_hash: str | None = None,
+        tasks: Iterable[TaskRecord] = (),
     ) -> None:
         """Write all of a step or nothing; it is on disk on return. `record_hash` is the hash of its parquet file."""
         outcomes = list(outcomes)
@@ -208,13 +224,21 @@ class Ledger:
                 (step, version, int(stepped), time.time(), json.dumps(dict(metrics), allow_nan=False)),
             )
             self._insert_outcomes(step, outcomes)
+            self._set_tasks(tasks)
             self._set_state(state)
             self._write_checksum(step, record_hash)
 
-    def write_dropped(self, step: int, outcomes: Iterable[RolloutOutcome], state: Mapping[str, Any]) -> None:
+    def write_dropped(
+        self,
+        step: int,
+        outcomes: Iterable[RolloutOutcome],
+        state: Mapping[str, Any],
+        tasks: Iterable[TaskRecord] = (),
+    ) -> None:
         """Write the outcomes of rollouts outside a batch: those left when a run ends."""
         with self._transaction(durable=True):
             self._insert_outcomes(step, list(outcomes))
+            self._set_tasks(tasks)
             self._set_state(state)
             self._write_checksum(step, self.record_hash(step))
 
@@ -240,6 +264,10 @@ class Ledger:
             " ORDER BY max(step) DESC, 2 DESC, 1"
         )
         return RolloutErrors(sum(count for _, count in rows), *rows[0]) if rows else None
+
+    def task_records(self) -> list[TaskRecord]:
+        """Return what is known about the tasks that were sampled."""
+        return [TaskRecord(*row) for row in self._query("SELECT * FROM tasks ORDER BY environment, task_index")]
 
     # -- finished rollouts --------------------------------------------------------------------------------------------
 
@@ -310,6 +338,23 @@ class Ledger:
         text = json.dumps(dict(state))
         self._set_meta("state", text)
         self._set_meta("state_hash", _hash(text))
+
+    def _set_tasks(self, records: Iterable[TaskRecord]) -> None:
+        """Replace the rows of these tasks, and their part of the hash over all rows."""
+        total = self._tasks_hash
+        for record in records:
+            old = self._query("SELECT * FROM tasks WHERE environment = ? AND task_index = ?", record[:2])
+            total = reduce(xor, map(_task_hash, (*old, record)), total)
+            self._db.execute("INSERT OR REPLACE INTO tasks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", record)
+        self._set_meta("tasks_hash", f"{total:x}")
+
+    @property
+    def _tasks_hash(self) -> int:
+        """A hash of all task records that does not depend on their order, so that a step updates its part alone."""
+        try:
+            return int(self.get_meta("tasks_hash") or "0", 16)
+        except ValueError as error:
+            raise self._storage_error(f"tasks_hash: {error}") from error
 
     def _write_checksum(self, step: int, record_hash: str | None) -> None:
         self._db.execute(
@@ -397,3 +442,7 @@ def _decompress(data: bytes) -> bytes:
 
 def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _task_hash(row: Sequence[Any]) -> int:
+    return int(_hash(json.dumps(list(row), default=repr)), 16)

@@ -23,6 +23,7 @@ from keel.rollout.episode_runner import EpisodeRunner, build_environments
 from keel.rollout.policy_client import derive_seed
 from keel.rollout.scheduler.accounts import NothingToTrain, RolloutBatch, RolloutFailures, TasksExhausted
 from keel.rollout.scheduler.scheduler import Scheduler
+from keel.rollout.scheduler.task_sources import TaskChanges
 from keel.run import records, scoring
 from keel.run.checkpointed_run import CheckpointedRun
 from keel.run.engine_factory import PublishingEngine, open_engine
@@ -125,7 +126,10 @@ class TrainingRun(CheckpointedRun):
             self.callback.notice(str(abandoned))
             return
         self.folder.sampled = True
-        scheduler_state = scheduler.snapshot()  # of everything outside the batch
+        scheduler_state, tasks = (
+            scheduler.snapshot(),
+            scheduler.drain_task_changes(),
+        )  # before the next batch is sampled
         sampled = time.monotonic()
         rows = scoring.score_batch(batch, self.settings.advantages, self._moving_baseline)
         if engine.snapshotting:
@@ -134,7 +138,7 @@ class TrainingRun(CheckpointedRun):
         trained = time.monotonic()
         times = {"sampling_seconds": sampled - start, "training_seconds": trained - sampled}
         times["publishing_seconds"] = engine.seconds  # of the last publication, until it was live
-        metrics = await asyncio.to_thread(self._commit_step, batch, rows, report, scheduler_state, times, start)
+        metrics = await asyncio.to_thread(self._commit_step, batch, rows, report, scheduler_state, tasks, times, start)
         self.callback.step(self.step, metrics)
         if warning := scoring.mismatch_warning(metrics):
             if self._mismatch_count % scoring.WARN_EVERY == 0:
@@ -173,7 +177,12 @@ class TrainingRun(CheckpointedRun):
             )
         except NothingToTrain as halt:
             rows = scoring.dropped_rows(halt.batch.dropped)
-            self.ledger.write_dropped(self.step, scoring.outcomes(rows), self._resume_state(scheduler.snapshot()))
+            self.ledger.write_dropped(
+                self.step,
+                scoring.outcomes(rows),
+                self._resume_state(scheduler.snapshot()),
+                scheduler.drain_task_changes().records,
+            )
             raise
         finally:
             self._show_failures(scheduler.failures)
@@ -213,6 +222,7 @@ class TrainingRun(CheckpointedRun):
         rows: list[SampleRecord],
         report: StepReport | None,
         scheduler_state: Mapping[str, Any],
+        tasks: TaskChanges,
         timings: Mapping[str, float],
         start_time: float,
     ) -> dict[str, float]:
@@ -222,6 +232,7 @@ class TrainingRun(CheckpointedRun):
         metrics = report.scalars() if report is not None else {}
         metrics |= (
             scoring.batch_metrics(batch, rows, self.version)
+            | tasks.metrics
             | dict(timings)
             | {"seconds": time.monotonic() - start_time}
         )
@@ -236,6 +247,7 @@ class TrainingRun(CheckpointedRun):
             outcomes=scoring.outcomes(rows),
             state=self._resume_state(scheduler_state),
             record_hash=hash_file(record),
+            tasks=tasks.records,
         )
         self.step, self.version = step, version
         return metrics
@@ -301,7 +313,7 @@ class TrainingRun(CheckpointedRun):
         store = None if self.synchronous else self.ledger
         vocabulary = self.trainer.model.head.out_features
         episodes = EpisodeRunner(self.environments, engine.engine, self.renderer, self.settings.seed, store, vocabulary)
-        sources = [environment.task_source(name) for name, environment in self.environments.items()]
+        sources = [environment.task_source(name, self.settings.seed) for name, environment in self.environments.items()]
         settings, state = self.settings.scheduler, self.ledger.state()
         if settings.rollout_timeout is None:
             settings = settings.model_copy(update={"rollout_timeout": self._max_episode_seconds + OVERRUN_GRACE})
@@ -315,6 +327,7 @@ class TrainingRun(CheckpointedRun):
                 sources,
                 settings,
                 lookup=episodes.load_finished,
+                task_records=self.ledger.task_records(),
                 is_zero_variance=is_zero_variance,
             )
             if self._moving_baseline is not None:

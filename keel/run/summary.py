@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from keel.config import CurriculumSettings, RunSettings
 from keel.rollout.rollout_metrics import ENVIRONMENT_METRICS, REWARD_COMPONENTS
 from keel.run.folder import RunFolder
 from keel.run.scoring import constant_reward_warning
@@ -24,6 +25,7 @@ def summarize_run(folder: RunFolder) -> str:
         )
     lines += _reported_lines([row.metrics for row in steps])
     lines += _token_lines([row.metrics for row in steps])
+    lines += _task_lines(folder.settings, steps[-1].metrics if steps else {})
     outcomes = ledger.outcome_counts()
     trained = outcomes.pop("trained", 0)
     dropped = ", ".join(f"{reason} {count}" for reason, count in outcomes.items())
@@ -70,6 +72,19 @@ def _reported_lines(steps: list[dict[str, float]]) -> list[str]:
         if parts:
             lines.append(f"{title:<10} {', '.join(parts)}")
     return lines
+
+
+def _task_lines(settings: RunSettings, metrics: Mapping[str, float]) -> list[str]:
+    """Return how far the tasks of environments with a curriculum are after the last step."""
+    parts = []
+    for name, environment in settings.environments.items():
+        if environment.curriculum != CurriculumSettings() and f"pass_rate/{name}" in metrics:
+            seen, solved, unsolved = (100 * metrics[f"tasks_{each}/{name}"] for each in ("seen", "solved", "unsolved"))
+            parts.append(
+                f"{name} {seen:.0f} % seen, pass rate {metrics[f'pass_rate/{name}']:.2f}, {solved:.0f} % solved,"
+                f" {unsolved:.0f} % unsolved, {metrics[f'tasks_retired/{name}']:.0f} retired"
+            )
+    return [f"tasks      {'; '.join(parts)}"] if parts else []
 
 
 def _token_lines(steps: list[dict[str, float]]) -> list[str]:

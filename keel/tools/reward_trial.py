@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -96,8 +95,9 @@ async def try_rewards(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> RewardTrial:
-    """Sample `samples_per_task` completions of the first training tasks and score them."""
-    tasks = list(islice(environment.tasks("train"), num_tasks))
+    """Sample `samples_per_task` completions of training tasks, chosen by the seed, and score them."""
+    available = environment.tasks("train")
+    tasks = [available[int(index)] for index in np.random.default_rng(seed).permutation(len(available))[:num_tasks]]
     slots, finished = asyncio.Semaphore(MAX_IN_FLIGHT), 0
 
     async def play(task: Task, index: int) -> ScoredCompletion:

@@ -634,3 +634,38 @@ def test_every_setting_has_a_description() -> None:
 def test_every_error_is_a_keel_error_and_a_value_error() -> None:
     assert issubclass(ConfigError, KeelError)
     assert issubclass(KeelError, ValueError)
+
+
+def test_min_group_size_is_checked_against_the_group_size_of_every_environment() -> None:
+    overrides = ["--scheduler.min_group_size=3", "--environments.arithmetic.group_size=3"]
+    load_settings(None, overrides)
+    message = error_message(None, *overrides, "--environments.count_letters.group_size=2")
+    assert "scheduler.min_group_size = 3 must not be above environments.count_letters.group_size = 2" in message
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "message"),
+    [
+        (
+            "band=[0.1,0.9]",
+            'curriculum.band = [0.1, 0.9] has no effect with environments.arithmetic.curriculum.order = "',
+        ),
+        ("floor=0.2", 'curriculum.floor = 0.2 has no effect with environments.arithmetic.curriculum.order = "epoch"'),
+        ("retest_after=3", "environments.arithmetic.curriculum.retest_after = 3 has no effect without retire_after"),
+        ("order=hard", 'environments.arithmetic.curriculum.order = "hard": input should be'),
+        ("smoothing=0", "environments.arithmetic.curriculum.smoothing = 0: input should be greater than 0"),
+    ],
+)
+def test_settings_of_a_curriculum_that_have_no_effect_are_errors(curriculum: str, message: str) -> None:
+    assert message in error_message(None, f"--environments.arithmetic.curriculum.{curriculum}")
+
+
+def test_a_band_is_a_lower_and_a_higher_pass_rate_and_a_floor_is_above_zero() -> None:
+    table = "--environments.arithmetic.curriculum"
+    difficulty = f"{table}.order=difficulty"
+    load_settings(None, [difficulty, f"{table}.band=[0,1]", f"{table}.floor=1", f"{table}.retire_after=2"])
+    message = error_message(None, difficulty, f"{table}.band=[0.9,0.1]")
+    assert "curriculum.band = [0.9, 0.1] must be a lower and a higher pass rate" in message
+    assert "curriculum.floor = 0" in error_message(None, difficulty, f"{table}.floor=0")
+    loaded = load_settings(None, [f"{table}=given"]).settings
+    assert loaded.environments["arithmetic"].curriculum.order == "given"

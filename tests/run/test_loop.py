@@ -204,6 +204,30 @@ def test_two_environments_share_a_run_in_proportion_to_their_weights(tmp_path: P
     assert not watcher.evaluations
 
 
+@pytest.mark.model
+def test_environments_with_groups_of_different_sizes_train_together_and_resume(tmp_path: Path) -> None:
+    settings = {
+        "steps": 3,
+        "environments__count_letters__options__shots": 0,
+        "environments__count_letters__group_size": 6,
+        "environments__larger_number__group_size": 2,
+        "evaluation__when": "never",
+        "scheduler__max_off_policy_steps": 0,
+        "advantages__zero_variance_groups": "train",
+    }
+    watcher = train(tmp_path / "run", **settings)
+    train(tmp_path / "stopped", stop_after=1, **settings)
+    resume(tmp_path / "stopped")
+    rows = [row[:3] for row in outcomes(tmp_path / "run")]
+    assert sorted(rows) == sorted(row[:3] for row in outcomes(tmp_path / "stopped"))
+    sizes = Counter(group for group, _, _ in rows)
+    assert {(group.split("#")[0], size) for group, size in sizes.items()} == {
+        ("count_letters", 6),
+        ("larger_number", 2),
+    }
+    assert [metrics["rollouts"] for metrics in watcher.steps.values()] == [16.0] * 3
+
+
 def test_steps_that_train_nothing_end_the_run_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=r"2 steps in a row trained nothing.*zero_variance 16"):
         train(

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from keel.errors import KeelError
+from keel.errors import KeelError, StorageError
+from keel.rollout.environments.builtin import LargerNumber
+from keel.run.folder import RunFolder
+from keel.run.summary import summarize_run
 from tests.support.tiny_runs import Lives, resume, train
 
 SYNCHRONOUS = {"scheduler__max_off_policy_steps": 0}
@@ -151,3 +154,87 @@ def test_rollouts_that_finished_before_an_interruption_are_used(tmp_path: Path) 
         )
     assert len(finished & used) >= len(finished) / 2
     assert_accounted_for(folder)
+
+
+def task_ids(folder: Path) -> list[str]:
+    """Return the tasks of a run in the order in which their groups were started."""
+    with sqlite3.connect(folder / "run.db") as db:
+        rows = dict(db.execute('SELECT "group", task_id FROM rollouts').fetchall())
+    return [rows[group] for group in sorted(rows, key=lambda group: int(group.rpartition("#")[2]))]
+
+
+@pytest.mark.model
+def test_the_order_of_tasks_depends_on_the_seed_and_continues_after_a_stop(uninterrupted: Path, tmp_path: Path) -> None:
+    settings = {**SYNCHRONOUS, "evaluation__when": "never"}
+    train(tmp_path / "stopped", stop_after=2, **settings)
+    resume(tmp_path / "stopped")
+    train(tmp_path / "other", seed=1, **settings)
+    train(tmp_path / "given", **settings, environments__larger_number__curriculum="given")
+    given = [task.id for task in LargerNumber(shots=0, digits=1).tasks("train")]
+    orders = {name: task_ids(tmp_path / name) for name in ("stopped", "other", "given")}
+    assert orders["given"] == given[:24]
+    assert task_ids(uninterrupted) == orders["stopped"] != orders["given"]
+    assert orders["other"] not in (orders["stopped"], orders["given"])
+    assert set(orders["other"]) <= set(given)
+
+
+@pytest.mark.model
+def test_a_run_of_an_older_version_is_not_resumed_in_another_order(tmp_path: Path) -> None:
+    train(tmp_path / "run", stop_after=1, **SYNCHRONOUS)
+    with sqlite3.connect(tmp_path / "run" / "run.db") as db:
+        state = json.loads(db.execute("SELECT value FROM meta WHERE key = 'state'").fetchone()[0])
+        state["scheduler"]["format"] = 2
+        db.execute("UPDATE meta SET value = ? WHERE key = 'state'", (json.dumps(state),))
+        db.execute("DELETE FROM meta WHERE key = 'state_hash'")
+    with pytest.raises(KeelError, match="the scheduler snapshot has format 2, and this version of Keel reads 3"):
+        resume(tmp_path / "run")
+
+
+def task_table(folder: Path) -> list[tuple[object, ...]]:
+    with sqlite3.connect(folder / "run.db") as db:
+        return db.execute("SELECT * FROM tasks ORDER BY environment, task_index").fetchall()
+
+
+@pytest.mark.model
+def test_pass_rates_are_committed_with_their_step_and_a_run_by_difficulty_resumes_bit_identically(
+    tmp_path: Path,
+) -> None:
+    settings = {
+        **SYNCHRONOUS,
+        "scheduler__refill": True,
+        "evaluation__when": "never",
+        "environments__larger_number__options__train_tasks": 10,
+        "environments__larger_number__curriculum__order": "difficulty",
+        "environments__larger_number__curriculum__retire_after": 1,
+        "environments__larger_number__curriculum__retest_after": 2,
+    }
+    whole = train(tmp_path / "whole", **settings)
+    folder = tmp_path / "run"
+    train(folder, stop_after=2, **settings)
+    resumed = resume(folder)
+    assert_same_bits(tmp_path / "whole", folder)
+    assert_accounted_for(folder)
+    assert task_ids(tmp_path / "whole") == task_ids(folder)
+    assert task_table(tmp_path / "whole") == task_table(folder) != []
+    for step, metrics in resumed.steps.items():
+        names = [name for name in metrics if name.startswith(("tasks_", "pass_rate/"))]
+        assert len(names) == 5
+        assert [metrics[name] for name in names] == [whole.steps[step][name] for name in names]
+    with sqlite3.connect(folder / "run.db") as db:
+        # every rollout of a group that was trained, or dropped for its equal rewards, counts once
+        counted = dict(db.execute("SELECT task_id, rollouts FROM tasks").fetchall())
+        recorded = dict(db.execute("SELECT task_id, count(*) FROM rollouts GROUP BY task_id").fetchall())
+    assert counted == recorded
+    opened = RunFolder.open(folder)
+    summary = summarize_run(opened)
+    opened.close()
+    assert "\ntasks      larger_number 100 % seen, pass rate 0." in summary
+
+
+@pytest.mark.model
+def test_changed_pass_rates_are_detected_when_a_run_resumes(tmp_path: Path) -> None:
+    train(tmp_path / "run", stop_after=1, **SYNCHRONOUS)
+    with sqlite3.connect(tmp_path / "run" / "run.db") as db:
+        db.execute("UPDATE tasks SET pass_rate = 0.77 WHERE task_index = (SELECT min(task_index) FROM tasks)")
+    with pytest.raises(StorageError, match="the pass rates of tasks were changed"):
+        resume(tmp_path / "run")

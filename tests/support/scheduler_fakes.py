@@ -6,10 +6,11 @@ They run on the virtual clock of `keel.tools.simulate`, which raises `Deadlock` 
 import asyncio
 import collections
 import random
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from keel.config import CurriculumSettings
 from keel.rollout.scheduler.accounts import RolloutBatch
 from keel.rollout.scheduler.groups import DroppedRollout, RolloutRequest
 from keel.rollout.scheduler.scheduler import Scheduler
@@ -182,12 +183,25 @@ class EmissionLog:
         assert set(self.emitted) - dispatched == set(), "emitted without dispatch"
 
 
-def task_sources(*weights: float, tasks: int | None = None) -> list[TaskSource]:
+def task_sources(
+    *weights: float,
+    tasks: int | None = None,
+    group_sizes: Mapping[str, int] | None = None,
+    curriculum: CurriculumSettings | None = None,
+) -> list[TaskSource]:
     """Return sources for environments a, b, ... with these weights; with `tasks`, each has that many, used once."""
     task_sources = []
     for letter, weight in zip("abcdefgh", weights, strict=False):
         tasks_of_source = fake_tasks(tasks or 5, letter)
-        task_sources.append(TaskSource(letter, iter(tasks_of_source) if tasks else tasks_of_source, weight))
+        task_sources.append(
+            TaskSource(
+                letter,
+                iter(tasks_of_source) if tasks else tasks_of_source,
+                weight,
+                group_size=(group_sizes or {}).get(letter),
+                curriculum=curriculum or CurriculumSettings(order="given"),
+            )
+        )
     return task_sources
 
 

@@ -245,10 +245,7 @@ def split_indices(
         if threshold == 2**64:
             in_training[:] = False
         held_out = DatasetTasks(rows, np.flatnonzero(~in_training))
-    indices = np.flatnonzero(in_training)
-    if settings.shuffle:
-        indices = np.random.default_rng(settings.seed).permutation(indices)
-    return DatasetTasks(rows, indices), held_out, overlap
+    return DatasetTasks(rows, np.flatnonzero(in_training)), held_out, overlap
 
 
 def _compile_template(template: str | None) -> Callable[[Mapping[str, Any]], str] | None:

@@ -26,7 +26,8 @@ class TaskSetOptions(Settings):
     """Options of every built-in environment."""
 
     seed: int = 0
-    """Decides which tasks are drawn and in which order; the split of a task does not depend on it."""
+    """Decides which tasks are generated. The split of a task does not depend on it, and their order in a run depends on
+    the seed of the run."""
     train_tasks: Annotated[int, Field(ge=1)] = 2000
     """The maximum number of distinct tasks; there may be fewer."""
     eval_tasks: Annotated[int, Field(ge=1)] = 200

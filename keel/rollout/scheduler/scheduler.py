@@ -1,9 +1,10 @@
 """The rollout scheduler: dispatches groups of rollouts, cuts batches, and accounts for every rollout.
 
 It decides what to dispatch, retry and drop, and which groups form a batch. It runs no rollout itself: a rollout is one
-call of `run` in one asyncio task, and the scheduler reads only the error and the oldest version of the result. It
-stores nothing: `snapshot` returns plain data for the caller to save together with the batch. Everything happens in one
-event loop without polling, in time that does not grow with the number of rollouts.
+call of `run` in one asyncio task, and the scheduler reads only the error, the oldest version and, for pass rates, the
+reward of the result. It stores nothing: `snapshot` and `drain_task_changes` return plain data for the caller to save
+together with the batch. Everything happens in one event loop without polling, in time that does not grow with the
+number of rollouts.
 """
 
 import asyncio
@@ -32,9 +33,10 @@ from keel.rollout.scheduler.groups import (
     RolloutSlot,
 )
 from keel.rollout.scheduler.in_flight import InFlightTasks, read_result
+from keel.rollout.scheduler.pass_rates import TaskRecord
 from keel.rollout.scheduler.state import RolloutLookup, dump_state, load_state
 from keel.rollout.scheduler.status import SchedulerStatus
-from keel.rollout.scheduler.task_sources import TaskSampler, TaskSource
+from keel.rollout.scheduler.task_sources import TaskChanges, TaskSampler, TaskSource
 
 RETRY_BACKOFF, MAX_RETRY_BACKOFF = 0.1, 30.0
 """Seconds before the second retry, doubled for each further one up to the maximum: a rollout that always fails
@@ -43,6 +45,8 @@ immediately would otherwise keep a core busy. The first retry is not delayed."""
 
 class Scheduler:
     """Cuts batches of `settings.groups_per_step` groups with `settings.group_size` rollouts each.
+
+    A source may have its own group size; a batch then has as many groups, of different sizes.
 
     Invariant: every dispatched rollout, named by (group, member, attempt), is emitted exactly once, whatever fails and
     in whatever order: as a member of a group in `RolloutBatch.groups`, or as a `DroppedRollout` with a reason in
@@ -65,6 +69,8 @@ class Scheduler:
       appended to the queue. This happens to at most `max_refilled_groups` groups for each batch; later ones are cut
       like other groups. In a synchronous run it is decided when nothing is in flight, in order of dispatch, so that it
       depends on outcomes alone; otherwise as soon as the group is complete.
+    - Pass rates. When a batch is cut, its groups and those replaced for it are counted in the pass rates of their
+      tasks, which decide the tasks of groups started later (`pass_rates`).
     - Work ahead. With k = `max_off_policy_steps`, at most k batches of groups are queued or in flight between two
       calls, since more would only become stale, and one more batch during a call. For each version that the engines are
       known to be behind (`set_engine_version`) it is one batch less: a group started now is that much older when it is
@@ -92,7 +98,6 @@ class Scheduler:
         self._new_slots: list[RolloutSlot] = []
         """Slots of the newest group that were never dispatched, in reverse order."""
         self._is_zero_variance = is_zero_variance
-        self._min_valid = settings.min_group_size or settings.group_size
         self._next_group_number = 0
         self._trainer_version = 0
         self._engine_version: int | None = None
@@ -139,6 +144,10 @@ class Scheduler:
         """Return the rollouts dropped so far, instead of emitting them with the next batch."""
         return self._accounts.drain()
 
+    def drain_task_changes(self) -> TaskChanges:
+        """Return what batches changed about the tasks since the last call, to be saved with the snapshot."""
+        return self._task_sampler.drain_changes()
+
     @property
     def failures(self) -> RolloutFailures:
         """Failed rollouts since the scheduler was created."""
@@ -171,6 +180,7 @@ class Scheduler:
         self._slot_queue, self._new_slots = [], []
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        self._task_sampler.discard_replaced()
         await self._in_flight.drain(grace)
         return self._accounts.drain_at_end()
 
@@ -181,7 +191,7 @@ class Scheduler:
             "empty_batches": self._accounts.empty_batches,
             "reasons": dict(self._accounts.reasons),
             "counts": dict(self._accounts.counts),
-            "positions": dict(self._task_sampler.positions),
+            "tasks": self._task_sampler.state(),
             **dump_state(self._group_queue, self._accounts.dropped),
         }
 
@@ -194,17 +204,19 @@ class Scheduler:
         settings: SchedulerSettings | None = None,
         *,
         lookup: RolloutLookup | None = None,
+        task_records: Iterable[TaskRecord] = (),
         is_zero_variance: Callable[[Group], bool] | None = None,
     ) -> Self:
         """Resume from a snapshot, with the same groups in the same positions and the same tasks after them.
 
         A rollout that ended before or after the snapshot is used if `lookup` returns it. Any other dispatched rollout
         is dropped as "interrupted" and dispatched again as the next attempt, without using up a retry. Sources must
-        return the same tasks again.
+        return the same tasks again. `task_records` are the last ones of each task that `drain_task_changes` returned up
+        to the snapshot.
         """
         scheduler = cls(run, sources, settings, is_zero_variance=is_zero_variance)
         accounts = scheduler._accounts
-        groups, accounts.dropped = load_state(snapshot, scheduler._task_sampler, lookup)
+        groups, accounts.dropped = load_state(snapshot, scheduler._task_sampler, lookup, task_records)
         scheduler._next_group_number, accounts.empty_batches = snapshot["number"], snapshot["empty_batches"]
         accounts.reasons, accounts.counts = Counter(snapshot["reasons"]), Counter(snapshot["counts"])
         for group in groups:
@@ -254,6 +266,7 @@ class Scheduler:
                 "all tasks are used up and every rollout has been emitted; add tasks to the environments"
             )
         self._group_queue.pop(chosen)
+        self._task_sampler.record_batch(chosen)
         groups = [group.to_group() for group in chosen if group.state == "ready"]
         for group in chosen:
             group.clear("removed")
@@ -297,6 +310,7 @@ class Scheduler:
         ):
             return False
         counts["groups_refilled"] += 1
+        self._task_sampler.record_replaced(group)
         self._drop_group(group, "zero_variance")
         group.clear("removed")
         self._group_queue.remove(group)
@@ -335,7 +349,7 @@ class Scheduler:
             if drawn is None:
                 self._group_queue.invalidate()
                 return False
-            size = self.settings.group_size
+            size = drawn.group_size or self.settings.group_size
             group = PendingGroup(
                 self._next_group_number, drawn.environment, drawn.task_index, drawn.task, size, self._trainer_version
             )
@@ -406,7 +420,8 @@ class Scheduler:
             self._schedule_retry(slot)
             return
         slot.finish(rollout, kind, error)
-        if len(group.slots) - group.failed < min(self._min_valid, len(group.slots)):
+        size = len(group.slots)
+        if size - group.failed < min(self.settings.min_group_size or size, size):
             self._accounts.counts["groups_dropped"] += 1
             self._drop_group(group, "group_dropped")
             group.clear("dropped")

@@ -10,13 +10,15 @@ from typing import Any
 
 from keel.errors import KeelError
 from keel.rollout.scheduler.groups import DroppedRollout, PendingGroup, RolloutLike
+from keel.rollout.scheduler.pass_rates import TaskRecord
 from keel.rollout.scheduler.task_sources import TaskSampler
 
 RolloutLookup = Callable[[str, int, int], RolloutLike | None]
 """Returns the finished rollout of a group, member and attempt, or None if it did not end or was not stored."""
 
-FORMAT = 2
-"""The format version of a snapshot; increased by every incompatible change."""
+FORMAT = 3
+"""The format version of a snapshot; increased by every incompatible change. Since 3 the order of the tasks depends on
+the seed: a run that began in another order would repeat some tasks and leave out others."""
 
 GROUP_FIELDS = (
     "number",
@@ -45,7 +47,10 @@ def dump_state(groups: Iterable[PendingGroup], dropped: Iterable[DroppedRollout]
 
 
 def load_state(
-    snapshot: Mapping[str, Any], task_sampler: TaskSampler, lookup: RolloutLookup | None
+    snapshot: Mapping[str, Any],
+    task_sampler: TaskSampler,
+    lookup: RolloutLookup | None,
+    task_records: Iterable[TaskRecord] = (),
 ) -> tuple[list[PendingGroup], list[DroppedRollout]]:
     """Return the queued groups and the dropped rollouts that were not emitted yet.
 
@@ -55,12 +60,12 @@ def load_state(
     if snapshot.get("format") != FORMAT:
         raise KeelError(
             f"the scheduler snapshot has format {snapshot.get('format')}, and this version of Keel reads {FORMAT};"
-            " resume with the version that wrote it, or start a new run"
+            " resume with the version that wrote it, or start a new run from its last checkpoint (model.name)"
         )
     task_indices: dict[str, set[int]] = {}
     for saved in snapshot["groups"]:
         task_indices.setdefault(saved["environment"], set()).add(saved["task_index"])
-    tasks = task_sampler.resume(snapshot["positions"], task_indices)
+    tasks = task_sampler.resume(snapshot["tasks"], task_indices, task_records)
 
     lookup = lookup or (lambda _group, _member, _attempt: None)
     dropped = [

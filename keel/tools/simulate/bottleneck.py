@@ -65,7 +65,7 @@ def describe_bottleneck(prediction: Prediction, settings: RunSettings, assumed: 
         )
     if prediction.engine_fill > 0.6 or prediction.in_flight > 0.7 * capacity:
         return f"the engines: {waits}, and the engines sample at {_percent(prediction.engine_fill)} of their full speed"
-    max_allowed = (scheduler.max_off_policy_steps + 1) * scheduler.groups_per_step * scheduler.group_size
+    max_allowed = round((scheduler.max_off_policy_steps + 1) * scheduler.groups_per_step * settings.mean_group_size)
     return (
         f"too few rollouts in flight: {waits}, {prediction.in_flight:,.0f} rollouts are in flight of {max_allowed:,}"
         f" that scheduler.groups_per_step and max_off_policy_steps allow, and the engines can run {capacity:,}"

@@ -108,7 +108,7 @@ class SimulatedRun:
     async def run(self) -> list[SimulatedStep]:
         pool = SimulatedPool(self._settings, self._assumed, self._environments, self._on_dispatch)
         sources = [
-            TaskSource(name, [SimulatedTask(name)], environment.weight)
+            TaskSource(name, [SimulatedTask(name)], environment.weight, group_size=environment.group_size)
             for name, environment in self._environments.items()
         ]
         replaceable = self._is_zero_variance if self._settings.advantages.drops_equal_rewards else None
@@ -152,9 +152,8 @@ class SimulatedRun:
         return step
 
     async def _next_batch(self, number: int, scheduler: Scheduler) -> RolloutBatch:
-        self._dispatch_budget = (
-            MAX_DISPATCH_FACTOR * self._settings.scheduler.groups_per_step * self._settings.scheduler.group_size
-        )
+        size = max(map(self._settings.group_size, self._environments.values()))
+        self._dispatch_budget = MAX_DISPATCH_FACTOR * self._settings.scheduler.groups_per_step * size
         next_batch = asyncio.ensure_future(scheduler.next_batch(self._version))
         futures: set[asyncio.Future[Any]] = {next_batch, self._budget_exhausted}
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

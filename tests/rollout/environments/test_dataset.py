@@ -4,6 +4,7 @@ import asyncio
 import csv
 import json
 import logging
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ import pytest
 
 from keel.cli import main
 from keel.config import load_settings
-from keel.config.rollout import EnvironmentSettings
+from keel.config.rollout import CurriculumSettings, EnvironmentSettings
 from keel.errors import ConfigError, FatalEnvironmentError
 from keel.rollout.environments.dataset import DatasetEnvironment
 from keel.rollout.environments.dataset_rows import JsonLines
-from keel.rollout.environments.environment import Environment
+from keel.rollout.environments.environment import Environment, Task
 from keel.rollout.environments.registry import load_environment
 from keel.rollout.environments.rewards.scorer import CONSTANT_CALLS, RewardScorer
 from keel.rollout.environments.rewards.workers import RewardError
 from keel.rollout.episode_runner import build_environments
+from keel.rollout.scheduler.task_sources import TaskSampler, TaskSource
 from keel.run.ledger import Ledger
 
 ROWS = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1), "level": n % 3} for n in range(200)]
@@ -106,9 +108,9 @@ def test_every_format_gives_the_same_tasks(folder: Path) -> None:
         pa.ipc.new_stream(file, table.schema) as out,
     ):
         out.write_table(table, max_chunksize=70)
-    expected = environment(shuffle=False)
+    expected = environment()
     for path in ("train.json", "train.parquet", "train.csv", "saved"):
-        other = environment(path=path, shuffle=False)
+        other = environment(path=path)
         for split in ("train", "eval"):
             assert prompts(other.tasks(split)) == prompts(expected.tasks(split)), path
         assert other.tasks("train")[3].data["level"] == expected.tasks("train")[3].data["level"]
@@ -134,11 +136,20 @@ def test_a_data_set_for_evaluation_only_holds_out_every_row_and_cannot_train() -
         build_environments(load_settings(None, overrides).settings)
 
 
-def test_the_order_depends_on_the_seed() -> None:
-    orders = [prompts(environment(seed=seed).tasks("train")) for seed in (0, 0, 1)]
+def test_tasks_are_in_the_order_of_the_file_which_the_run_shuffles() -> None:
+    tasks = environment(eval_fraction=0.0).tasks("train")
+    assert prompts(tasks) == [row["prompt"] for row in ROWS]
+    orders = [drawn_prompts(tasks, "epoch", seed) for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
-    assert sorted(orders[0]) == sorted(orders[2])
-    assert orders[0] != prompts(environment(shuffle=False).tasks("train"))
+    assert sorted(orders[0]) == sorted(orders[2]) == sorted(prompts(tasks))
+    assert orders[0] != prompts(tasks) == drawn_prompts(tasks, "given", 1)
+
+
+def drawn_prompts(tasks: Sequence[Task], order: str, seed: int) -> list[str]:
+    """Return the prompts of one epoch of a run."""
+    sampler = TaskSampler([TaskSource("a", tasks, curriculum=CurriculumSettings(order=order), seed=seed)])
+    drawn = [sampler.next_task() for _ in range(len(tasks))]
+    return prompts([draw.task for draw in drawn if draw is not None])
 
 
 def test_prompts_of_eval_path_are_left_out_of_training(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -151,13 +162,13 @@ def test_prompts_of_eval_path_are_left_out_of_training(folder: Path, caplog: pyt
 
 
 def test_ids_come_from_the_row_or_a_column(folder: Path) -> None:
-    assert environment(shuffle=False, eval_fraction=0.0).tasks("train")[2].id == "train.jsonl:2"
+    assert environment(eval_fraction=0.0).tasks("train")[2].id == "train.jsonl:2"
     write_lines(folder / "train.jsonl", [{**row, "key": f"k{n}"} for n, row in enumerate(ROWS)])
-    assert environment(shuffle=False, eval_fraction=0.0, id="key").tasks("train")[2].id == "k2"
+    assert environment(eval_fraction=0.0, id="key").tasks("train")[2].id == "k2"
 
 
 def test_messages_have_system_few_shot_and_template() -> None:
-    loaded = environment(system="Be brief.", few_shot=1, template="{{ prompt }} (level {{ level }})", shuffle=False)
+    loaded = environment(system="Be brief.", few_shot=1, template="{{ prompt }} (level {{ level }})")
     messages = loaded._format.messages(ROWS[5])
     assert messages == [
         {"role": "system", "content": "Be brief."},

@@ -662,6 +662,48 @@ def test_a_sequence_of_tasks_is_repeated() -> None:
     assert len({group.id for group in first.groups + second.groups}) == 4
 
 
+def test_environments_have_groups_of_their_own_size_also_after_a_restart() -> None:
+    sizes = {"a": 1, "b": 5}
+    chosen = SchedulerSettings(groups_per_step=4, group_size=3, max_off_policy_steps=1, max_in_flight=7)
+
+    async def main() -> list[tuple[str, int]]:
+        engine = FaultyRunner()
+        scheduler = Scheduler(engine, task_sources(1.0, 1.0, 1.0, group_sizes=sizes), chosen)
+        first = await scheduler.next_batch(0)
+        snapshot = json.loads(json.dumps(scheduler.snapshot()))
+        await scheduler.close()
+        scheduler = Scheduler.restore(snapshot, engine, task_sources(1.0, 1.0, 1.0, group_sizes=sizes), chosen)
+        batches = [first, *[await scheduler.next_batch(version) for version in (0, 0)]]
+        await scheduler.close()
+        assert engine.max_running <= 7
+        return [(group.environment, len(group.members)) for batch in batches for group in batch.groups]
+
+    groups = run_virtually(main())
+    assert len(groups) == 12
+    assert set(groups) == {("a", 1), ("b", 5), ("c", 3)}
+
+
+def test_too_few_successes_are_judged_by_the_size_of_the_group() -> None:
+    """By default all members have to succeed, and with min_group_size as many as there are at most."""
+    results: dict[Any, Any] = {(f"{letter}0", 0, 0): "empty" for letter in "ab"}
+
+    def trained(min_group_size: int | None) -> list[str]:
+        chosen = SchedulerSettings(
+            groups_per_step=2,
+            group_size=4,
+            min_group_size=min_group_size,
+            max_error_reschedule_attempts=0,
+            max_off_policy_steps=0,
+        )
+        sources = task_sources(1.0, 1.0, group_sizes={"a": 2, "b": 6})
+        (batch,) = batches(Scheduler(Script(results), sources, chosen))
+        return ids(batch)
+
+    assert trained(None) == []
+    assert trained(2) == ["b0"]
+    assert trained(1) == ["a0", "b0"]
+
+
 def test_an_exception_of_a_task_source_is_raised_by_next_batch() -> None:
     def failing() -> Any:
         yield FakeTask("fine")
@@ -768,8 +810,12 @@ def test_a_restart_with_other_tasks_or_another_format_is_rejected() -> None:
     snapshot, _ = interrupted()
     with pytest.raises(KeelError, match="task 0 of environment a is other0, but was task0"):
         restored(snapshot, Script(), fake_tasks(100, "other"))
-    with pytest.raises(KeelError, match="has format 9, and this version of Keel reads 2"):
+    with pytest.raises(KeelError, match="has format 9, and this version of Keel reads 3"):
         restored(snapshot | {"format": 9}, Script())
+    with pytest.raises(KeelError, match=r"has format 2.*resume with the version that wrote it"):
+        restored(snapshot | {"format": 2}, Script())
+    with pytest.raises(KeelError, match="environment a had 100 tasks before the restart and now has 99"):
+        restored(snapshot, Script(), fake_tasks(99))
     with pytest.raises(KeelError, match="supplied 2 tasks before the restart"):
         restored(snapshot, Script(), iter(fake_tasks(1)))
     with pytest.raises(KeelError, match=r"environments \['a'\], but the run has \['b'\]"):

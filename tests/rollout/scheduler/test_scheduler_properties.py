@@ -12,15 +12,17 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.config import SchedulerSettings
+from keel.config import CurriculumSettings, SchedulerSettings
 from keel.rollout.scheduler.accounts import NothingToTrain, RolloutBatch, TasksExhausted
 from keel.rollout.scheduler.group_queue import GroupQueue
 from keel.rollout.scheduler.groups import Group, PendingGroup, RolloutRequest
+from keel.rollout.scheduler.pass_rates import TaskRecord
 from keel.rollout.scheduler.scheduler import Scheduler
 from keel.rollout.scheduler.task_sources import TaskSampler, TaskSource
 from keel.tools.simulate.virtual_clock import run_virtually
@@ -71,6 +73,15 @@ faults = st.builds(
 )
 
 
+curricula = st.sampled_from(
+    [
+        CurriculumSettings(order="epoch", retire_after=2, retest_after=2),
+        CurriculumSettings(order="uniform"),
+        CurriculumSettings(order="difficulty", floor=0.2, retire_after=1, retest_after=3),
+    ]
+)
+
+
 @dataclass
 class SavedState:
     """What the caller saved with its last batch: all that survives a crash."""
@@ -79,6 +90,7 @@ class SavedState:
     emitted: dict[Name, str]
     dispatched: list[Name]
     batches: int
+    task_records: dict[tuple[str, int], TaskRecord]
 
 
 @dataclass
@@ -90,6 +102,9 @@ class SimulatedRun:
     seed: int
     steps: int = 8
     tasks: int | None = None
+    group_sizes: dict[str, int] = field(default_factory=dict)
+    """Group sizes of environments that do not have the one of the settings."""
+    curriculum: CurriculumSettings | None = None
     crashes: bool = True
     log: EmissionLog = field(default_factory=EmissionLog)
     saved: SavedState | None = None
@@ -105,17 +120,24 @@ class SimulatedRun:
 
     def _start(self) -> Scheduler:
         self.engine = FaultyRunner(self.seed, self.rng.random(), self.faults)
-        sources = task_sources(1.0, 2.5, tasks=self.tasks)
+        curriculum = self.curriculum if self.tasks is None else None
+        sources = task_sources(1.0, 2.5, tasks=self.tasks, group_sizes=self.group_sizes, curriculum=curriculum)
         if self.saved is None:
-            self.log, self.before = EmissionLog(), []
+            self.log, self.before, self.task_records = EmissionLog(), [], {}
             return Scheduler(self._store, sources, self.settings, is_zero_variance=self._is_zero_variance)
         self.log = EmissionLog(dict(self.saved.emitted), self.log.batches[: self.saved.batches])
-        self.before = list(self.saved.dispatched)
+        self.before, self.task_records = list(self.saved.dispatched), dict(self.saved.task_records)
         self.engine.version = len(self.log.batches)
         lookup = (lambda *name: self.stored.get(name)) if self.seed % 2 else None
         snapshot = json.loads(self.saved.snapshot)
         return Scheduler.restore(
-            snapshot, self._store, sources, self.settings, lookup=lookup, is_zero_variance=self._is_zero_variance
+            snapshot,
+            self._store,
+            sources,
+            self.settings,
+            lookup=lookup,
+            task_records=self.task_records.values(),
+            is_zero_variance=self._is_zero_variance,
         )
 
     def _is_zero_variance(self, group: Group) -> bool:
@@ -128,6 +150,7 @@ class SimulatedRun:
         async def stored() -> FakeRollout:
             rollout = await running
             if isinstance(rollout, FakeRollout):
+                rollout = replace(rollout, reward=reward_of(self.seed, request))
                 self.stored[request.group, request.member, request.attempt] = rollout
             return rollout
 
@@ -177,6 +200,7 @@ class SimulatedRun:
         self.log.add_batch(batch)
         self._check(scheduler, batch.groups, version, running)
         self._check_refill(batch)
+        self._check_pass_rates(scheduler, batch)
         self._save(scheduler)
         await asyncio.sleep(self.rng.random() * 2)
         self.engine.version = version + 1
@@ -188,11 +212,11 @@ class SimulatedRun:
 
     def _check(self, scheduler: Scheduler, groups: list, version: int, running: int) -> None:
         chosen = self.settings
-        needed = chosen.min_group_size or chosen.group_size
         assert len(groups) <= chosen.groups_per_step
         for group in groups:
-            assert len(group.members) == chosen.group_size
-            assert len(group.rollouts) >= needed
+            size = self.group_sizes.get(group.environment, chosen.group_size)
+            assert len(group.members) == size
+            assert len(group.rollouts) >= min(chosen.min_group_size or size, size)
             assert all(rollout.error_kind is None for rollout in group.rollouts)
             oldest = min(rollout.oldest_version for rollout in group.rollouts)
             assert version - oldest <= chosen.max_off_policy_steps, "stale"
@@ -202,7 +226,8 @@ class SimulatedRun:
         if not scheduler.status().abandoned:
             assert self.engine.running <= chosen.max_in_flight
         limit = (chosen.max_off_policy_steps + 1) * chosen.groups_per_step
-        assert held_objects(scheduler) <= limit * (1 + chosen.group_size) + chosen.max_in_flight + 60
+        largest = max(chosen.group_size, *self.group_sizes.values(), 1)
+        assert held_objects(scheduler) <= limit * (1 + largest) + chosen.max_in_flight + 60
 
     def _check_refill(self, batch: RolloutBatch) -> None:
         """Assert that no batch is refilled beyond its limit, and that it is refilled up to it."""
@@ -214,9 +239,28 @@ class SimulatedRun:
         if refilled < self.settings.max_refilled_groups:
             assert not any(map(self._is_zero_variance, batch.groups))
 
+    def _check_pass_rates(self, scheduler: Scheduler, batch: RolloutBatch) -> None:
+        """Assert that the groups of the batch and those replaced for it count, each once."""
+        if self.tasks is not None:
+            return  # an iterator has no pass rates
+        before = sum(record.groups for record in self.task_records.values())
+        changes = scheduler.drain_task_changes().records
+        self.task_records |= {(record.environment, record.task_index): record for record in changes}
+        counted = sum(record.groups for record in self.task_records.values()) - before
+        assert counted == len(batch.groups) + batch.counters.get("groups_refilled", 0)
+
     def _save(self, scheduler: Scheduler) -> None:
         snapshot = json.dumps(scheduler.snapshot())
-        self.saved = SavedState(snapshot, dict(self.log.emitted), self.dispatched, len(self.log.batches))
+        self.saved = SavedState(
+            snapshot, dict(self.log.emitted), self.dispatched, len(self.log.batches), dict(self.task_records)
+        )
+
+
+def reward_of(seed: int, request: RolloutRequest) -> float:
+    """Return a reward of 0 or 1; each task has its own pass rate."""
+    chance = random.Random(request.task_id).choice([0.0, 0.5, 0.9, 1.0])
+    name = (request.group, request.member, request.attempt)
+    return float(random.Random(f"reward{seed}{name}").random() < chance)
 
 
 def zero_variance_of(seed: int, group: str, attempts: list[int]) -> bool:
@@ -244,11 +288,23 @@ def check_window(log: EmissionLog, chosen: SchedulerSettings) -> None:
 
 @pytest.mark.fuzz
 @settings(max_examples=2000)
-@given(scheduler_settings(), faults, st.integers(0, 2**32), st.sampled_from([None, None, 7]))
-def test_every_rollout_is_emitted_exactly_once(
-    chosen: SchedulerSettings, faults: Faults, seed: int, tasks: int | None
+@given(
+    scheduler_settings(),
+    faults,
+    st.integers(0, 2**32),
+    st.sampled_from([None, None, 7]),
+    st.dictionaries(st.sampled_from("ab"), st.integers(1, 5)),
+    st.none() | curricula,
+)
+def test_every_rollout_is_emitted_exactly_once_and_counts_once_in_the_pass_rate_of_its_task(
+    chosen: SchedulerSettings,
+    faults: Faults,
+    seed: int,
+    tasks: int | None,
+    group_sizes: dict[str, int],
+    curriculum: CurriculumSettings | None,
 ) -> None:
-    SimulatedRun(chosen, faults, seed, tasks=tasks).run()
+    SimulatedRun(chosen, faults, seed, tasks=tasks, group_sizes=group_sizes, curriculum=curriculum).run()
 
 
 @dataclass
@@ -405,6 +461,52 @@ def test_synchronous_refilled_batches_depend_on_outcomes_and_not_on_timing(
     assert first == [refilled_batch(names, oracle, seed) for _ in range(4)]
 
 
+@settings(max_examples=100)
+@given(bounded, faults, st.integers(0, 2**32), st.integers(0, 5), curricula)
+def test_synchronous_draws_depend_on_outcomes_and_not_on_timing(
+    chosen: SchedulerSettings, faults: Faults, seed: int, crash_after: int, curriculum: CurriculumSettings
+) -> None:
+    chosen = chosen.model_copy(update={"max_empty_steps": None, "max_off_policy_steps": 0, "refill": True})
+    faults = replace(faults, lags=0.0, hangs=0.0)
+
+    def run(pace: int, crash: int) -> list:
+        engine = FaultyRunner(seed, pace, faults)
+        records: dict[tuple[str, int], TaskRecord] = {}
+
+        async def rewarded(request: RolloutRequest) -> Any:
+            rollout = await engine(request)
+            return replace(rollout, reward=reward_of(seed, request)) if isinstance(rollout, FakeRollout) else rollout
+
+        def has_equal_rewards(group: Group) -> bool:
+            return len({rollout.reward for rollout in group.rollouts}) < 2
+
+        async def main() -> list:
+            batches: list = []
+            sources = task_sources(1.0, 2.0, curriculum=curriculum)
+            scheduler = Scheduler(rewarded, sources, chosen, is_zero_variance=has_equal_rewards)
+            for engine.version in range(6):
+                if engine.version == crash:
+                    snapshot = json.loads(json.dumps(scheduler.snapshot()))
+                    await scheduler.close()
+                    scheduler = Scheduler.restore(
+                        snapshot,
+                        rewarded,
+                        sources,
+                        chosen,
+                        task_records=records.values(),
+                        is_zero_variance=has_equal_rewards,
+                    )
+                batch = await scheduler.next_batch(engine.version)
+                changes = scheduler.drain_task_changes()
+                records.update({(record.environment, record.task_index): record for record in changes.records})
+                batches.append(([(group.id, group.task_id) for group in batch.groups], changes))
+            return batches
+
+        return run_virtually(main())
+
+    assert run(0, 0) == run(1, crash_after)
+
+
 def refilled_batch(names: Iterator[str], oracle: "Oracle", seed: int) -> tuple[list[str], list[str]]:
     """Return the groups of the next batch and those that were replaced, from the planned outcomes alone."""
     chosen, places, replaced = oracle.chosen, list[str](), list[str]()
@@ -448,7 +550,7 @@ def test_task_order_is_unchanged_by_a_restart(weights: list[float], after: int, 
     task_indices: dict[str, set[int]] = defaultdict(set)
     for draw in filter(None, drawn[-5:]):
         task_indices[draw.environment].add(draw.task_index)
-    tasks = second.resume(json.loads(json.dumps(first.positions)), task_indices)
+    tasks = second.resume(json.loads(json.dumps(first.state())), task_indices)
     assert tasks == {(draw.environment, draw.task_index): draw.task for draw in filter(None, drawn[-5:])}
     assert drawn + [second.next_task() for _ in range(20)] == expected
 

@@ -345,3 +345,12 @@ def test_a_run_that_cannot_continue_is_an_error() -> None:
 def test_an_impossible_speed_is_an_error() -> None:
     with pytest.raises(ConfigError, match="above max_batch = 16"):
         DecodeSpeed.from_settings(SimulateSettings(tokens_per_second=2000.0, max_batch=16), 16)
+
+
+def test_environments_have_groups_of_their_own_size() -> None:
+    environments = {"small": {"name": "a", "group_size": 2}, "large": {"name": "b", "group_size": 10}}
+    steps = simulate(recipe(environments=environments), assume())
+    assert {step.trained_rollouts for step in steps} == {2 * 2 + 2 * 10}
+    assert recipe(environments=environments).mean_group_size == 6
+    environments["large"]["weight"] = 3.0
+    assert recipe(environments=environments).mean_group_size == 8
