@@ -23,7 +23,7 @@ from keel.config import ReferenceSettings
 from keel.errors import InvalidSignalError, KeelError, StepSkippedError, StorageError
 from keel.inference.protocol import Engine
 from keel.rollout.environments.environment import close_environments
-from keel.rollout.episode_runner import EpisodeRunner, build_environments
+from keel.rollout.episode_runner import EpisodeRunner, build_environments, check_prompt_lengths
 from keel.rollout.policy_client import derive_seed
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.scheduler.accounts import NothingToTrain, RolloutBatch, RolloutFailures, TasksExhausted
@@ -367,6 +367,9 @@ class TrainingRun:
         self._threads = torch.get_num_threads()  # fewer, where ranks share a machine
         self._token_texts = records.TokenTexts(self.trainer.model.tokenizer)
         self.renderer = Renderer(self.trainer.model.tokenizer, settings.renderer)
+        if not self.ledger.last_step:
+            config = self.trainer.model.network.config.get_text_config()
+            check_prompt_lengths(self.environments, self.renderer, getattr(config, "max_position_embeddings", None))
         if self.objective.composition.reads("reference"):
             self._load_references()
         last, saved = self.ledger.last_step, self.checkpoints.latest() or 0
