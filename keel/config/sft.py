@@ -43,6 +43,8 @@ class SftSettings(Settings):
     environment: str | None = None
     """In place of a data set: an environment of this recipe that can show solutions of its tasks (a method
     `demonstration`). Its eval split is held out."""
+    shuffle: bool = True
+    """Whether rows are drawn in an order that depends on `seed`, anew in each epoch, or in the order of the data."""
     rows_per_step: Count = 32
     """Conversations in a step."""
     epochs: Annotated[float, Field(gt=0)] | None = None

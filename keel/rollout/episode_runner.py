@@ -12,6 +12,7 @@ from typing import Protocol
 from keel.config import CurriculumSettings, EpisodeLimits, RunSettings, Sampling
 from keel.errors import ConfigError
 from keel.inference.protocol import Engine
+from keel.rollout.environments.dataset import DatasetEnvironment
 from keel.rollout.environments.environment import Environment, run_episode
 from keel.rollout.environments.registry import load_environment
 from keel.rollout.policy_client import PolicyClient, derive_seed
@@ -71,6 +72,21 @@ def build_environments(settings: RunSettings) -> dict[str, RunEnvironment]:
         has_own_sampling = settings.environments[name].sampling is not None
         environment.sampling.check_trainable(f"environments.{name}.sampling" if has_own_sampling else "sampling")
     return environments
+
+
+def check_prompt_lengths(
+    environments: Mapping[str, RunEnvironment], renderer: Renderer, max_context: int | None
+) -> None:
+    """Report prompts of data sets that are too long; raise if there are more of them than the settings allow.
+
+    `max_context` is the number of tokens that the model supports, or None if it is not known.
+    """
+    for table in environments.values():
+        if isinstance(table.environment, DatasetEnvironment):
+            limit = min(table.limits.max_sequence_tokens, max_context or table.limits.max_sequence_tokens)
+            table.environment.check_lengths(
+                lambda messages: len(renderer.render(messages)), limit=limit, max_tokens=table.sampling.max_tokens
+            )
 
 
 class FinishedRollouts(Protocol):

@@ -19,7 +19,7 @@ from keel.common.atomic_files import hash_file
 from keel.config import ReferenceSettings
 from keel.errors import KeelError
 from keel.rollout.environments.environment import close_environments
-from keel.rollout.episode_runner import EpisodeRunner, build_environments
+from keel.rollout.episode_runner import EpisodeRunner, build_environments, check_prompt_lengths
 from keel.rollout.policy_client import derive_seed
 from keel.rollout.scheduler.accounts import NothingToTrain, RolloutBatch, RolloutFailures, TasksExhausted
 from keel.rollout.scheduler.scheduler import Scheduler
@@ -291,6 +291,9 @@ class TrainingRun(CheckpointedRun):
     def _load(self) -> None:
         """Load the model, its references and the last checkpoint, and train the steps recorded after it again."""
         self._create_trainer()
+        if not self.ledger.last_step:
+            config = self.trainer.model.network.config.get_text_config()
+            check_prompt_lengths(self.environments, self.renderer, getattr(config, "max_position_embeddings", None))
         if self.objective.composition.reads("reference"):
             self._load_references()
         self._restore()

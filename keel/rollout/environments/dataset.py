@@ -14,6 +14,7 @@ from keel.config.rollout import EnvironmentSettings
 from keel.errors import ConfigError
 from keel.rollout.environments.dataset_rows import InvalidRow, Row, Rows, find_dataset, open_rows
 from keel.rollout.environments.environment import EpisodeResult, Split, Task
+from keel.rollout.environments.prompt_lengths import CountTokens, find_long_prompts
 from keel.rollout.environments.rewards.scorer import RewardScorer
 from keel.rollout.policy_client import PolicyClient, Reply
 
@@ -44,6 +45,11 @@ class DatasetEnvironment:
             )
         if not len(self._train) and settings.dataset.eval_fraction < 1:
             raise ConfigError(f'dataset.path = "{rows.path}" has no row to train on')
+
+    def check_lengths(self, count_tokens: CountTokens, *, limit: int, max_tokens: int) -> None:
+        """Report rows whose prompt is too long, as `IndexedRows.check_lengths`, in training and evaluation."""
+        for rows in dict.fromkeys((self._train.rows, self._eval.rows)):
+            rows.check_lengths(self._format, count_tokens, limit=limit, max_tokens=max_tokens)
 
     def tasks(self, split: Split) -> "DatasetTasks":
         return self._train if split == "train" else self._eval
@@ -135,7 +141,7 @@ class IndexedRows:
         self._rows: Rows = open_rows(path)
         self._id_column = settings.id
         self.examples: list[Row] = []
-        usable, hashes = [], []
+        usable, hashes, sizes = [], [], []
         self.problems: list[str] = []
         """The place and reason of every unusable row."""
         ids: set[str] = set()
@@ -154,10 +160,14 @@ class IndexedRows:
                 self.examples.append(row)
                 continue
             usable.append(index)
-            hashes.append(_hash(prompt_format.prompt(row)))
+            text = json.dumps(prompt_format.prompt(row), sort_keys=True, default=str)
+            hashes.append(_hash(text))
+            sizes.append(len(text))
         self._max_invalid_fraction = settings.max_invalid_fraction
         self._indices = np.array(usable, dtype=np.int64)
         self.hashes = np.array(hashes, dtype=np.uint64)
+        self._sizes = np.array(sizes, dtype=np.int64)
+        """Characters of each prompt as ASCII JSON, which are at least its bytes."""
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -171,12 +181,46 @@ class IndexedRows:
         """Warn about unusable rows; raise if there are too many or no row at all."""
         if not self.total:
             raise ConfigError(f'dataset.path = "{self.path}" has no rows')
-        if not self.problems:
-            return
-        named = "\n".join(f"  {problem}" for problem in self.problems[:MAX_NAMED_ROWS])
-        more = f"\n  and {len(self.problems) - MAX_NAMED_ROWS} more" if len(self.problems) > MAX_NAMED_ROWS else ""
-        text = f"{len(self.problems)} of {self.total} rows of {self.path} cannot be used:\n{named}{more}"
-        if len(self.problems) > self._max_invalid_fraction * self.total:
+        if self.problems:
+            self._report_problems(self.problems, "cannot be used")
+
+    def check_lengths(
+        self, prompt_format: PromptFormat, count_tokens: CountTokens, *, limit: int, max_tokens: int
+    ) -> None:
+        """Warn about prompts that leave too little room for a completion; raise if too many rows leave none.
+
+        A prompt needs fewer than `limit` tokens; see `prompt_lengths.py` for which rows are looked at.
+        """
+
+        def messages(number: int) -> list[dict[str, Any]]:
+            return prompt_format.messages(self.task(number).data)
+
+        report = find_long_prompts(self._sizes, messages, count_tokens, limit=limit, max_tokens=max_tokens)
+        if report.checked < report.candidates:
+            logger.warning(
+                "%s: of %d prompts that may be too long the %d longest were checked",
+                *(self.path, report.candidates, report.checked),
+            )
+        if report.cut:
+            logger.warning(
+                "%s: after %d prompts fewer than sampling.max_tokens = %d tokens are left of the %d that a sequence may"
+                " have",
+                *(self.path, report.cut, max_tokens, limit),
+            )
+        if report.too_long:
+            problems = [
+                f"{self._rows.place(int(self._indices[number]))}: its prompt has {tokens} tokens, and limits."
+                f"max_sequence_tokens and the model leave room for {limit - 1}"
+                for number, tokens in report.too_long
+            ]
+            self._report_problems([*problems, *self.problems], "cannot be used (prompt_too_long)")
+
+    def _report_problems(self, problems: list[str], what: str) -> None:
+        """Warn about unusable rows; raise if there are too many."""
+        named = "\n".join(f"  {problem}" for problem in problems[:MAX_NAMED_ROWS])
+        more = f"\n  and {len(problems) - MAX_NAMED_ROWS} more" if len(problems) > MAX_NAMED_ROWS else ""
+        text = f"{len(problems)} of {self.total} rows of {self.path} {what}:\n{named}{more}"
+        if len(problems) > self._max_invalid_fraction * self.total:
             raise ConfigError(
                 f"{text}\nfix them, or raise dataset.max_invalid_fraction = {self._max_invalid_fraction:g}"
             )
@@ -205,7 +249,7 @@ class DatasetTasks(Sequence[Task]):
     """Some rows of a data set as tasks, read when they are needed."""
 
     def __init__(self, rows: IndexedRows, indices: "np.ndarray[Any, Any]") -> None:
-        self._rows, self._indices = rows, indices
+        self.rows, self._indices = rows, indices
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -216,15 +260,15 @@ class DatasetTasks(Sequence[Task]):
     def __getitem__(self, index: slice) -> Sequence[Task]: ...
     def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
         if isinstance(index, slice):
-            return DatasetTasks(self._rows, self._indices[index])
-        return self._rows.task(int(self._indices[index]))
+            return DatasetTasks(self.rows, self._indices[index])
+        return self.rows.task(int(self._indices[index]))
 
     def place(self, index: int) -> str:
         """Return the file and line of a task."""
-        return self._rows.place(int(self._indices[index]))
+        return self.rows.place(int(self._indices[index]))
 
     def __iter__(self) -> Iterator[Task]:
-        return (self._rows.task(int(index)) for index in self._indices)
+        return (self.rows.task(int(index)) for index in self._indices)
 
 
 def split_indices(
@@ -279,6 +323,5 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and {"role", "content"} <= message.keys()
 
 
-def _hash(messages: list[dict[str, Any]]) -> int:
-    text = json.dumps(messages, sort_keys=True, default=str)
+def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

@@ -46,8 +46,7 @@ class RowOrder:
         assert settings.sft is not None
         self._rows, self._rows_per_step = len(data.train), settings.sft.rows_per_step
         self._total = None if settings.sft.epochs is None else _rows_of_epochs(settings.sft, self._rows)
-        self._shuffle = data.dataset is None or data.dataset.shuffle
-        self._seeds = (settings.seed, 0 if data.dataset is None else data.dataset.seed)
+        self._shuffle, self._seed = settings.sft.shuffle, settings.seed
         self._epoch_order = lru_cache(maxsize=2)(self._draw_epoch)
 
     def step_rows(self, step: int) -> Iterator[tuple[int, int]]:
@@ -65,7 +64,7 @@ class RowOrder:
     def _draw_epoch(self, epoch: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         if not self._shuffle:
             return np.arange(self._rows)
-        return np.random.default_rng([*self._seeds, epoch]).permutation(self._rows)
+        return np.random.default_rng([self._seed, epoch]).permutation(self._rows)
 
 
 class UnusableConversation(Exception):

@@ -182,7 +182,7 @@ def open_data(settings: RunSettings) -> SftData:
     rows = IndexedRows(find_dataset(sft.dataset.path), sft.dataset, row_format)
     rows.check_problems()
     # the order of each epoch is drawn by the run
-    train, held_out, _ = split_indices(rows, sft.dataset.model_copy(update={"shuffle": False}), row_format)
+    train, held_out, _ = split_indices(rows, sft.dataset, row_format)
     if not len(train):
         raise ConfigError(f'sft.dataset.path = "{rows.path}" has no row to train on')
     paths = [sft.dataset.path] if sft.dataset.eval_path is None else [sft.dataset.path, sft.dataset.eval_path]

@@ -22,7 +22,7 @@ def order_of(rows: int, rows_per_step: int, **changes: Any) -> tuple[RowOrder, i
 
 @given(st.integers(1, 30), st.integers(1, 8), st.floats(0.2, 4), st.booleans())
 def test_epochs_train_every_row_equally_often(rows: int, rows_per_step: int, epochs: float, shuffle: bool) -> None:
-    order, steps = order_of(rows, rows_per_step, sft__epochs=epochs, sft__dataset__shuffle=shuffle)
+    order, steps = order_of(rows, rows_per_step, sft__epochs=epochs, sft__shuffle=shuffle)
     assert steps is not None
     taken = [pair for step in range(1, steps + 1) for pair in order.step_rows(step)]
     assert [position for position, _ in taken] == list(range(max(round(epochs * rows), 1)))
