@@ -10,6 +10,8 @@ RATIO_GATE = {"statistic": "ratio", "low": "$ratio_low", "high": "$ratio_high"}
 CLIP = {"surrogate": "clip", "anchor": "$anchor", "eps": "$eps", "eps_high": "$eps_high"}
 CLIP_ON_PROXIMAL = CLIP | {"anchor": "proximal"}
 SEQUENCE_CLIP = CLIP | {"level": "sequence"}
+CAPPED = {"surrogate": "linear", "ratio_cap": "$ratio_cap"}
+CAP_NOTE = "The ratio is not capped by default. The authors' code caps it at 10 (ratio_cap = 10), verl at 3."
 LOG_RATIO_PENALTY = {"estimator": "log_ratio_squared", "coef": "$kl_tau"}
 
 _PRESETS = [
@@ -38,14 +40,16 @@ _PRESETS = [
         name="dppo_kl",
         title="probability-difference mask by the sign of A, with a squared log-ratio penalty on all tokens",
         source="DPPO-Binary-TV, arXiv 2602.04879, with a KL term",
-        parameters={"mask_low": 0.2, "mask_high": 0.2, "kl_tau": 1e-3},
+        parameters={"mask_low": 0.2, "mask_high": 0.2, "kl_tau": 1e-3, "ratio_cap": None},
         parts={
+            "policy": CAPPED,
             "gates": [
                 {"statistic": "probability_difference", "high": "$mask_high", "when": "positive_advantage"},
                 {"statistic": "probability_difference", "low": "-$mask_low", "when": "negative_advantage"},
             ],
             "penalties": [LOG_RATIO_PENALTY | {"scope": "all"}],
         },
+        note=CAP_NOTE,
     ),
     ObjectivePreset(
         name="opsm",
@@ -169,13 +173,15 @@ _PRESETS = [
         name="dppo_binary_kl",
         title="binary-KL mask by the sign of the advantage",
         source="DPPO-Binary-KL, arXiv 2602.04879",
-        parameters={"mask_low": 0.05, "mask_high": 0.05},
+        parameters={"mask_low": 0.05, "mask_high": 0.05, "ratio_cap": None},
         parts={
+            "policy": CAPPED,
             "gates": [
                 {"statistic": "signed_binary_kl", "high": "$mask_high", "when": "positive_advantage"},
                 {"statistic": "signed_binary_kl", "low": "-$mask_low", "when": "negative_advantage"},
-            ]
+            ],
         },
+        note=CAP_NOTE,
     ),
     ObjectivePreset(
         name="m2po",

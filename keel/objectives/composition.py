@@ -138,6 +138,8 @@ class PolicyTerm(Settings):
     """clip: the upper half of the band. Defaults to eps."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """clip: the loss of a token with negative advantage is at most dual_clip * |A|."""
+    ratio_cap: Positive | None = None
+    """linear: the gradient uses at most this ratio, -A * min(r, ratio_cap). A capped token still trains."""
     tau_positive: Positive | None = None
     """soft: temperature where A > 0."""
     tau_negative: Positive | None = None
@@ -152,6 +154,7 @@ class PolicyTerm(Settings):
             "eps": "clip",
             "eps_high": "clip",
             "dual_clip": "clip",
+            "ratio_cap": "linear",
             "tau_positive": "soft",
             "tau_negative": "soft",
         }
@@ -293,6 +296,16 @@ class Composition(AdvantageTransforms):
                 raise setting_error(
                     "{weights} has no effect: cross_entropy takes no weights", weights=len(self.weights)
                 )
+        if self.policy.level == "sequence":
+            # M averages the transformed advantages over the sequence, so the step's centring would cancel them
+            for field, instead in (("kl_penalty_coef", "reference_kl_coef"), ("teacher_tau", "")):
+                if getattr(self, field):
+                    raise setting_error(
+                        f"{{{field}}} changes the advantage of single tokens, and a policy term with level ="
+                        ' "sequence" uses only the mean advantage of a sequence'
+                        + (f"; use {instead}, a penalty, in its place" if instead else ""),
+                        **{field: getattr(self, field)},
+                    )
         if self.reduction.denominator == "kept" and not self.gates and not self.reads("sampler"):
             raise setting_error("{denominator} has no effect: no gate drops a token", denominator="kept")
         if self.policy.level == "sequence" and any(weight.level == "token" for weight in self.weights):

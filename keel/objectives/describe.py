@@ -189,7 +189,7 @@ def _weighted_policy_term(composition: Composition, names: ParameterLookup) -> s
     elif policy.surrogate == "log_prob":
         term = f"-{A} * l"
     elif policy.surrogate == "linear":
-        term = f"-{A} * {ratio}"
+        term = f"-{A} * {ratio if policy.ratio_cap is None else 'r_cap'}"
     elif policy.surrogate == "soft":
         term = f"-{A} * (4 / tau_A) * sigmoid(tau_A * ({ratio} - 1))"
     else:
@@ -307,6 +307,12 @@ def _composition_symbols(composition: Composition, names: ParameterLookup) -> li
             _parameter_or_number(names, ("policy", f"tau_{sign}"), getattr(policy, f"tau_{sign}")) for sign in SIGNS
         )
         symbols.append(Symbol("tau_A", _where_positive(mean_A, *taus), "temperature"))
+    if policy.ratio_cap is not None:
+        cap = _parameter_or_number(names, ("policy", "ratio_cap"), policy.ratio_cap)
+        pair = RATIO_NOTATIONS[f"policy/{policy.anchor}"]
+        value, log_value = ("g", "log(g)") if policy.level == "sequence" else (pair.ratio, pair.log_ratio)
+        capped = f"{value} where {value} <= {cap}, else {cap} * (1 + {log_value} - log({cap}))"
+        symbols.append(Symbol("r_cap", capped, "the ratio, and its tangent in l above the cap"))
     if policy.dual_clip is not None:
         bound = _parameter_or_number(names, ("policy", "dual_clip"), policy.dual_clip)
         symbols.append(Symbol("ceiling", f"-{bound} * {mean_A} where {mean_A} < 0, else inf", "the dual clip"))

@@ -30,6 +30,7 @@ PRESET_PARAMETERS: dict[str, tuple[Any, str]] = {
     "eps": (NonNegative, "the ratio is clipped below 1 - eps"),
     "eps_high": (NonNegative | None, "the ratio is clipped above 1 + eps_high; defaults to eps"),
     "dual_clip": (Annotated[float, Field(gt=1)] | None, "where A < 0 the loss is at most dual_clip * |A|"),
+    "ratio_cap": (Positive | None, "largest ratio in the gradient; a capped token still trains"),
     "anchor": (Literal["sampler", "proximal"], "the policy that the ratio is measured against"),
     "level": (Level, "ratio of the token, or product or geometric mean over its sequence"),
     "cap": (Positive, "largest importance weight"),

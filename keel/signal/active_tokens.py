@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 MAX_LOG_RATIO = 40.0
 """Ratios saturate at e^40, whose square still fits float32. A kept ratio is therefore finite, and 0 * r is 0."""
 
+MAX_LOGPROB = 1e-3
+"""The largest log-prob that is taken for 0 plus rounding; a probability above 1 means logits or a wrong sign."""
+
 LOGPROB_FIELDS = {
     "policy": "logprobs",
     "sampler": "sampler_logprobs",
@@ -93,6 +96,7 @@ class ActiveTokens:
             self._drop_invalid_logprobs()
         else:
             self._check_finite("logprobs", self.logprob("policy"))
+        self._check_policy_logprobs()
         self.advantages: Float[Tensor, "n"] = self._select(batch.advantages)
         if composition.policy.surrogate != "cross_entropy":
             self._check_finite("advantages", self.advantages)
@@ -130,6 +134,18 @@ class ActiveTokens:
         first = int((~values.isfinite()).nonzero()[0])
         position = first if self.index is None else int(self.index[first])
         raise BatchError(f"batch.{name}[{position}] = {values[first].item()}: a trainable token needs a finite value")
+
+    def _check_policy_logprobs(self) -> None:
+        """Refuse policy log-probs of a probability above 1."""
+        values = self.logprob("policy")
+        if not len(values) or float(values.max()) <= MAX_LOGPROB:
+            return
+        first = int(values.argmax())
+        position = first if self.index is None else int(self.index[first])
+        raise BatchError(
+            f"batch.logprobs[{position}] = {values[first].item():g}: a log-prob is at most 0; check that it is the log"
+            " of a probability, and its sign"
+        )
 
     @property
     def loaded_sources(self) -> set[str]:

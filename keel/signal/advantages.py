@@ -19,7 +19,7 @@ from keel.signal.segments import Segments
 
 
 class MovingBaseline:
-    """A moving baseline per agent: b <- decay * b + (1 - decay) * R, then A = R - b (arXiv 2506.24119).
+    """A moving baseline per agent: A = R - b, then b <- decay * b + (1 - decay) * R (arXiv 2506.24119).
 
     It keeps its state between steps. `state` can be saved and passed to a new instance.
     """
@@ -28,9 +28,9 @@ class MovingBaseline:
         self.state = dict(state or {})
 
     def update(self, agent: int, reward: float, decay: float) -> float:
-        """Update the baseline of an agent with a reward and return the advantage."""
-        baseline = decay * self.state.get(agent, 0.0) + (1 - decay) * reward
-        self.state[agent] = baseline
+        """Return the advantage of a reward against the agent's baseline, and update the baseline with it."""
+        baseline = self.state.get(agent, 0.0)
+        self.state[agent] = decay * baseline + (1 - decay) * reward
         return reward - baseline
 
 
@@ -46,9 +46,10 @@ def advantages(
     """Return one advantage per rollout.
 
     group_mean: R - mean. group_mean_std: (R - mean) / std, 0 if all rewards are equal. leave_one_out: R minus the mean
-    of the other rollouts. mean_normalised: (R - mean) / mean, 0 if the mean is 0 (arXiv 2602.02710). moving_baseline: R
-    minus the agent's moving baseline, with `group` as the agent's id and `moving` as the state. constant: R minus
-    `baseline`. In a group with a single valid rollout, group estimators return 0.
+    of the other rollouts. mean_normalised: (R - mean) / mean, 0 if the mean is 0; rewards must not be negative, since
+    the mean stands for the probability of success (arXiv 2602.02710). moving_baseline: R minus the agent's moving
+    baseline before R, with `group` as the agent's id and `moving` as the state. constant: R minus `baseline`. In a
+    group with a single valid rollout, group estimators return 0.
     """
     if isinstance(name, AdvantageSettings):
         settings = name
@@ -89,10 +90,22 @@ def advantages(
     elif settings.name == "leave_one_out":
         centred = centred * segments.expand(count / (count - 1).clamp(min=1))
     elif settings.name == "mean_normalised":
+        _check_not_negative(reward, is_valid)
         zero = mean == 0
         centred = centred * segments.expand(torch.where(zero, 0.0, 1 / mean.masked_fill(zero, 1.0)))
     result[is_valid] = centred.masked_fill(segments.expand(count) < 2, 0.0)
     return result
+
+
+def _check_not_negative(reward: Tensor, is_valid: Tensor) -> None:
+    negative = ((reward < 0) & is_valid).nonzero()
+    if len(negative):
+        index = int(negative[0])
+        raise BatchError(
+            f'rewards[{index}] = {reward[index].item():g}, but advantages.name = "mean_normalised" divides by the mean'
+            " reward of the group as a probability of success: a negative mean would reverse the sign of every"
+            ' advantage; use rewards of at least 0, or advantages.name = "group_mean_std"'
+        )
 
 
 def _check_inputs(rewards: Any, group: Any, valid: Any) -> tuple[Tensor, Tensor, Tensor]:

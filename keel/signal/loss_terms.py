@@ -5,6 +5,7 @@ is available to a fused output head in the same pass. Tests compare every pair w
 in float64.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -66,8 +67,17 @@ def policy_term(policy: PolicyTerm, log_ratio: Tensor | None, logprob: Tensor, a
         return _sigmoid_surrogate(policy, r, advantage)
     if policy.surrogate == "clip":
         return _clipped_surrogate(policy, r, advantage)
+    if policy.ratio_cap is not None:
+        return _capped_surrogate(policy.ratio_cap, r, log_ratio, advantage)
     linear = r.mul_(advantage).neg_()
     return LossTerm(linear, linear)
+
+
+def _capped_surrogate(cap: float, r: Tensor, log_ratio: Tensor, advantage: Tensor) -> LossTerm:
+    """Compute -A * r up to the cap, and its tangent in l above it, so that the gradient is -A * min(r, cap)."""
+    grad = r.clamp_(max=cap).mul_(advantage).neg_()
+    beyond = (log_ratio - math.log(cap)).clamp_(min=0)
+    return LossTerm(torch.addcmul(grad, grad, beyond), grad)
 
 
 def _clipped_surrogate(policy: PolicyTerm, r: Tensor, advantage: Tensor) -> LossTerm:

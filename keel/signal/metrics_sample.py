@@ -30,6 +30,10 @@ KEPT, LOW, HIGH, CLIPPED = range(4)
 Array = NDArray[Any]
 
 
+MAX_STALENESS_BUCKET = 16
+"""Tokens of this staleness or more share one set of metrics. Every value adds about twenty."""
+
+
 class MetricsSample:
     """The sampled tokens of a batch, as runs of adjacent tokens with the same sequence and staleness.
 
@@ -56,12 +60,13 @@ class MetricsSample:
         self.run_lengths = np.diff(self.run_starts, append=self.size)
         self.sequence_ids, self.run_sequence = _unique_inverse(sequence[self.run_starts])
         """The sequences of the sample, and the index of each run's sequence."""
-        self.staleness_values: list[int] | None = None
+        self.staleness_values: list[str] | None = None
         self.run_staleness = np.zeros_like(self.run_sequence)
         """Index of each run's staleness in `staleness_values`."""
         if version is not None:
-            staleness, self.run_staleness = _unique_inverse(totals.trainer_version - version[self.run_starts])
-            self.staleness_values = staleness.tolist()
+            staleness = totals.trainer_version - version[self.run_starts]
+            buckets, self.run_staleness = _unique_inverse(staleness.clip(-1, MAX_STALENESS_BUCKET))
+            self.staleness_values = [_bucket_name(bucket) for bucket in buckets.tolist()]
         self.num_staleness_values = 1 if self.staleness_values is None else len(self.staleness_values)
         self.sequence_is_whole = np.ones(len(self.sequence_ids))
         """0 for the sequences at the ends of a window, which may extend beyond it; 1 for the others."""
@@ -239,6 +244,13 @@ class MetricsSample:
                 f"masked_sequence_tokens/staleness={staleness}": Metric(masked_tokens, tokens),
             }
         return values
+
+
+def _bucket_name(bucket: int) -> str:
+    """Return the name of a staleness in metrics. Tokens newer than the trainer share "<0"."""
+    if bucket < 0:
+        return "<0"
+    return f"{bucket}+" if bucket == MAX_STALENESS_BUCKET else str(bucket)
 
 
 def _unique_inverse(values: Array) -> tuple[Array, Array]:

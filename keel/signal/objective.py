@@ -109,6 +109,8 @@ class Objective:
             elif self.composition.proximal == "interpolated":
                 active.interpolate_proximal(totals.trainer_version)
             evaluated = _evaluate(active, totals)
+            if not bool(evaluated.loss.isfinite()):
+                raise _overflow_error(active)
         loss = attach_gradient(batch.logprobs, evaluated, active.index)
         return ObjectiveResult(loss, self, active, totals, evaluated)
 
@@ -135,6 +137,16 @@ class _PrecomputedGradientLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         gradient, index = ctx.saved_tensors
         return _scatter_to_batch((gradient * grad_output).to(ctx.dtype), index, ctx.size), None, None, None
+
+
+def _overflow_error(active: ActiveTokens) -> BatchError:
+    """Return the error for a loss that is not finite although all its inputs are."""
+    first = int(active.advantages.abs().argmax()) if len(active) else 0
+    position = first if active.index is None else int(active.index[first])
+    return BatchError(
+        f"the loss overflows {str(active.dtype).removeprefix('torch.')}: batch.advantages[{position}] ="
+        f" {active.batch.advantages[position].item():g} is the largest advantage; scale or clip the rewards"
+    )
 
 
 def _scatter_to_batch(values: Tensor, index: Tensor | None, size: int, fill_value: int = 0) -> Tensor:

@@ -81,6 +81,8 @@ class TokenBatch:
             )
         if value.device != self.logprobs.device:
             raise BatchError(f"batch.{name} is on {value.device} and batch.logprobs on {self.logprobs.device}")
+        if value.is_meta:
+            raise BatchError(f"batch.{name} is on the meta device, which holds no values; create it on another device")
         if name in FLOAT_FIELDS and not value.dtype.is_floating_point:
             raise BatchError(f"batch.{name} has dtype {value.dtype}; it must be floating point")
         if name in ID_FIELDS and (value.dtype == torch.bool or value.is_floating_point() or value.is_complex()):

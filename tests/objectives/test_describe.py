@@ -56,6 +56,8 @@ COMPOSITIONS: list[dict[str, Any]] = [
         "adv_tau": 2.0,
         "proximal": "interpolated",
     },
+    {"policy": {"surrogate": "linear", "ratio_cap": 1.1}},
+    {"policy": {"surrogate": "linear", "anchor": "proximal", "level": "sequence", "ratio_cap": 0.98}},
     {
         "gates": [{"statistic": "ratio", "high": 1.3, "scope": "sequence"}],
         "policy": {"surrogate": "cross_entropy", "anchor": "none"},
@@ -126,6 +128,7 @@ class Evaluation:
             "n_k": self.total(ones * self.kept).clamp(min=1),
             "inf": math.inf,
             "exp": torch.exp,
+            "log": lambda x: torch.as_tensor(x, dtype=torch.float64).log(),
             "sigmoid": torch.sigmoid,
             "sg": torch.detach,
             "where": lambda condition, yes, no: torch.where(condition, yes + 0 * ones, no + 0 * ones),
@@ -179,6 +182,8 @@ def assert_formula_equals_loss(description: Description, objective: keel.Objecti
 def test_the_printed_formula_equals_the_loss_and_its_gradient(name: str, variant: dict[str, Any]) -> None:
     if name == "cross_entropy":
         variant = {key: value for key, value in variant.items() if key in ("reduction", "length")}
+    if PRESETS[name].resolve({})[1].policy.level == "sequence":  # transforms of single tokens are an error there
+        variant = {key: value for key, value in variant.items() if "kl_penalty" not in key and key != "teacher_tau"}
     variant = dict(variant)
     assert_formula_equals_loss(describe_preset(PRESETS[name], variant), keel.objective(name, **variant))
 

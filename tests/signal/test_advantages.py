@@ -1,5 +1,6 @@
 """Advantages by group id: closed forms, groups of any size and order, and invalid rollouts."""
 
+import itertools
 import math
 from typing import Any
 
@@ -62,10 +63,15 @@ def naive(name: str, rewards: list[float], group: list[int], valid: list[bool]) 
 rollouts = st.lists(st.tuples(st.integers(-8, 8), st.integers(-2, 3), st.booleans()), min_size=1, max_size=25)
 
 
+def rewards_of(name: str, rows: list[tuple[int, int, bool]]) -> list[float]:
+    """Return rewards of both signs, or of at least 0 for the estimator that takes no others."""
+    return [(abs(reward) if name == "mean_normalised" else reward) / 4 for reward, _, _ in rows]
+
+
 @grouped
 @given(rows=rollouts)
 def test_uneven_groups_in_any_order_equal_a_loop(name: str, rows: list[tuple[int, int, bool]]) -> None:
-    rewards, group = [reward / 4 for reward, _, _ in rows], [group_id for _, group_id, _ in rows]
+    rewards, group = rewards_of(name, rows), [group_id for _, group_id, _ in rows]
     valid = [is_valid for _, _, is_valid in rows]
     result = advantages(name, rewards, group, valid=torch.tensor(valid))
     assert result == pytest.approx(naive(name, rewards, group, valid), abs=1e-12)
@@ -77,7 +83,7 @@ def test_the_order_of_rollouts_and_the_ids_of_groups_change_nothing(
     name: str, data: st.DataObject, rows: list[tuple[int, int, bool]]
 ) -> None:
     order = data.draw(st.permutations(range(len(rows))))
-    rewards, group = [reward / 4 for reward, _, _ in rows], [group_id for _, group_id, _ in rows]
+    rewards, group = rewards_of(name, rows), [group_id for _, group_id, _ in rows]
     permuted = advantages(name, [rewards[i] for i in order], [group[i] * -1000 + 5 for i in order])
     expected = advantages(name, rewards, group)
     assert permuted == pytest.approx([expected[i] for i in order], abs=1e-12)
@@ -107,6 +113,8 @@ def test_the_reward_of_an_invalid_rollout_is_never_read(name: str, invalid: floa
 @grouped
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.7, 1e6])
 def test_equal_rewards_give_zero_advantages(name: str, reward: float) -> None:
+    if name == "mean_normalised":
+        reward = abs(reward)
     assert advantages(name, [reward] * 7 + [5.0, 6.0], [0] * 7 + [1, 1])[:7] == pytest.approx([0.0] * 7, abs=1e-9)
 
 
@@ -125,7 +133,26 @@ def test_a_group_with_one_valid_rollout_gets_zero(name: str) -> None:
 
 
 def test_mean_normalised_is_zero_if_the_mean_is_zero() -> None:
-    assert advantages("mean_normalised", [-1.0, 1.0, 1.0, 3.0], [0, 0, 1, 1]) == [0.0, 0.0, -0.5, 0.5]
+    assert advantages("mean_normalised", [0.0, 0.0, 1.0, 3.0], [0, 0, 1, 1]) == [0.0, 0.0, -0.5, 0.5]
+
+
+def test_mean_normalised_refuses_negative_rewards_which_would_reverse_the_signs() -> None:
+    with pytest.raises(keel.BatchError, match=r"rewards\[0\] = -1, but .*mean_normalised.*group_mean_std"):
+        advantages("mean_normalised", [-1.0, -3.0], [0, 0])
+    valid = torch.tensor([False, True, True])
+    assert advantages("mean_normalised", [-1.0, 1.0, 3.0], [0, 0, 0], valid=valid) == [0.0, -0.5, 0.5]
+
+
+@grouped
+@given(rows=rollouts)
+def test_a_better_reward_never_has_a_smaller_advantage(name: str, rows: list[tuple[int, int, bool]]) -> None:
+    rewards = rewards_of(name, rows)
+    result = advantages(name, rewards, [0] * len(rewards))
+    order = sorted(range(len(rewards)), key=rewards.__getitem__)
+    assert all(result[low] <= result[high] + 1e-12 for low, high in itertools.pairwise(order))
+    mean = sum(rewards) / len(rewards)
+    if len(set(rewards)) > 1:
+        assert all((value > 0) == (reward > mean) for value, reward in zip(result, rewards, strict=True))
 
 
 @pytest.mark.parametrize("name", [*GROUPED, "constant"])
@@ -156,10 +183,10 @@ def test_advantages_carry_no_gradient() -> None:
 
 
 def test_each_agent_has_its_own_moving_baseline() -> None:
-    """b <- 0.5 b + 0.5 R and then A = R - b: for agent 7, b = 2, then 3."""
+    """A = R - b and then b <- 0.5 b + 0.5 R: for agent 7, b = 0, then 2, then 3."""
     moving = keel.MovingBaseline()
     result = advantages("moving_baseline", [4.0, 1.0, 4.0], [7, 2, 7], moving=moving, decay=0.5)
-    assert result == [2.0, 0.5, 1.0]
+    assert result == [4.0, 1.0, 2.0]
     assert moving.state == {7: 3.0, 2: 0.5}
 
 
@@ -185,8 +212,13 @@ def test_an_invalid_rollout_does_not_update_the_moving_baseline() -> None:
     result = advantages(
         "moving_baseline", [4.0, math.nan], [7, 7], valid=torch.tensor([True, False]), moving=moving, decay=0.5
     )
-    assert result == [2.0, 0.0]
+    assert result == [4.0, 0.0]
     assert moving.state == {7: 2.0}
+
+
+def test_a_moving_baseline_without_decay_is_the_previous_reward() -> None:
+    moving = keel.MovingBaseline()
+    assert advantages("moving_baseline", [4.0, 1.0, 3.0], [0, 0, 0], moving=moving, decay=0.0) == [4.0, -3.0, 2.0]
 
 
 def test_only_moving_baseline_takes_a_state_and_it_requires_one() -> None:

@@ -16,8 +16,12 @@ LOG2, LOG5 = math.log(2), math.log(5)
 def single_token(
     log_ratio: float, advantage: float, *, sampler: float = 0.0, dtype: torch.dtype = torch.float64
 ) -> keel.TokenBatch:
-    """Return one token with this log-ratio, which is exact if the sampler's log-prob is 0."""
-    step = batch([sampler + log_ratio], [sampler], advantages=[advantage])
+    """Return one token with this log-ratio, which is exact if the sampler's log-prob is 0.
+
+    A policy log-prob is at most 0, so a positive log-ratio lowers the sampler's in its place.
+    """
+    lowered = max(sampler + log_ratio, 0.0) if sampler == 0 else 0.0
+    step = batch([sampler + log_ratio - lowered], [sampler - lowered], advantages=[advantage])
     return step.replace(
         **{name: value.to(dtype) for name, value in step.tensors().items() if value.is_floating_point()}
     )

@@ -143,7 +143,7 @@ def test_the_kl_penalty_equals_an_adjusted_advantage() -> None:
     k = (step.logprobs - step.reference_logprobs)[step.trainable]
     adjusted = step.advantages.clone()
     adjusted[step.trainable] += 0.25 * (k.mean() - k)
-    for name in ("icepop", "opsm", "gspo", "m2po", "vespo"):
+    for name in ("icepop", "opsm", "sapo", "m2po", "vespo"):
         loss, gradient, result = run(keel.objective(name, kl_penalty_coef=0.25), step)
         other_loss, other_gradient, other = run(keel.objective(name), step.replace(advantages=adjusted))
         assert result.keep.tolist() == other.keep.tolist()

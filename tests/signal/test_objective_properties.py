@@ -59,7 +59,7 @@ GATED = [case for case in CASES if case_objective(case).composition.gates]
 
 
 def test_the_cases_cover_both_kinds_of_penalty_scope() -> None:
-    assert sorted(PENALISES_DROPPED) == ["dppo_kl", "ipo"]
+    assert sorted(PENALISES_DROPPED) == ["dppo_kl", "dppo_kl, capped", "ipo"]
     assert [case for case in CASES if case not in READS_SAMPLER] == ["cross_entropy", "cross_entropy, roles"]
 
 

@@ -87,6 +87,12 @@ def linear(n: Naive) -> Terms:
     return {t: -n.adv[t] * n.ratio(t) for t in n.kept}
 
 
+def capped_linear(n: Naive, cap: float) -> Terms:
+    """Return -A * r up to the cap and its tangent in l above it, where the gradient is the authors' -A * cap."""
+    above = {t: cap * (1 + n.l[t] - n.b[t] - math.log(cap)) for t in n.kept}
+    return {t: -n.adv[t] * (above[t] if n.ratio(t) > cap else n.ratio(t)) for t in n.kept}
+
+
 def clip_terms(n: Naive, anchor: dict[int, Tensor], eps: float = 0.2, eps_high: float | None = None) -> Terms:
     return {t: clipped((n.l[t] - anchor[t]).exp(), n.adv[t], eps, eps_high) for t in n.kept}
 
@@ -120,17 +126,17 @@ def dppo_tv(n: Naive) -> Tensor:
     return token_mean(n, linear(n))
 
 
-def with_penalty_on_all(n: Naive, kl_tau: float = 1e-3) -> Tensor:
+def with_penalty_on_all(n: Naive, kl_tau: float = 1e-3, cap: float = math.inf) -> Tensor:
     penalties = {t: kl_tau * (n.l[t] - n.b[t]) ** 2 for t in n.tokens}
-    return token_mean(n, linear(n)) + token_mean(n, penalties)
+    return token_mean(n, capped_linear(n, cap) if cap < math.inf else linear(n)) + token_mean(n, penalties)
 
 
-def dppo_kl(n: Naive) -> Tensor:
+def dppo_kl(n: Naive, cap: float = math.inf) -> Tensor:
     for t in n.tokens:
         difference = n.p(t) - n.q(t)
         if (n.adv[t] > 0 and difference > 0.2) or (n.adv[t] < 0 and difference < -0.2):
             n.dropped.add(t)
-    return with_penalty_on_all(n)
+    return with_penalty_on_all(n, cap=cap)
 
 
 def opsm_gate(n: Naive, delta: float = 1e-4) -> None:
@@ -265,13 +271,13 @@ def kpop(n: Naive) -> Tensor:
     return token_mean(n, linear(n))
 
 
-def dppo_binary_kl(n: Naive) -> Tensor:
+def dppo_binary_kl(n: Naive, mask_high: float = 0.05, cap: float = math.inf) -> Tensor:
     for t in n.tokens:
-        too_large = bernoulli_kl(n.q(t), n.p(t)) > 0.05
+        too_large = bernoulli_kl(n.q(t), n.p(t)) > (mask_high if n.adv[t] > 0 else 0.05)
         in_direction = (n.adv[t] > 0 and n.p(t) > n.q(t)) or (n.adv[t] < 0 and n.p(t) < n.q(t))
         if too_large and in_direction:
             n.dropped.add(t)
-    return token_mean(n, linear(n))
+    return token_mean(n, capped_linear(n, cap) if cap < math.inf else linear(n))
 
 
 def m2po_gate(n: Naive, tau: float = 0.04) -> None:
@@ -473,6 +479,8 @@ REFERENCES: dict[str, Callable[[Naive], Tensor]] = {
     "mis, geometric": mis("geometric", 0.8, 1.2),
     "veto, often": veto(0.3),
     "m2po, kept": m2po_kept,
+    "dppo_kl, capped": lambda n: dppo_kl(n, cap=1.2),
+    "dppo_binary_kl, capped": lambda n: dppo_binary_kl(n, mask_high=0.5, cap=1.2),
     "cross_entropy, roles": cross_entropy,
 }
 

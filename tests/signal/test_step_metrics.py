@@ -155,6 +155,23 @@ def test_staleness_is_measured_from_the_newest_version_of_the_whole_step() -> No
     assert "mismatch_kl/staleness=0" not in metrics
 
 
+def test_many_versions_share_the_metrics_of_old_tokens() -> None:
+    """One version per token would otherwise make twenty metrics per token."""
+    size = 8_000
+    step = batch([-1.0] * size, [-1.5] * size, version=list(range(size)), trainer_version=size - 1)
+    metrics = keel.objective("icepop")(step).metrics
+    split = [name for name in metrics if name.startswith("mismatch_kl/staleness=")]
+    assert split == [f"mismatch_kl/staleness={s}" for s in [*range(16), "16+"]]
+    assert metrics["mismatch_kl/staleness=16+"].count == size - 16
+    assert len(metrics) < 600
+
+
+def test_tokens_newer_than_the_trainer_are_named() -> None:
+    step = batch([-1.0] * 3, [-1.5] * 3, version=[4, 9, 12], trainer_version=5)
+    names = {name for name in keel.objective("icepop")(step).metrics if name.startswith("mismatch_kl/")}
+    assert names == {"mismatch_kl/staleness=1", "mismatch_kl/staleness=<0"}
+
+
 def test_without_versions_no_metric_is_split_by_staleness() -> None:
     assert not [name for name in keel.objective("icepop")(batch([-1.0], [-1.2])).metrics if "staleness" in name]
 
@@ -321,7 +338,7 @@ def large_step() -> keel.TokenBatch:
     size = 30_000
     sampler = -torch.rand(size, generator=generator, dtype=torch.float64) * 3
     return keel.TokenBatch(
-        logprobs=sampler + 0.7 * torch.randn(size, generator=generator, dtype=torch.float64),
+        logprobs=(sampler + 0.7 * torch.randn(size, generator=generator, dtype=torch.float64)).clamp(max=0.0),
         sampler_logprobs=sampler,
         advantages=torch.randn(size, generator=generator, dtype=torch.float64),
         trainable=torch.rand(size, generator=generator) > 0.2,

@@ -244,10 +244,36 @@ def test_evaluating_an_objective_does_not_modify_the_batch() -> None:
     step = random_step(2)
     before = {name: value.clone() for name, value in step.tensors().items()}
     for name in ("icepop", "opsm", "gspo", "vespo", "m2po", "dppo_kl"):
-        result = keel.objective(name, kl_penalty_coef=0.1, teacher_tau=0.1, reference_kl_coef=0.1)(step)
+        transforms = {} if name == "gspo" else {"kl_penalty_coef": 0.1, "teacher_tau": 0.1}
+        result = keel.objective(name, **transforms, reference_kl_coef=0.1)(step)
         assert len(result.metrics) > 10
     for name, value in step.tensors().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_policy_log_prob_above_zero_is_an_error_that_names_the_token() -> None:
+    with pytest.raises(keel.BatchError, match=r"batch\.logprobs\[1\] = 0\.5: a log-prob is at most 0"):
+        keel.objective("icepop")(batch([-1.0, 0.5], [-1.0, -1.0]))
+    assert keel.objective("icepop")(batch([1e-6], [0.0])).kept_tokens == 1  # rounding
+
+
+def test_a_policy_log_prob_above_zero_of_an_untrainable_token_is_not_read() -> None:
+    step = batch([-1.0, 0.5], [-1.0, -1.0], trainable=[True, False])
+    assert keel.objective("icepop")(step).loss.item() == -1.0
+
+
+def test_a_loss_that_overflows_is_an_error_that_names_the_advantage() -> None:
+    step = batch([-1.0, -1.0], [-1.0, -61.0], advantages=[1.0, -1e23])
+    single = step.replace(**{n: v.float() for n, v in step.tensors().items() if v.is_floating_point()})
+    with pytest.raises(keel.BatchError, match=r"overflows float32: batch\.advantages\[1\] = -1e\+23"):
+        keel.objective("icepop", ratio_high=None)(single)
+    assert keel.objective("icepop", ratio_high=None)(step).loss.isfinite()
+
+
+def test_a_batch_on_the_meta_device_is_an_error() -> None:
+    step = batch([-1.0], [-1.0])
+    with pytest.raises(keel.BatchError, match=r"batch\.logprobs is on the meta device"):
+        step.replace(**{name: value.to("meta") for name, value in step.tensors().items()})
 
 
 def test_a_batch_of_one_token_is_valid() -> None:

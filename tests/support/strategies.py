@@ -65,6 +65,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mis, geometric": ("mis", {"level": "geometric", "ratio_low": 0.8, "ratio_high": 1.2}),
     "veto, often": ("veto", {"rollout_min_ratio": 0.3}),
     "m2po, kept": ("m2po", {"denominator": "kept"}),
+    "dppo_kl, capped": ("dppo_kl", {"ratio_cap": 1.2}),
+    "dppo_binary_kl, capped": ("dppo_binary_kl", {"ratio_cap": 1.2, "mask_high": 0.5}),
     "cross_entropy, roles": ("cross_entropy", {"roles": [1]}),
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in PRESETS} | VARIANTS
@@ -295,6 +297,8 @@ def compositions(draw: st.DrawFn) -> dict[str, Any]:
         policy |= {"tau_positive": 1.1, "tau_negative": 0.7}
     if surrogate == "linear" and policy["level"] == "sequence":
         policy["token_clip"] = draw(st.sampled_from([None, 0.43]))
+    if surrogate == "linear":
+        policy["ratio_cap"] = draw(st.sampled_from([None, 1.3]))
     levels = ["sequence", "geometric"] if policy.get("level") == "sequence" else ["token", "sequence", "geometric"]
     weight = st.fixed_dictionaries(
         {"between": st.sampled_from(PAIRS), "level": st.sampled_from(levels)},
@@ -325,5 +329,5 @@ def compositions(draw: st.DrawFn) -> dict[str, Any]:
         "penalties": draw(st.lists(penalty, max_size=2)),
         "reduction": reduction | ({"length": 3} if over == "constant" else {}),
         "adv_tau": draw(st.sampled_from([1.0, 0.5])),
-        "teacher_tau": draw(st.sampled_from([0.0, 0.25])),
+        "teacher_tau": 0.0 if policy.get("level") == "sequence" else draw(st.sampled_from([0.0, 0.25])),
     }

@@ -88,8 +88,8 @@ ADVANTAGES = {
     "group_mean": "R - mean of the group",
     "group_mean_std": "(R - mean) / standard deviation of the group (n - 1); 0 where all rewards are equal",
     "leave_one_out": "R - mean of the other rollouts of the group",
-    "mean_normalised": "(R - mean) / mean of the group (arXiv 2602.02710); 0 where the mean is 0",
-    "moving_baseline": "R - B, after B <- decay * B + (1 - decay) * R for the agent (arXiv 2506.24119); decay 0.95",
+    "mean_normalised": "(R - mean) / mean of the group, for R >= 0 (arXiv 2602.02710); 0 where the mean is 0",
+    "moving_baseline": "R - B, then B <- decay * B + (1 - decay) * R for the agent (arXiv 2506.24119); decay 0.95",
     "constant": "R - baseline; baseline 0",
 }
 
@@ -156,7 +156,8 @@ METRICS_START = """\
 
 `result.metrics[name]` is a pair of sum and count, or a number derived from such pairs, and has a `.mean`; or it is a
 histogram and has a `.median` and `.quantile(fraction)`. `+` merges the metrics of two batches. If the batch has
-versions, metrics per token or sequence are also split by staleness, as `name/staleness=s`.
+versions, metrics per token or sequence are also split by staleness, as `name/staleness=s`; tokens of 16 and more share
+`name/staleness=16+`.
 """
 
 METRICS = {
