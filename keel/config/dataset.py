@@ -42,6 +42,9 @@ class DatasetSettings(Settings):
     """Highest fraction of unusable rows (missing column, empty prompt, repeated id) with which a run starts."""
 
 
+RewardScope = Literal["completion", "group"]
+
+
 class RewardSettings(Settings):
     """One reward function. `"exact"` is short for `{name = "exact"}`."""
 
@@ -51,8 +54,11 @@ class RewardSettings(Settings):
     """Factor of this reward in the total."""
     options: dict[str, Any] = {}
     """Keyword arguments of a built-in reward, such as `{pattern = "..."}` of "regex"."""
-    timeout: Seconds = 10.0
-    """Seconds that one call may take. A call that takes longer is killed and its rollout fails."""
+    timeout: Seconds | None = None
+    """Seconds that one call may take. A call that takes longer is killed and its rollout fails. Defaults to 10."""
+    scope: RewardScope | None = None
+    """"completion" calls the function for each completion as it finishes, "group" once for all completions of a task
+    that did not fail. Defaults to "group" for a function of lists, with a parameter `completions`."""
     clip: tuple[float, float] | None = None
     """Lowest and highest value of this reward before it is weighted."""
 

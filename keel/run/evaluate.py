@@ -17,6 +17,7 @@ from keel.config.rollout import EpisodeLimits, Sampling
 from keel.errors import ConfigError, KeelError
 from keel.inference.protocol import Engine
 from keel.rollout.environments.environment import Environment, Task, run_episode
+from keel.rollout.environments.group_rewards import awaits_group, score_group
 from keel.rollout.policy_client import PolicyClient, derive_seed
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout import Rollout
@@ -116,9 +117,12 @@ async def evaluate(
             progress(finished, len(tasks) * samples_per_task)
         return rollout
 
+    async def play_group(task: Task) -> list[Rollout]:
+        group = await gather_or_cancel([play(task, index) for index in range(samples_per_task)])
+        return await score_group(environment, task, group, limits.timeout) if awaits_group(group) else group
+
     # not a TaskGroup, which would wrap the error of an environment that stops the run
-    episodes = await gather_or_cancel([play(task, index) for task in tasks for index in range(samples_per_task)])
-    rollouts = [episodes[first : first + samples_per_task] for first in range(0, len(episodes), samples_per_task)]
+    rollouts = await gather_or_cancel([play_group(task) for task in tasks])
     return summarize_rollouts(label, rollouts, time.monotonic() - start)
 
 

@@ -236,7 +236,7 @@ class TrainingRun:
             if completed != scheduler.completed:
                 completed, failed, since = scheduler.completed, scheduler.failed, time.monotonic()
             status = scheduler.status()
-            fails = scheduler.failed > failed or not status.in_flight
+            fails = scheduler.failed > failed or not (status.in_flight or status.scoring)
             if fails and time.monotonic() - since >= STOP_GRACE:
                 raise _SamplingAbandoned(
                     f"stopping without step {self.step + 1}: no rollout succeeded for {STOP_GRACE:g} s; the last error:"
@@ -416,7 +416,9 @@ class TrainingRun:
             settings = settings.model_copy(update={"rollout_timeout": self._max_episode_seconds + OVERRUN_GRACE})
         is_zero_variance = scoring.has_equal_rewards if self.settings.advantages.drops_equal_rewards else None
         if state is None:
-            scheduler = Scheduler(episodes, sources, settings, is_zero_variance=is_zero_variance)
+            scheduler = Scheduler(
+                episodes, sources, settings, is_zero_variance=is_zero_variance, score_group=episodes.score_group
+            )
         else:
             scheduler = Scheduler.restore(
                 state["scheduler"],
@@ -425,6 +427,7 @@ class TrainingRun:
                 settings,
                 lookup=episodes.load_finished,
                 is_zero_variance=is_zero_variance,
+                score_group=episodes.score_group,
             )
             if self._moving_baseline is not None:
                 self._moving_baseline.state = {int(agent): value for agent, value in state["moving"].items()}

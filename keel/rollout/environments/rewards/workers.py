@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from keel.errors import KeelError
 
@@ -33,6 +33,17 @@ class RewardError(KeelError):
         super().__init__(message)
         self.kind = kind
         self.traceback = traceback
+
+
+class RewardScore(NamedTuple):
+    """The reward of one completion."""
+
+    value: float | None
+    """None: the reward abstained."""
+    metrics: Mapping[str, float] = {}
+    """Other values to record, such as the cost of a judge."""
+    failure: RewardError | None = None
+    """The reason, if it abstained because it failed."""
 
 
 class RewardFunction:
@@ -75,15 +86,24 @@ class RewardWorkers:
         return len(self._functions) - 1
 
     async def call(self, number: int, arguments: Mapping[str, Any], timeout: float | None = None) -> float | None:
-        """Call a function in a worker. Raises RewardError when it raises, overruns or dies; None means it abstained."""
+        """Return the reward of one completion; None means the function abstained. Raises like `call_group`."""
+        return (await self.call_group(number, [arguments], timeout))[0].value
+
+    async def call_group(
+        self, number: int, items: Sequence[Mapping[str, Any]], timeout: float | None = None
+    ) -> list[RewardScore]:
+        """Call a function for several completions in one worker. Raises RewardError when it raises, overruns or dies.
+
+        A function of lists is called once, any other once for each completion; `timeout` covers all of them.
+        """
         self.calls += 1
         worker = await self._acquire()
         healthy = False
         try:
             limit = self.timeout if timeout is None else timeout
-            value = await worker.call(number, self._functions[number], arguments, limit)
+            scores = await worker.call(number, self._functions[number], items, limit)
             healthy = True
-            return value
+            return scores
         except RewardError as error:
             self.failures += 1
             healthy = error.kind == "exception"  # the function raised; the process is fine
@@ -147,8 +167,8 @@ class _Worker:
         return time.monotonic() - self.started > SLOW_SECONDS
 
     async def call(
-        self, number: int, function: RewardFunction, arguments: Mapping[str, Any], timeout: float
-    ) -> float | None:
+        self, number: int, function: RewardFunction, items: Sequence[Mapping[str, Any]], timeout: float
+    ) -> list[RewardScore]:
         if self._process is None:
             await self._start()
         try:
@@ -156,11 +176,11 @@ class _Worker:
                 if number not in self._loaded:
                     await self._ask({"load": number, **function.load_request()}, function.name)
                     self._loaded.add(number)
-                reply = await self._ask({"call": number, "arguments": dict(arguments)}, function.name)
+                request = {"call": number, "items": [dict(item) for item in items]}
+                reply = await self._ask(request, function.name)
         except TimeoutError:
             raise RewardError("timeout", f"reward {function.name} took longer than {timeout:g} s") from None
-        value: float | None = reply["value"]
-        return value
+        return [RewardScore(value, metrics) for value, metrics in reply["values"]]
 
     async def _start(self) -> None:
         argv = [sys.executable, "-m", "keel.rollout.environments.rewards.worker_main"]

@@ -1,0 +1,136 @@
+"""What computes the values of one reward: a function in worker processes, or a judge.
+
+A source is made from the settings of a reward before the run starts: whatever can be checked then is an error that
+names the setting.
+"""
+
+import asyncio
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from keel.common.extras import missing_dependency
+from keel.common.settings import suggest_name
+from keel.config.dataset import RewardScope, RewardSettings
+from keel.errors import ConfigError
+from keel.rollout.environments.rewards.builtin import BUILTIN
+from keel.rollout.environments.rewards.worker_main import takes_lists
+from keel.rollout.environments.rewards.workers import RewardFunction, RewardScore, RewardWorkers, default_workers
+
+FUNCTION_TIMEOUT = 10.0
+
+
+class RewardSource(Protocol):
+    """Computes one reward. Many calls of `score` may run concurrently."""
+
+    scope: RewardScope
+    """With "group", `score` needs all completions of a group; with "completion" it receives one."""
+
+    async def score(self, items: Sequence[Mapping[str, Any]]) -> list[RewardScore]:
+        """Return the reward of each completion, given by its arguments; raise RewardError if there is none at all."""
+
+    async def close(self) -> None:
+        """Release processes and connections; a later call of `score` opens them again."""
+
+
+class WorkerPool:
+    """Worker processes for some functions, started in the event loop that uses them."""
+
+    def __init__(self, workers: int, max_workers: int | None = None) -> None:
+        self._sizes = workers, max_workers
+        self._functions: list[RewardFunction] = []
+        self._workers: RewardWorkers | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def register(self, function: RewardFunction) -> int:
+        """Add a function and return the number to call it by."""
+        self._functions.append(function)
+        return len(self._functions) - 1
+
+    def get(self) -> RewardWorkers:
+        """Return the workers of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self._workers is None or self._loop is not loop:
+            workers, max_workers = self._sizes
+            self._loop = loop
+            self._workers = RewardWorkers(workers, timeout=FUNCTION_TIMEOUT, max_workers=max_workers)
+            for function in self._functions:
+                self._workers.register(function)
+        return self._workers
+
+    async def close(self) -> None:
+        if self._workers is not None:
+            await self._workers.close()
+            self._workers = None
+
+
+class FunctionSource:
+    """A reward function in worker processes."""
+
+    def __init__(self, function: RewardFunction, scope: RewardScope, timeout: float, pool: WorkerPool) -> None:
+        self.scope = scope
+        self._timeout, self._pool = timeout, pool
+        self._number = pool.register(function)
+
+    async def score(self, items: Sequence[Mapping[str, Any]]) -> list[RewardScore]:
+        return await self._pool.get().call_group(self._number, items, self._timeout)
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+def make_source(settings: RewardSettings, pool: WorkerPool) -> RewardSource:
+    """Return the source of a reward; `pool` runs the functions that need no process of their own."""
+    function, callable_ = _find_function(settings)
+    scope: RewardScope = "group" if takes_lists(callable_) else "completion"
+    if settings.scope == "group" and scope == "completion":
+        raise ConfigError(
+            f'reward "{settings.name}": scope = "group" needs a function of lists, with a parameter completions, that'
+            " returns a list"
+        )
+    return FunctionSource(function, settings.scope or scope, settings.timeout or FUNCTION_TIMEOUT, pool)
+
+
+def make_sources(rewards: Sequence[RewardSettings]) -> list[RewardSource]:
+    """Return the sources of rewards, whose functions share worker processes."""
+    pool = WorkerPool(default_workers())
+    return [make_source(settings, pool) for settings in rewards]
+
+
+def _find_function(settings: RewardSettings) -> tuple[RewardFunction, Any]:
+    """Return a function for workers, and the function itself."""
+    name = settings.name
+    if name in BUILTIN:
+        return RewardFunction(f"{BUILTIN[name]}:{name}", settings.options), _call_factory(settings)
+    module_name, _, attribute = name.partition(":")
+    if not attribute:
+        raise ConfigError(
+            f'rewards: "{name}" is not a built-in reward; {suggest_name(name, list(BUILTIN))} (your own function:'
+            ' "module:function")'
+        )
+    if settings.options:
+        raise ConfigError(f'reward "{name}": options are for built-in rewards')
+    try:
+        function: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            function = getattr(function, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f'reward "{name}" cannot be imported: {error}; put the module next to the recipe, in the current folder or'
+            " on PYTHONPATH"
+        ) from error
+    if not callable(function):
+        raise ConfigError(f'reward "{name}" is a {type(function).__name__}, not a function')
+    return RewardFunction(name), function
+
+
+def _call_factory(settings: RewardSettings) -> Any:
+    """Return the function that a built-in factory makes of the options."""
+    try:
+        return getattr(importlib.import_module(BUILTIN[settings.name]), settings.name)(**settings.options)
+    except ModuleNotFoundError as error:
+        raise missing_dependency(error) or error from error
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f'reward "{settings.name}": options = {settings.options} cannot be used: {error}') from error
