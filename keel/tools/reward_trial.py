@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -17,6 +17,7 @@ from keel.rollout.environments.environment import EpisodeResult, Task
 from keel.rollout.environments.rewards.workers import RewardError
 from keel.rollout.policy_client import PolicyClient, derive_seed
 from keel.rollout.rendering.renderer import Renderer
+from keel.rollout.rollout_metrics import mean_by_name
 
 MAX_IN_FLIGHT = 64
 
@@ -33,6 +34,8 @@ class ScoredCompletion:
     error: str | None
     seconds: float
     """Time that scoring took."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Other values that the rewards reported, such as the cost of a judge."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,6 @@ class RewardTrial:
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the trial as JSON."""
         rewards = [c.reward for c in self.scored if c.reward is not None]
-        names = sorted({name for c in self.scored for name in c.components})
-        components = {
-            name: float(np.mean([c.components[name] for c in self.scored if name in c.components])) for name in names
-        }
         return {
             "completions": len(self.completions),
             "failures": len(self.failures),
@@ -75,7 +74,8 @@ class RewardTrial:
             "std": float(np.std(rewards)) if rewards else None,
             "min": min(rewards, default=None),
             "max": max(rewards, default=None),
-            "components": components,
+            "components": mean_by_name(c.components for c in self.scored),
+            "metrics": mean_by_name(c.metrics for c in self.scored),
             "groups": len(self.groups),
             "groups_with_signal": self.groups_with_signal,
             "median_seconds": float(np.median([c.seconds for c in self.completions])),
@@ -140,7 +140,10 @@ class _Attempt:
         text = (task.id, self.prompt, self.completion)
         if isinstance(self.result, RewardError):
             return ScoredCompletion(*text, None, {}, str(self.result), self.seconds)
-        return ScoredCompletion(*text, self.result.reward, dict(self.result.reward_components), None, self.seconds)
+        result = self.result
+        return ScoredCompletion(
+            *text, result.reward, dict(result.reward_components), None, self.seconds, dict(result.metrics)
+        )
 
 
 async def _score_group(environment: DatasetEnvironment, task: Task, attempts: Sequence[_Attempt]) -> Sequence[_Attempt]:

@@ -16,6 +16,8 @@ from keel.errors import ConfigError
 from keel.rollout.environments.rewards.builtin import BUILTIN
 from keel.rollout.environments.rewards.worker_main import takes_lists
 from keel.rollout.environments.rewards.workers import RewardFunction, RewardScore, RewardWorkers, default_workers
+from keel.rollout.model_rewards.judge import Judge
+from keel.rollout.model_rewards.reward_model import LOAD_TIMEOUT
 
 FUNCTION_TIMEOUT = 10.0
 
@@ -81,6 +83,9 @@ class FunctionSource:
 
 def make_source(settings: RewardSettings, pool: WorkerPool) -> RewardSource:
     """Return the source of a reward; `pool` runs the functions that need no process of their own."""
+    if settings.name == "judge":
+        _check_scope_unset(settings)
+        return Judge(settings.options, settings.timeout)
     function, callable_ = _find_function(settings)
     scope: RewardScope = "group" if takes_lists(callable_) else "completion"
     if settings.scope == "group" and scope == "completion":
@@ -88,13 +93,23 @@ def make_source(settings: RewardSettings, pool: WorkerPool) -> RewardSource:
             f'reward "{settings.name}": scope = "group" needs a function of lists, with a parameter completions, that'
             " returns a list"
         )
-    return FunctionSource(function, settings.scope or scope, settings.timeout or FUNCTION_TIMEOUT, pool)
+    timeout = settings.timeout or FUNCTION_TIMEOUT
+    if settings.name == "reward_model":
+        _check_scope_unset(settings)
+        pool, timeout = WorkerPool(1, max_workers=1), settings.timeout or LOAD_TIMEOUT  # the model is loaded once
+    return FunctionSource(function, settings.scope or scope, timeout, pool)
 
 
 def make_sources(rewards: Sequence[RewardSettings]) -> list[RewardSource]:
     """Return the sources of rewards, whose functions share worker processes."""
     pool = WorkerPool(default_workers())
     return [make_source(settings, pool) for settings in rewards]
+
+
+def _check_scope_unset(settings: RewardSettings) -> None:
+    if settings.scope is not None:
+        hint = "; options.mode decides it" if settings.name == "judge" else ""
+        raise ConfigError(f'reward "{settings.name}": scope = "{settings.scope}" has no effect{hint}')
 
 
 def _find_function(settings: RewardSettings) -> tuple[RewardFunction, Any]:
