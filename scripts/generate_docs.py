@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from keel.cli import build_parser
 from keel.cli.display.objectives_markdown import render_markdown
 from keel.config import RunSettings
+from keel.config.dataset import JudgeSettings, RewardModelSettings
 from keel.config.setting_reference import describe_table, is_mapping, nested_settings
 from keel.config.simulate import SimulateSettings
 
@@ -40,6 +41,9 @@ arguments are invalid; other codes are listed with the command.
 def settings_page() -> str:
     """Return the reference of all settings, one section for each table."""
     parts = [GENERATED, SETTINGS_HEAD, *settings_sections("", RunSettings)]
+    for name, model in (("judge", JudgeSettings), ("reward_model", RewardModelSettings)):
+        parts += [f"## Options of the reward `{name}`\n\n", f"{escape(' '.join((model.__doc__ or '').split()))}\n\n"]
+        parts.append(settings_table(model))
     parts += ["## `keel simulate` assumptions\n\n", settings_table(SimulateSettings)]
     return "".join(parts).rstrip() + "\n"
 

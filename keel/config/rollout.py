@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from keel.common.settings import Settings, setting_error
-from keel.config.dataset import DatasetSettings, Fraction, RewardSettings, RewardTotal
+from keel.config.dataset import DatasetSettings, Fraction, RewardSettings, RewardTotal, expand_reward
 from keel.config.secrets import secret_names
 from keel.errors import ConfigError
 
@@ -186,7 +186,7 @@ class EnvironmentSettings(Settings):
         if isinstance(values.get("rewards"), str):
             values["rewards"] = [values["rewards"]]
         if isinstance(values.get("rewards"), list | tuple):
-            values["rewards"] = [{"name": item} if isinstance(item, str) else item for item in values["rewards"]]
+            values["rewards"] = [expand_reward(item) if isinstance(item, str) else item for item in values["rewards"]]
         return values
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ depend on other episodes in flight. With a ledger, a rollout is stored as soon a
 restart returns the stored rollout instead of sampling again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,11 +14,12 @@ from keel.errors import ConfigError
 from keel.inference.protocol import Engine
 from keel.rollout.environments.dataset import DatasetEnvironment
 from keel.rollout.environments.environment import Environment, run_episode
+from keel.rollout.environments.group_rewards import awaits_group, score_group
 from keel.rollout.environments.registry import load_environment
 from keel.rollout.policy_client import PolicyClient, derive_seed
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout import Rollout
-from keel.rollout.scheduler.groups import RolloutRequest
+from keel.rollout.scheduler.groups import Group, RolloutRequest
 from keel.rollout.scheduler.task_sources import TaskSource
 
 
@@ -134,6 +135,22 @@ class EpisodeRunner:
         if self._ledger is not None and rollout.error_kind is None:
             self._ledger.store_finished(*name, rollout)
         return rollout
+
+    def score_group(self, group: Group) -> Awaitable[list[Rollout]] | None:
+        """Return None if the rollouts of the group have their rewards, else an awaitable of the rollouts with them.
+
+        Rewards are stored too, so that a group is not scored again after a restart.
+        """
+        return self._score_group(group) if awaits_group(group.rollouts) else None
+
+    async def _score_group(self, group: Group) -> list[Rollout]:
+        environment = self._environments[group.environment]
+        rollouts = await score_group(environment.environment, group.task, group.rollouts, environment.limits.timeout)
+        if self._ledger is not None:
+            for member, rollout in zip((member for member in group.members if member.valid), rollouts, strict=True):
+                if rollout.error_kind is None:
+                    self._ledger.store_finished(group.id, member.member, member.attempt, rollout)
+        return rollouts
 
     def load_finished(self, group: str, member: int, attempt: int) -> Rollout | None:
         """Return the rollout that succeeded under this name before a restart, or None."""

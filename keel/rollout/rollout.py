@@ -5,7 +5,7 @@ Plain data: it crosses processes and is stored in the ledger. A failed episode i
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from keel.common.sample import Sample
 
@@ -24,11 +24,13 @@ class Rollout:
     attempt: int = 0
     samples: tuple[Sample, ...] = ()
     reward: float | None = None
-    """None if the environment returned none."""
+    """None if the environment returned none, or until the group is scored (`group_inputs`)."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other values that the environment reported."""
+    group_inputs: Mapping[str, Any] | None = None
+    """What the environment needs to score this rollout together with its group, as JSON; None if it does not."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Counts of sampled tokens; see `TrajectorySamples.counts`."""
     error: str | None = None

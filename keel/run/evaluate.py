@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from keel.common.tasks import gather_or_cancel
 from keel.config.rollout import EpisodeLimits, Sampling
@@ -19,6 +19,7 @@ from keel.errors import ConfigError, KeelError
 from keel.inference.pool.chat_endpoint import ChatEndpoint
 from keel.inference.protocol import Engine
 from keel.rollout.environments.environment import Environment, Task, run_episode
+from keel.rollout.environments.group_rewards import awaits_group, score_group
 from keel.rollout.policy_client import PolicyClient, derive_seed
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout_metrics import completion_metrics, environment_means
@@ -119,8 +120,17 @@ async def evaluate(
             progress(finished, len(tasks) * samples_per_task)
         return EvaluatedEpisode(rollout, index, client.last_exchange, reference_answer(environment, task))
 
+    async def play_group(task: Task) -> list[EvaluatedEpisode]:
+        group = await gather_or_cancel([play(task, index) for index in range(samples_per_task)])
+        rollouts = [episode.rollout for episode in group]
+        if not awaits_group(rollouts):
+            return group
+        scored = await score_group(environment, task, rollouts, limits.timeout)
+        return [replace(episode, rollout=rollout) for episode, rollout in zip(group, scored, strict=True)]
+
     # not a TaskGroup, which would wrap the error of an environment that stops the run
-    episodes = await gather_or_cancel([play(task, index) for task in tasks for index in range(samples_per_task)])
+    groups = await gather_or_cancel([play_group(task) for task in tasks])
+    episodes = [episode for group in groups for episode in group]
     return summarize_episodes(label, episodes, samples_per_task, time.monotonic() - start)
 
 

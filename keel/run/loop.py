@@ -207,7 +207,7 @@ class TrainingRun(CheckpointedRun):
             if completed != scheduler.completed:
                 completed, failed, since = scheduler.completed, scheduler.failed, time.monotonic()
             status = scheduler.status()
-            fails = scheduler.failed > failed or not status.in_flight
+            fails = scheduler.failed > failed or not (status.in_flight or status.scoring)
             if fails and time.monotonic() - since >= STOP_GRACE:
                 raise _SamplingAbandoned(
                     f"stopping without step {self.step + 1}: no rollout succeeded for {STOP_GRACE:g} s; the last error:"
@@ -322,7 +322,9 @@ class TrainingRun(CheckpointedRun):
             settings = settings.model_copy(update={"rollout_timeout": self._max_episode_seconds + OVERRUN_GRACE})
         is_zero_variance = scoring.has_equal_rewards if self.settings.advantages.drops_equal_rewards else None
         if state is None:
-            scheduler = Scheduler(episodes, sources, settings, is_zero_variance=is_zero_variance)
+            scheduler = Scheduler(
+                episodes, sources, settings, is_zero_variance=is_zero_variance, score_group=episodes.score_group
+            )
         else:
             scheduler = Scheduler.restore(
                 state["scheduler"],
@@ -332,6 +334,7 @@ class TrainingRun(CheckpointedRun):
                 lookup=episodes.load_finished,
                 task_records=self.ledger.task_records(),
                 is_zero_variance=is_zero_variance,
+                score_group=episodes.score_group,
             )
             if self._moving_baseline is not None:
                 self._moving_baseline.state = {int(agent): value for agent, value in state["moving"].items()}

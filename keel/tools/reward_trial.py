@@ -2,19 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from keel.common.tasks import gather_or_cancel
 from keel.config.rollout import EpisodeLimits, Sampling
 from keel.inference.protocol import Engine
 from keel.rollout.environments.dataset import DatasetEnvironment
-from keel.rollout.environments.environment import Task
+from keel.rollout.environments.environment import EpisodeResult, Task
 from keel.rollout.environments.rewards.workers import RewardError
 from keel.rollout.policy_client import PolicyClient, derive_seed
 from keel.rollout.rendering.renderer import Renderer
+from keel.rollout.rollout_metrics import mean_by_name
 
 MAX_IN_FLIGHT = 64
 
@@ -31,6 +33,8 @@ class ScoredCompletion:
     error: str | None
     seconds: float
     """Time that scoring took."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Other values that the rewards reported, such as the cost of a judge."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,6 @@ class RewardTrial:
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the trial as JSON."""
         rewards = [c.reward for c in self.scored if c.reward is not None]
-        names = sorted({name for c in self.scored for name in c.components})
-        components = {
-            name: float(np.mean([c.components[name] for c in self.scored if name in c.components])) for name in names
-        }
         return {
             "completions": len(self.completions),
             "failures": len(self.failures),
@@ -73,7 +73,8 @@ class RewardTrial:
             "std": float(np.std(rewards)) if rewards else None,
             "min": min(rewards, default=None),
             "max": max(rewards, default=None),
-            "components": components,
+            "components": mean_by_name(c.components for c in self.scored),
+            "metrics": mean_by_name(c.metrics for c in self.scored),
             "groups": len(self.groups),
             "groups_with_signal": self.groups_with_signal,
             "median_seconds": float(np.median([c.seconds for c in self.completions])),
@@ -100,7 +101,7 @@ async def try_rewards(
     tasks = [available[int(index)] for index in np.random.default_rng(seed).permutation(len(available))[:num_tasks]]
     slots, finished = asyncio.Semaphore(MAX_IN_FLIGHT), 0
 
-    async def play(task: Task, index: int) -> ScoredCompletion:
+    async def play(task: Task, index: int) -> _Attempt:
         nonlocal finished
         own = sampling.model_copy(update={"seed": derive_seed(seed, "reward", task.id, index)})
         async with slots:
@@ -108,19 +109,59 @@ async def try_rewards(
             messages = environment.messages(task)
             reply = await client.chat(messages)
             start = time.monotonic()
-            reward, components, error = None, {}, None
+            result: EpisodeResult | RewardError
             try:
                 result = await environment.score(task, messages, reply)
-                reward, components = result.reward, dict(result.reward_components)
             except RewardError as raised:
-                error = str(raised)
-            seconds = time.monotonic() - start
+                result = raised
+            attempt = _Attempt(str(messages[-1]["content"]), reply.text, result, time.monotonic() - start)
         finished += 1
         if progress is not None:
             progress(finished, len(tasks) * samples_per_task)
-        prompt = str(messages[-1]["content"])
-        return ScoredCompletion(task.id, prompt, reply.text, reward, components, error, seconds)
+        return attempt
 
-    async with asyncio.TaskGroup() as group:
-        plays = [[group.create_task(play(task, index)) for index in range(samples_per_task)] for task in tasks]
-    return RewardTrial([[task.result() for task in row] for row in plays])
+    async def play_group(task: Task) -> list[ScoredCompletion]:
+        attempts = await gather_or_cancel([play(task, index) for index in range(samples_per_task)])
+        return [attempt.as_scored(task) for attempt in await _score_group(environment, task, attempts)]
+
+    return RewardTrial(await gather_or_cancel([play_group(task) for task in tasks]))
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A completion while its group is being scored."""
+
+    prompt: str
+    completion: str
+    result: EpisodeResult | RewardError
+    seconds: float
+
+    def as_scored(self, task: Task) -> ScoredCompletion:
+        text = (task.id, self.prompt, self.completion)
+        if isinstance(self.result, RewardError):
+            return ScoredCompletion(*text, None, {}, str(self.result), self.seconds)
+        result = self.result
+        return ScoredCompletion(
+            *text, result.reward, dict(result.reward_components), None, self.seconds, dict(result.metrics)
+        )
+
+
+async def _score_group(environment: DatasetEnvironment, task: Task, attempts: Sequence[_Attempt]) -> Sequence[_Attempt]:
+    """Compute the rewards that need the whole group; its seconds are divided among the completions."""
+    waiting = {
+        index: attempt.result
+        for index, attempt in enumerate(attempts)
+        if isinstance(attempt.result, EpisodeResult) and attempt.result.reward is None
+    }
+    if not waiting:
+        return attempts
+    start = time.monotonic()
+    try:
+        results = await environment.score_group(task, list(waiting.values()))
+    except RewardError as error:
+        results = [error] * len(waiting)
+    seconds = (time.monotonic() - start) / len(waiting)
+    final = list(attempts)
+    for index, result in zip(waiting, results, strict=True):
+        final[index] = replace(attempts[index], result=result, seconds=attempts[index].seconds + seconds)
+    return final

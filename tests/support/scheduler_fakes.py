@@ -211,6 +211,7 @@ def held_objects(scheduler: Scheduler) -> int:
         lambda: scheduler._group_queue._groups,
         lambda: scheduler._in_flight._slots,
         lambda: scheduler._in_flight._abandoned,
+        lambda: scheduler._scoring,
         lambda: scheduler._slot_queue,
         lambda: scheduler._new_slots,
         lambda: scheduler._accounts.counts,

@@ -5,9 +5,11 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
 from rich.text import Text
 
 from keel.cli.display.console import console, write_stdout
+from keel.common.settings import to_config_error
 from keel.errors import ConfigError
 from keel.run.monitor.progress import escape_unprintable
 from keel.run.start.module_folders import add_module_folders
@@ -29,9 +31,12 @@ def add(subparsers: Any) -> None:
         " groups with a signal,\nfailures, seconds per call, and the best and worst completions. Nothing is trained."
         "\n\nExit code 0: some group has a signal; 1: none has, or every call failed; 2: invalid arguments or input.",
         epilog="examples:\n  keel reward my_rewards:reward --data train.jsonl --model smollm2-135m\n"
-        "  keel reward number --data train.jsonl --tasks 16 --samples 4",
+        "  keel reward number --data train.jsonl --tasks 16 --samples 4\n"
+        """  keel reward '{name = "reward_model", options = {model = "./my-reward-model"}}' --data train.jsonl""",
     )
-    parser.add_argument("rewards", metavar="REWARD", nargs="+", help="a built-in reward, or module:function")
+    parser.add_argument(
+        "rewards", metavar="REWARD", nargs="+", help="a built-in reward, module:function, or a TOML table"
+    )
     parser.add_argument("--data", metavar="FILE", required=True, help="a data set")
     parser.add_argument("--prompt", default="prompt", metavar="COLUMN", help="column of the prompt (default: prompt)")
     parser.add_argument("--answer", metavar="COLUMN", help='column of the answer (default: "answer" if there is one)')
@@ -54,7 +59,11 @@ def run(args: argparse.Namespace) -> int:
 
     dataset = {"path": args.data, "prompt": args.prompt, "answer": args.answer, "eval_fraction": 0.0}
     table = {"name": "trial", "dataset": dataset, "rewards": args.rewards, "max_reward_failure_fraction": 1.0}
-    environment = DatasetEnvironment(EnvironmentSettings.model_validate(table))
+    try:
+        settings = EnvironmentSettings.model_validate(table)
+    except ValidationError as error:
+        raise to_config_error(error) from error
+    environment = DatasetEnvironment(settings)
     trial = asyncio.run(_sample(args, environment))
     if args.json:
         write_stdout(json.dumps(trial.as_json(), indent=2) + "\n")
@@ -104,6 +113,8 @@ def _print(trial: "RewardTrial") -> None:
     line("reward", f"mean {summary['mean']:.3f}, std {summary['std']:.3f}, {summary['min']:g} to {summary['max']:g}")
     for name, mean in summary["components"].items():
         line("", f"{name} {mean:.3f}")
+    for name, mean in summary["metrics"].items():
+        line("", f"{name} {mean:.4g}")
     signal = summary["groups_with_signal"]
     hint = "" if signal else ": all completions of a row have the same reward, so nothing could be learned"
     line("signal", f"{signal} of {summary['groups']} groups have different rewards{hint}")

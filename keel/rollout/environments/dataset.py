@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -16,6 +17,7 @@ from keel.rollout.environments.dataset_rows import InvalidRow, Row, Rows, find_d
 from keel.rollout.environments.environment import EpisodeResult, Split, Task
 from keel.rollout.environments.prompt_lengths import CountTokens, find_long_prompts
 from keel.rollout.environments.rewards.scorer import RewardScorer
+from keel.rollout.environments.rewards.workers import RewardError
 from keel.rollout.policy_client import PolicyClient, Reply
 
 MAX_NAMED_ROWS = 5
@@ -68,20 +70,31 @@ class DatasetEnvironment:
         return None if column is None else task.data[column]
 
     async def score(self, task: Task, messages: Sequence[Mapping[str, Any]], reply: Reply) -> EpisodeResult:
-        """Return the reward of a completion."""
+        """Return the reward of a completion; rewards that need the group are computed by `score_group`."""
+        inputs = {"completion": reply.text, "completion_tokens": reply.completion_tokens}
+        result = await self._scorer.score_completion(self._arguments(task, messages, inputs))
+        return replace(result, group_inputs=inputs) if self._scorer.needs_group else result
+
+    async def score_group(self, task: Task, results: Sequence[EpisodeResult]) -> list[EpisodeResult | RewardError]:
+        """Compute the rewards that need all completions of a group; see `group_rewards`."""
+        messages = self.messages(task)
+        items = [self._arguments(task, messages, result.group_inputs or {}) for result in results]
+        return await self._scorer.score_group(items, results)
+
+    def _arguments(
+        self, task: Task, messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the arguments that reward functions receive by name."""
         columns = {name: value for name, value in task.data.items() if name not in RESERVED}
         has_answer = self._format.answer_column(task.data) is not None
         answer = {"answer": self.reference_answer(task)} if has_answer else {}
-        return await self._scorer.score(
-            {
-                **columns,
-                **answer,
-                "prompt": messages[-1]["content"],
-                "messages": list(messages),
-                "completion": reply.text,
-                "completion_tokens": reply.completion_tokens,
-            }
-        )
+        return {
+            **columns,
+            **answer,
+            "prompt": messages[-1]["content"],
+            "messages": list(messages),
+            **inputs,
+        }
 
     async def close(self) -> None:
         await self._scorer.close()

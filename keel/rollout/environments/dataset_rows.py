@@ -40,15 +40,19 @@ class Rows(Protocol):
 
 
 def find_dataset(path: str) -> Path:
-    """Return the path of a data set: relative to the current folder, or to a folder that modules are imported from."""
-    for folder in ("", *sys.path):
-        candidate = Path(folder, path).expanduser()
-        if candidate.exists():
-            return candidate
+    """Return the path of a data set."""
+    if (found := find_path(path)) is not None:
+        return found
     raise ConfigError(
         f'dataset.path = "{path}" does not exist, neither in the current folder nor next to the recipe; data sets of a'
         " hub have to be downloaded first"
     )
+
+
+def find_path(path: str) -> Path | None:
+    """Return an existing path relative to the current folder, or to a folder that modules are imported from."""
+    candidates = (Path(folder, path).expanduser() for folder in ("", *sys.path))
+    return next((candidate for candidate in candidates if candidate.exists()), None)
 
 
 def open_rows(path: Path) -> Rows:

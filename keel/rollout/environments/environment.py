@@ -40,11 +40,14 @@ class Task:
 class EpisodeResult:
     """The reward of one episode, and what to record with it."""
 
-    reward: float
+    reward: float | None
+    """None if the reward depends on the whole group, which is scored when it is complete; see `group_rewards`."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward: recorded per rollout, and averaged as `reward_components/ENVIRONMENT/NAME`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other values: recorded per rollout, and averaged as `environment_metrics/ENVIRONMENT/NAME`."""
+    group_inputs: Mapping[str, Any] | None = None
+    """What `score_group` of the environment needs of this episode, as JSON. Required if `reward` is None."""
 
 
 @runtime_checkable
@@ -79,13 +82,13 @@ async def run_episode(
     scope = asyncio.timeout(limits.timeout)
     try:
         async with scope:
-            result = _validate_result(await environment.episode(task, client))
+            result = validate_result(await environment.episode(task, client))
     except asyncio.CancelledError as cancelled:
         current = asyncio.current_task()
         if current is None or current.cancelling():
             raise
         # the episode was not cancelled from outside: a task inside it cancelled itself
-        error = "exception", _format_exception(cancelled)
+        error = "exception", format_exception(cancelled)
     except FatalEnvironmentError:
         raise
     except (Exception, SystemExit) as raised:  # noqa: BLE001 - every failure of an environment is data
@@ -107,6 +110,7 @@ async def run_episode(
         reward=result.reward if result else None,
         reward_components=dict(result.reward_components) if result else {},
         metrics=dict(result.metrics) if result else {},
+        group_inputs=result.group_inputs if result else None,
         counts=built.counts,
         error=error[1] if error else None,
         error_kind=error[0] if error else None,
@@ -127,20 +131,24 @@ def _find_missing_tokens(
     return None
 
 
-def _validate_result(result: Any) -> EpisodeResult:
+def validate_result(result: Any) -> EpisodeResult:
     """Return the result with plain floats; raise if it is not a result or a value is not finite."""
     if isinstance(result, int | float):
         result = EpisodeResult(result)
     if not isinstance(result, EpisodeResult):
         raise TypeError(f"an episode returns an EpisodeResult or a number, not {type(result).__name__}")
-    values = {"reward": result.reward, **result.reward_components, **result.metrics}
+    if result.reward is None and result.group_inputs is None:
+        raise TypeError("an episode without a reward needs group_inputs, by which its group is scored")
+    values = {"reward": result.reward or 0.0, **result.reward_components, **result.metrics}
     for name, value in values.items():
         if not math.isfinite(value):
             raise ValueError(f"{name} = {value} is not finite")
-    floats = [
+    components, metrics = (
         {str(name): float(value) for name, value in part.items()} for part in (result.reward_components, result.metrics)
-    ]
-    return EpisodeResult(float(result.reward), *floats)
+    )
+    return EpisodeResult(
+        None if result.reward is None else float(result.reward), components, metrics, result.group_inputs
+    )
 
 
 def _classify_error(error: BaseException, *, timed_out: bool, seconds: float) -> tuple[ErrorKind, str]:
@@ -154,7 +162,7 @@ def _classify_error(error: BaseException, *, timed_out: bool, seconds: float) ->
         if isinstance(cause, EpisodeLimitReached):
             kind: ErrorKind = "prompt_too_long" if isinstance(cause, PromptTooLong) else "over_length"
             return kind, _truncate_message(str(cause))
-    return "exception", _format_exception(causes[0])
+    return "exception", format_exception(causes[0])
 
 
 def _flatten_exception_group(error: BaseException) -> Iterator[BaseException]:
@@ -166,7 +174,7 @@ def _flatten_exception_group(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def _format_exception(error: BaseException) -> str:
+def format_exception(error: BaseException) -> str:
     """Return the type, message and source location of an exception in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     location = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

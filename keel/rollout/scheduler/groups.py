@@ -132,6 +132,14 @@ class RolloutSlot:
         self.group.pending -= 1
         self.group.failed += reason is not None
 
+    def reopen(self, rollout: Any, reason: DropReason, error: str | None) -> None:
+        """Undo `finish`: the rollout failed when its group was scored. The caller retries or finishes the slot.
+
+        Until then the slot holds its error, with which it is dropped if the group is.
+        """
+        self.rollout, self.reason, self.error = rollout, reason, error
+        self.group.pending += 1
+
     def requeue(self, *, reset_failures: bool) -> None:
         """Prepare the next attempt; with `reset_failures` all retries are available again."""
         self.attempt += 1

@@ -4,13 +4,16 @@ All tasks have the same time limit, so the oldest task always expires first and 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from keel.rollout.scheduler.groups import DropReason, RolloutSlot
 
+TaskResult = tuple[Any, DropReason | None, str | None, int | None]
+"""The rollout of a task, its error kind, its error message and its oldest version."""
 
-def read_result(task: asyncio.Future[Any]) -> tuple[Any, DropReason | None, str | None, int | None]:
+
+def read_result(task: asyncio.Future[Any]) -> TaskResult:
     """Return the rollout of a finished task, its error kind, its error message and its oldest version.
 
     An exception that escapes from the runner is the rollout's error.
@@ -20,7 +23,26 @@ def read_result(task: asyncio.Future[Any]) -> tuple[Any, DropReason | None, str 
     raised = task.exception()
     if raised is not None:
         return None, "exception", f"{type(raised).__name__}: {raised}", None
-    rollout = task.result()
+    return _read_rollout(task.result())
+
+
+def read_group_results(task: asyncio.Future[Any], unscored: Sequence[Any]) -> list[TaskResult]:
+    """Return one result per rollout of a task that scored a group; `unscored` are its rollouts before it.
+
+    An exception that escapes from the scorer, or a wrong number of rollouts, is the error of every rollout.
+    """
+    if not task.cancelled() and task.exception() is None:
+        rollouts = list(task.result())
+        if len(rollouts) == len(unscored):
+            return [_read_rollout(rollout) for rollout in rollouts]
+        kind, error = "exception", f"{len(rollouts)} rollouts were returned for a group of {len(unscored)}"
+    else:
+        _, failed, message, _ = read_result(task)
+        kind, error = failed or "exception", message or ""
+    return [(rollout, kind, error, None) for rollout in unscored]
+
+
+def _read_rollout(rollout: Any) -> TaskResult:
     try:
         kind: DropReason | None = rollout.error_kind
         return rollout, kind, *((None, rollout.oldest_version) if kind is None else (rollout.error, None))

@@ -23,6 +23,7 @@ from keel.rollout.scheduler.accounts import (
     TasksExhausted,
 )
 from keel.rollout.scheduler.group_queue import GroupQueue
+from keel.rollout.scheduler.group_scoring import GroupScorer, GroupScoring
 from keel.rollout.scheduler.groups import (
     DroppedRollout,
     DropReason,
@@ -32,7 +33,7 @@ from keel.rollout.scheduler.groups import (
     RolloutRequest,
     RolloutSlot,
 )
-from keel.rollout.scheduler.in_flight import InFlightTasks, read_result
+from keel.rollout.scheduler.in_flight import InFlightTasks, read_group_results, read_result
 from keel.rollout.scheduler.pass_rates import TaskRecord
 from keel.rollout.scheduler.state import RolloutLookup, dump_state, load_state
 from keel.rollout.scheduler.status import SchedulerStatus
@@ -59,6 +60,8 @@ class Scheduler:
       member that fails without attempts left, or in a way that will repeat (`RolloutSlot.count_failure`), stays failed.
       Once fewer than `min_group_size` members (default: all) can still succeed, the group is dropped, its rollouts in
       flight are cancelled, and its position in the batch stays empty.
+    - Group rewards. With `score_group`, a group whose last rollout has ended stays open until its rewards are known. A
+      member whose scoring fails has failed, and is retried like any other; then the group is scored again.
     - Batches. Groups are cut by the window rule of `GroupQueue`. A batch is complete when `groups_per_step` of them are
       resolved, to be trained on or dropped; it has fewer only when tasks run out.
     - Staleness. If a group's oldest token is more than `max_off_policy_steps` behind the version passed to
@@ -87,13 +90,18 @@ class Scheduler:
         settings: SchedulerSettings | None = None,
         *,
         is_zero_variance: Callable[[Group], bool] | None = None,
+        score_group: GroupScorer | None = None,
     ) -> None:
-        """`is_zero_variance` returns whether a complete group does not train; None: no group is replaced."""
+        """`is_zero_variance` returns whether a complete group does not train; None: no group is replaced.
+
+        `score_group` computes the rewards that depend on a whole group; None: rollouts have their final rewards.
+        """
         self.settings = settings = settings or SchedulerSettings()
         self._run_rollout = run
         self._task_sampler = TaskSampler(sources)
         self._group_queue = GroupQueue(settings.groups_per_step, settings.window_batches)
         self._in_flight = InFlightTasks(settings.rollout_timeout, self._on_done, self._on_timeout)
+        self._scoring = GroupScoring(score_group, self._on_group_scored)
         self._slot_queue: list[tuple[int, int, RolloutSlot]] = []
         self._new_slots: list[RolloutSlot] = []
         """Slots of the newest group that were never dispatched, in reverse order."""
@@ -159,6 +167,7 @@ class Scheduler:
         return SchedulerStatus.collect(
             self._group_queue,
             self._in_flight,
+            scoring=len(self._scoring),
             waiting=self._batch_requested,
             groups_per_step=settings.groups_per_step,
             exhausted=self._task_sampler.exhausted,
@@ -181,7 +190,7 @@ class Scheduler:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         self._task_sampler.discard_replaced()
-        await self._in_flight.drain(grace)
+        await asyncio.gather(self._in_flight.drain(grace), self._scoring.cancel(grace))
         return self._accounts.drain_at_end()
 
     def snapshot(self) -> dict[str, Any]:
@@ -206,6 +215,7 @@ class Scheduler:
         lookup: RolloutLookup | None = None,
         task_records: Iterable[TaskRecord] = (),
         is_zero_variance: Callable[[Group], bool] | None = None,
+        score_group: GroupScorer | None = None,
     ) -> Self:
         """Resume from a snapshot, with the same groups in the same positions and the same tasks after them.
 
@@ -214,13 +224,15 @@ class Scheduler:
         return the same tasks again. `task_records` are the last ones of each task that `drain_task_changes` returned up
         to the snapshot.
         """
-        scheduler = cls(run, sources, settings, is_zero_variance=is_zero_variance)
+        scheduler = cls(run, sources, settings, is_zero_variance=is_zero_variance, score_group=score_group)
         accounts = scheduler._accounts
         groups, accounts.dropped = load_state(snapshot, scheduler._task_sampler, lookup, task_records)
         scheduler._next_group_number, accounts.empty_batches = snapshot["number"], snapshot["empty_batches"]
         accounts.reasons, accounts.counts = Counter(snapshot["reasons"]), Counter(snapshot["counts"])
         for group in groups:
             scheduler._group_queue.append(group)
+            if group.state == "ready":  # perhaps not scored before the snapshot
+                scheduler._scoring.postpone(group)
             for slot in group.slots:
                 if slot.state == "in_flight":
                     accounts.record_drop(slot.to_dropped("interrupted"))
@@ -237,6 +249,7 @@ class Scheduler:
         if self._closed:
             raise SchedulerClosed("the scheduler is closed and returns no more batches")
         self._batch_requested, self._trainer_version = True, version
+        self._scoring.start_postponed()
 
     def _try_cut_batch(self) -> RolloutBatch | None:
         """Return a batch if the queue holds one. Nothing is awaited in between, so a cancelled call loses no batch."""
@@ -246,7 +259,7 @@ class Scheduler:
                 raise SchedulerClosed("the scheduler was closed while next_batch was waiting")
             if self._failure is not None:
                 raise self._failure
-            if self.settings.max_off_policy_steps == 0 and self._in_flight:
+            if self.settings.max_off_policy_steps == 0 and (self._in_flight or self._scoring):
                 self._group_queue.invalidate()
                 return None
             count = (
@@ -377,8 +390,7 @@ class Scheduler:
     def _on_done(self, slot: RolloutSlot, task: asyncio.Future[Any]) -> None:
         """Handle the end of a task. A removed group emitted it on cancellation; then only its slot is freed."""
         rollout, kind, error, version = read_result(task)
-        if not task.cancelled() and isinstance(raised := task.exception(), StorageError | FatalEnvironmentError):
-            self._failure = raised  # not a rollout's error: retries would sample indefinitely and store nothing
+        self._note_fatal(task)
         if slot.group.state == "open":
             slot.task = None
             if kind is None:
@@ -391,6 +403,10 @@ class Scheduler:
                 self._on_failure(slot, rollout, kind, error)
         self._fill_in_flight()
         self._wake()
+
+    def _note_fatal(self, task: asyncio.Future[Any]) -> None:
+        if not task.cancelled() and isinstance(raised := task.exception(), StorageError | FatalEnvironmentError):
+            self._failure = raised  # not a rollout's error: retries would sample indefinitely and store nothing
 
     def _on_timeout(self, slot: RolloutSlot) -> None:
         """Handle a task that the watchdog abandoned; it may still run, but its result is ignored."""
@@ -430,11 +446,30 @@ class Scheduler:
             self._mark_ready_if_done(group)
 
     def _mark_ready_if_done(self, group: PendingGroup) -> None:
-        if group.pending:
+        if group.pending or self._scoring.start(group):
             return
         group.state = "ready"
         if self.settings.max_off_policy_steps == 0 or not self._replace_zero_variance(group):
             self._group_queue.on_resolved(group)
+
+    def _on_group_scored(self, group: PendingGroup, task: asyncio.Future[Any]) -> None:
+        """Take the rewards of a complete group; members whose scoring failed are handled as failed rollouts."""
+        valid = [slot for slot in group.slots if slot.reason is None]
+        results = read_group_results(task, [slot.rollout for slot in valid])
+        self._note_fatal(task)
+        failed = []
+        for slot, (rollout, kind, error, _) in zip(valid, results, strict=True):
+            slot.rollout = rollout
+            if kind is not None:
+                slot.reopen(rollout, kind, error)
+                failed.append((slot, rollout, kind, error))
+        for slot, rollout, kind, error in failed:
+            if group.state == "open":  # an earlier failure may have dropped the group, and this rollout with it
+                self._on_failure(slot, rollout, kind, error)
+        if not failed:
+            self._mark_ready_if_done(group)
+        self._fill_in_flight()
+        self._wake()
 
     def _schedule_retry(self, slot: RolloutSlot) -> None:
         if slot.failures == 1:
@@ -468,6 +503,6 @@ class Scheduler:
         waiter = self._waiter
         if waiter is None or waiter.done():
             return
-        may_cut = self.settings.max_off_policy_steps > 0 or not self._in_flight
+        may_cut = self.settings.max_off_policy_steps > 0 or not (self._in_flight or self._scoring)
         if self._failure is not None or (self._group_queue.may_have_batch and may_cut):
             waiter.set_result(None)

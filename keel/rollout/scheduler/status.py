@@ -33,6 +33,8 @@ class SchedulerStatus:
     """Seconds in flight of `oldest_rollout`."""
     last_error: str | None = None
     """The error of the last rollout that failed since a batch was cut."""
+    scoring: int = 0
+    """Groups whose rollouts have ended and whose rewards are being computed; counted in `open_groups`."""
 
     @classmethod
     def collect(
@@ -40,6 +42,7 @@ class SchedulerStatus:
         queue: GroupQueue,
         tasks: InFlightTasks,
         *,
+        scoring: int,
         waiting: bool,
         groups_per_step: int,
         exhausted: bool,
@@ -61,13 +64,15 @@ class SchedulerStatus:
             oldest_rollout=f"{slot.group.id}/{slot.member}/{slot.attempt}" if slot else None,
             oldest_seconds=age,
             last_error=last_error,
+            scoring=scoring,
         )
 
     def __str__(self) -> str:
         oldest = f", the oldest {self.oldest_rollout} for {self.oldest_seconds:.0f} s" if self.oldest_rollout else ""
+        scoring = f"; {self.scoring} groups being scored" if self.scoring else ""
         error = f"; the last error: {self.last_error}" if self.last_error else ""
         return (
             f"{self.ready_groups} groups ready, {self.missing_groups} more needed, first pending"
             f" {self.first_pending_group}; {self.in_flight} rollouts in flight ({self.cancelling} being"
-            f" cancelled){oldest}; {self.queued} queued{error}"
+            f" cancelled){oldest}; {self.queued} queued{scoring}{error}"
         )

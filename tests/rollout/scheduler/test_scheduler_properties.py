@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from keel.config import CurriculumSettings, SchedulerSettings
 from keel.rollout.scheduler.accounts import NothingToTrain, RolloutBatch, TasksExhausted
 from keel.rollout.scheduler.group_queue import GroupQueue
+from keel.rollout.scheduler.group_scoring import GroupScorer
 from keel.rollout.scheduler.groups import Group, PendingGroup, RolloutRequest
 from keel.rollout.scheduler.pass_rates import TaskRecord
 from keel.rollout.scheduler.scheduler import Scheduler
@@ -124,7 +125,13 @@ class SimulatedRun:
         sources = task_sources(1.0, 2.5, tasks=self.tasks, group_sizes=self.group_sizes, curriculum=curriculum)
         if self.saved is None:
             self.log, self.before, self.task_records = EmissionLog(), [], {}
-            return Scheduler(self._store, sources, self.settings, is_zero_variance=self._is_zero_variance)
+            return Scheduler(
+                self._store,
+                sources,
+                self.settings,
+                is_zero_variance=self._is_zero_variance,
+                score_group=self._group_scorer(),
+            )
         self.log = EmissionLog(dict(self.saved.emitted), self.log.batches[: self.saved.batches])
         self.before, self.task_records = list(self.saved.dispatched), dict(self.saved.task_records)
         self.engine.version = len(self.log.batches)
@@ -138,7 +145,11 @@ class SimulatedRun:
             lookup=lookup,
             task_records=self.task_records.values(),
             is_zero_variance=self._is_zero_variance,
+            score_group=self._group_scorer(),
         )
+
+    def _group_scorer(self) -> GroupScorer | None:
+        return None
 
     def _is_zero_variance(self, group: Group) -> bool:
         return zero_variance_of(self.seed, group.id, [member.attempt for member in group.members])
@@ -305,6 +316,58 @@ def test_every_rollout_is_emitted_exactly_once_and_counts_once_in_the_pass_rate_
     curriculum: CurriculumSettings | None,
 ) -> None:
     SimulatedRun(chosen, faults, seed, tasks=tasks, group_sizes=group_sizes, curriculum=curriculum).run()
+
+
+SCORED = 2.0
+"""The reward of a rollout of a scored group; unscored ones have 1."""
+
+
+@dataclass
+class ScoredRun(SimulatedRun):
+    """A run whose groups are scored after their last rollout, by a scorer that takes time and fails in every way."""
+
+    def _group_scorer(self) -> GroupScorer | None:
+        return lambda group: None if all(r.reward == SCORED for r in group.rollouts) else self._score(group)
+
+    async def _score(self, group: Group) -> list[FakeRollout]:
+        rng = random.Random(f"{self.seed}{[(member.member, member.attempt) for member in group.members]}")
+        await asyncio.sleep(random.Random(f"{self.engine.pace}{group.id}").random())
+        failure = rng.random()
+        if failure < 0.1:
+            raise RuntimeError("the scorer broke")
+        if failure < 0.15:
+            raise asyncio.CancelledError
+        if failure < 0.2:
+            return group.rollouts[1:]
+        scored = [
+            replace(rollout, error="no reward", error_kind=rng.choice(["exception", "timeout"]))
+            if rng.random() < 0.1
+            else replace(rollout, reward=SCORED)
+            for rollout in group.rollouts
+        ]
+        for rollout in scored:
+            if rollout.error is None:
+                self.stored[rollout.group, rollout.member, rollout.attempt] = rollout
+        return scored
+
+    def _is_zero_variance(self, group: Group) -> bool:
+        assert all(rollout.reward == SCORED for rollout in group.rollouts), "judged before it was scored"
+        return super()._is_zero_variance(group)
+
+    def _check(self, scheduler: Scheduler, groups: list, version: int, running: int) -> None:
+        super()._check(scheduler, groups, version, running)
+        assert all(rollout.reward == SCORED for group in groups for rollout in group.rollouts), "cut unscored"
+        if self.settings.max_off_policy_steps == 0:
+            assert len(scheduler._scoring) == 0
+
+
+@pytest.mark.fuzz
+@settings(max_examples=1000)
+@given(scheduler_settings(), faults, st.integers(0, 2**32), st.sampled_from([None, None, 7]))
+def test_every_rollout_is_emitted_exactly_once_and_scored_when_groups_are_scored(
+    chosen: SchedulerSettings, faults: Faults, seed: int, tasks: int | None
+) -> None:
+    ScoredRun(chosen, faults, seed, tasks=tasks).run()
 
 
 @dataclass

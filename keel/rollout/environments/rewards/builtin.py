@@ -158,6 +158,8 @@ def _in_math(answer: str) -> str:
 
 
 BUILTIN = dict.fromkeys(("exact", "regex", "number", "choice", "json_schema", "format", "length", "math"), __name__) | {
-    "code": "keel.rollout.environments.rewards.code"
+    "code": "keel.rollout.environments.rewards.code",
+    "reward_model": "keel.rollout.model_rewards.reward_model",
+    "judge": "keel.rollout.model_rewards.judge",
 }
-"""The module of each reward that settings accept by its name alone."""
+"""The module of each reward that settings accept by its name alone: a factory of that name, or the class `Judge`."""

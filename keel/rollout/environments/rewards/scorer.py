@@ -1,41 +1,33 @@
-"""Scoring of completions: several weighted reward functions, run in worker processes.
+"""Scoring of completions: several weighted rewards.
 
-The scorer watches the functions: one that fails too often stops the run with its first traceback, and one that gave the
-same value to every completion so far is reported, because that is how a broken verifier looks.
+A reward of scope "completion" is computed as soon as a completion is there; one of scope "group" when the whole group
+is, in one call. The scorer watches the rewards: one that fails too often stops the run with its first traceback, and
+one that gave the same value to every completion so far is reported, because that is how a broken verifier looks.
 """
 
-import asyncio
-import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keel.common.extras import import_object, missing_dependency
-from keel.common.settings import suggest_name
 from keel.common.tasks import gather_or_cancel
-from keel.config.dataset import RewardSettings, RewardTotal
-from keel.errors import ConfigError, FatalEnvironmentError
+from keel.config.dataset import RewardScope, RewardSettings, RewardTotal
+from keel.errors import FatalEnvironmentError
 from keel.rollout.environments.environment import EpisodeResult
-from keel.rollout.environments.rewards.builtin import BUILTIN
-from keel.rollout.environments.rewards.workers import RewardError, RewardFunction, RewardWorkers, default_workers
+from keel.rollout.environments.rewards.reward_sources import make_sources
+from keel.rollout.environments.rewards.workers import RewardError, RewardScore
 
 MIN_CALLS = 20
 """Calls of a function before its failures can stop the run."""
 CONSTANT_CALLS = 128
 """Completions after which a reward that never varied is reported."""
 
-DEFAULT_TIMEOUT = 10.0
-"""Seconds of a call of a function without a time limit of its own."""
-TIMEOUT_MARGIN = 10.0
-"""Seconds that a function with a time limit of its own has to start and stop what it runs, on a loaded machine."""
-
 logger = logging.getLogger("keel")
 
 
 @dataclass
 class _Record:
-    """What one reward function has done so far."""
+    """What one reward has done so far."""
 
     calls: int = 0
     failures: int = 0
@@ -46,126 +38,130 @@ class _Record:
 
 
 class RewardScorer:
-    """Computes the reward of a completion as the weighted sum or mean of reward functions."""
+    """Computes the reward of a completion as the weighted sum or mean of rewards."""
 
     def __init__(self, rewards: Sequence[RewardSettings], total: RewardTotal, max_failure_fraction: float) -> None:
         self._rewards, self._total, self._max_failure_fraction = list(rewards), total, max_failure_fraction
         self._labels = _labels(rewards)
-        self._functions = [_find_function(settings) for settings in rewards]
-        self.timeouts = [_time_limit(settings) for settings in rewards]
-        """Seconds that a call of each function may take."""
+        self._sources = make_sources(rewards)
+        self.timeouts = [source.timeout for source in self._sources]
+        """Seconds that a call of each reward may take."""
         self._records = [_Record() for _ in rewards]
-        self._workers: RewardWorkers | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether a reward is computed when the whole group is there."""
+        return any(source.scope == "group" for source in self._sources)
 
     async def score(self, arguments: Mapping[str, Any]) -> EpisodeResult:
-        """Return the reward of one completion and its components; raise RewardError if a function fails."""
-        workers = self._open()
-        calls = [self._call(workers, number, arguments) for number in range(len(self._rewards))]
-        values = await gather_or_cancel(calls)
-        scored = [
-            (label, settings.weight, value)
-            for label, settings, value in zip(self._labels, self._rewards, values, strict=True)
-            if value is not None
-        ]
-        if not scored:
-            raise RewardError("exception", f"every reward function abstained: {', '.join(self._labels)}")
-        total = sum(weight * value for _, weight, value in scored)
-        if self._total == "mean":
-            total /= sum(abs(weight) for _, weight, _ in scored) or 1.0
-        return EpisodeResult(total, reward_components={label: value for label, _, value in scored})
+        """Return the reward of a single completion and its components; raise RewardError if a reward fails."""
+        (result,) = await self.score_group([arguments], [await self.score_completion(arguments)])
+        if isinstance(result, RewardError):
+            raise result
+        return result
+
+    async def score_completion(self, arguments: Mapping[str, Any]) -> EpisodeResult:
+        """Compute the rewards of scope "completion"; the result has no total if others need the group."""
+        (result,) = await self._add_scores([arguments], [EpisodeResult(None)], "completion")
+        return result if self.needs_group else self._add_total(result)
+
+    async def score_group(
+        self, items: Sequence[Mapping[str, Any]], results: Sequence[EpisodeResult]
+    ) -> list[EpisodeResult | RewardError]:
+        """Compute the rewards of scope "group" for all completions of a group, and the totals.
+
+        `results` are those of `score_completion`, or of an earlier `score_group`, whose rewards are computed again.
+        """
+        final: list[EpisodeResult | RewardError] = []
+        for result in await self._add_scores(items, results, "group"):
+            try:
+                final.append(self._add_total(result))
+            except RewardError as error:
+                final.append(error)
+        return final
 
     async def close(self) -> None:
         """Stop the workers."""
-        if self._workers is not None:
-            await self._workers.close()
-            self._workers = None
+        for source in self._sources:
+            await source.close()
 
-    async def _call(self, workers: RewardWorkers, number: int, arguments: Mapping[str, Any]) -> float | None:
-        settings, record = self._rewards[number], self._records[number]
+    async def _add_scores(
+        self, items: Sequence[Mapping[str, Any]], results: Sequence[EpisodeResult], scope: RewardScope
+    ) -> list[EpisodeResult]:
+        """Return the results with the components and metrics of the rewards of a scope."""
+        numbers = [number for number, source in enumerate(self._sources) if source.scope == scope]
+        columns = await gather_or_cancel([self._call(number, items) for number in numbers])
+        scored = []
+        for index, result in enumerate(results):
+            components, metrics = dict(result.reward_components), dict(result.metrics)
+            for number, scores in zip(numbers, columns, strict=True):
+                label, score = self._labels[number], scores[index]
+                components.pop(label, None)
+                if score.value is not None:
+                    components[label] = score.value
+                metrics |= {f"{label}/{name}": value for name, value in score.metrics.items()}
+            scored.append(EpisodeResult(None, components, metrics, result.group_inputs))
+        return scored
+
+    def _add_total(self, result: EpisodeResult) -> EpisodeResult:
+        """Return the result with the weighted sum or mean of its components."""
+        scored = [
+            (settings.weight, result.reward_components[label])
+            for label, settings in zip(self._labels, self._rewards, strict=True)
+            if label in result.reward_components
+        ]
+        if not scored:
+            raise RewardError("exception", f"every reward function abstained: {', '.join(self._labels)}")
+        total = sum(weight * value for weight, value in scored)
+        if self._total == "mean":
+            total /= sum(abs(weight) for weight, _ in scored) or 1.0
+        return EpisodeResult(total, result.reward_components, result.metrics, result.group_inputs)
+
+    async def _call(self, number: int, items: Sequence[Mapping[str, Any]]) -> list[RewardScore]:
+        record, apply = self._records[number], self._rewards[number].apply
         record.calls += 1
         try:
-            value = await workers.call(number, arguments, self.timeouts[number])
+            scores = await self._sources[number].score(items)
         except RewardError as error:
-            record.failures += 1
-            record.first_failure = record.first_failure or error
-            self._check_failures(number)
+            self._count_failure(number, error)
             raise
-        if value is None:
-            return None
-        value = settings.apply(value)
-        record.scored += 1
-        if len(record.values) < 2:
-            record.values.add(value)
-            if record.scored == CONSTANT_CALLS and len(record.values) == 1:
-                logger.warning(
-                    "reward %s gave %g to each of the first %d completions, so nothing can be learned; try it on"
-                    " completions whose reward you know",
-                    self._labels[number],
-                    value,
-                    CONSTANT_CALLS,
-                )
-        return value
+        if failure := next((score.failure for score in scores if score.failure is not None), None):
+            self._count_failure(number, failure)
+        scores = [score if score.value is None else score._replace(value=apply(score.value)) for score in scores]
+        for score in scores:
+            self._note_value(number, score.value)
+        return scores
 
-    def _check_failures(self, number: int) -> None:
+    def _note_value(self, number: int, value: float | None) -> None:
+        """Report a reward that never varied."""
         record = self._records[number]
+        if value is None:
+            return
+        record.scored += 1
+        if len(record.values) >= 2:
+            return
+        record.values.add(value)
+        if record.scored == CONSTANT_CALLS and len(record.values) == 1:
+            logger.warning(
+                "reward %s gave %g to each of the first %d completions, so nothing can be learned; try it on"
+                " completions whose reward you know",
+                self._labels[number],
+                value,
+                CONSTANT_CALLS,
+            )
+
+    def _count_failure(self, number: int, error: RewardError) -> None:
+        """Count a failed call; raise if the reward failed too often."""
+        record = self._records[number]
+        record.failures += 1
+        record.first_failure = record.first_failure or error
         if record.calls < MIN_CALLS or record.failures <= self._max_failure_fraction * record.calls:
             return
-        assert record.first_failure is not None
         raise FatalEnvironmentError(
             f"reward {self._labels[number]} failed in {record.failures} of {record.calls} calls, more than"
             f" max_reward_failure_fraction = {self._max_failure_fraction:g}; the first failure:"
             f" {record.first_failure}\n{record.first_failure.traceback}".rstrip()
         )
-
-    def _open(self) -> RewardWorkers:
-        """Return the workers of the running event loop."""
-        loop = asyncio.get_running_loop()
-        if self._workers is None or self._loop is not loop:
-            self._loop, self._workers = loop, RewardWorkers(default_workers(), timeout=max(self.timeouts))
-            for function in self._functions:
-                self._workers.register(function)
-        return self._workers
-
-
-def _make_builtin(settings: RewardSettings) -> Any:
-    """Return a built-in reward function made with its options."""
-    module = importlib.import_module(BUILTIN[settings.name])
-    try:
-        return getattr(module, settings.name)(**settings.options)
-    except ModuleNotFoundError as error:
-        raise missing_dependency(error) or error from error
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f'reward "{settings.name}": options = {settings.options} cannot be used: {error}') from error
-
-
-def _time_limit(settings: RewardSettings) -> float:
-    """Return the seconds after which a call is killed: later than any time limit that the function keeps itself."""
-    own = getattr(_make_builtin(settings), "time_limit", None) if settings.name in BUILTIN else None
-    if own is None:
-        return DEFAULT_TIMEOUT if settings.timeout is None else settings.timeout
-    if settings.timeout is not None and settings.timeout <= own:
-        raise ConfigError(
-            f'reward "{settings.name}": timeout = {settings.timeout:g} must be above its own limit,'
-            f" options.total_timeout = {own:g}; leave timeout out, or lower total_timeout"
-        )
-    return own + TIMEOUT_MARGIN if settings.timeout is None else settings.timeout
-
-
-def _find_function(settings: RewardSettings) -> RewardFunction:
-    name = settings.name
-    if name in BUILTIN:
-        _make_builtin(settings)
-        return RewardFunction(f"{BUILTIN[name]}:{name}", settings.options)
-    if not name.partition(":")[2]:
-        raise ConfigError(
-            f'rewards: "{name}" is not a built-in reward; {suggest_name(name, list(BUILTIN))} (your own function:'
-            ' "module:function")'
-        )
-    if settings.options:
-        raise ConfigError(f'reward "{name}": options are for built-in rewards')
-    import_object(name, f'reward "{name}"')
-    return RewardFunction(name)
 
 
 def _labels(rewards: Sequence[RewardSettings]) -> list[str]:

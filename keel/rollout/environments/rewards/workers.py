@@ -20,8 +20,8 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from keel.errors import KeelError
 from keel.rollout.environments.rewards.processes.launcher import WorkerLauncher, WorkerProcess
@@ -50,6 +50,17 @@ class RewardError(KeelError):
         super().__init__(message)
         self.kind = kind
         self.traceback = traceback
+
+
+class RewardScore(NamedTuple):
+    """The reward of one completion."""
+
+    value: float | None
+    """None: the reward abstained."""
+    metrics: Mapping[str, float] = {}
+    """Other values to record, such as the cost of a judge."""
+    failure: RewardError | None = None
+    """The reason, if it abstained because it failed."""
 
 
 class RewardFunction:
@@ -118,7 +129,16 @@ class RewardWorkers:
         return len(self._functions) - 1
 
     async def call(self, number: int, arguments: Mapping[str, Any], timeout: float | None = None) -> float | None:
-        """Call a function in a worker. Raises RewardError when it raises, overruns or dies; None means it abstained."""
+        """Return the reward of one completion; None means the function abstained. Raises like `call_group`."""
+        return (await self.call_group(number, [arguments], timeout))[0].value
+
+    async def call_group(
+        self, number: int, items: Sequence[Mapping[str, Any]], timeout: float | None = None
+    ) -> list[RewardScore]:
+        """Call a function for several completions in one worker. Raises RewardError when it raises, overruns or dies.
+
+        A function of lists is called once, any other once for each completion; `timeout` covers all of them.
+        """
         self.calls += 1
         worker = await self._acquire()
         reusable = False
@@ -127,9 +147,9 @@ class RewardWorkers:
                 await self._launch(worker)
             worker.begin(self._times[number])
             limit = self.timeout if timeout is None else timeout
-            value = await worker.call(number, self._functions[number], arguments, limit)
+            scores = await worker.call(number, self._functions[number], items, limit)
             reusable = not worker.has_low_priority
-            return value
+            return scores
         except RewardError as error:
             self.failures += 1
             self._times[number].has_overrun |= error.kind == "timeout"
@@ -262,8 +282,8 @@ class _Worker:
         return running, time.monotonic() - self._started - running - waiting
 
     async def call(
-        self, number: int, function: RewardFunction, arguments: Mapping[str, Any], timeout: float
-    ) -> float | None:
+        self, number: int, function: RewardFunction, items: Sequence[Mapping[str, Any]], timeout: float
+    ) -> list[RewardScore]:
         assert self.process is not None and self._times is not None
         try:
             if number not in self.process.loaded:
@@ -271,7 +291,7 @@ class _Worker:
                     await self._ask({"load": number, **function.load_request()}, function.name)
                 self.process.loaded.add(number)
             async with asyncio.timeout(timeout):
-                reply = await self._ask({"call": number, "arguments": dict(arguments)}, function.name)
+                reply = await self._ask({"call": number, "items": [dict(item) for item in items]}, function.name)
         except TimeoutError:
             self.process.kill()
             if number in self.process.loaded:
@@ -281,8 +301,7 @@ class _Worker:
                 "timeout", f"reward {function.name}: its module was not imported in {limit:g} s"
             ) from None
         self._times.add(self._call_times()[0])
-        value: float | None = reply["value"]
-        return value
+        return [RewardScore(value, metrics) for value, metrics in reply["values"]]
 
     async def _ask(self, request: Mapping[str, Any], name: str) -> dict[str, Any]:
         assert self.process is not None

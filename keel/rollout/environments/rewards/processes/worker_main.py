@@ -1,9 +1,9 @@
 """What a reward worker process does: load and call reward functions.
 
 Reads one JSON request per line and writes one JSON reply per line. A request loads a function under a number, or calls
-a loaded one with keyword arguments. Standard input and output of the process are not the connection, so what a function
-prints or reads cannot corrupt the protocol. The process imports neither torch nor the rest of Keel, and ends with its
-parent.
+a loaded one for one or more completions, each with its keyword arguments. Standard input and output of the process are
+not the connection, so what a function prints or reads cannot corrupt the protocol. The process imports neither torch
+nor the rest of Keel, and ends with its parent.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ def serve(requests: TextIO, replies: TextIO, functions: dict[int, Reward]) -> No
         try:
             if "load" in request:
                 functions[request["load"]] = load_function(request)
-                reply: dict[str, Any] = {"value": None}
+                reply: dict[str, Any] = {"values": []}
             else:
-                reply = {"value": check_value(functions[request["call"]](**request["arguments"]))}
+                reply = {"values": [check_value(value) for value in functions[request["call"]](request["items"])]}
         except BaseException as error:  # noqa: BLE001  any exception of user code is a result, SystemExit included
             reply = describe_error(error)
         replies.write(json.dumps(reply) + "\n")
@@ -58,45 +58,63 @@ def load_function(request: dict[str, Any]) -> Reward:
 
 
 def adapt(function: Reward) -> Reward:
-    """Return a function of keyword arguments that passes those which `function` takes, and awaits a coroutine.
+    """Return a function of a list of completions, each with its keyword arguments, that returns their rewards.
 
-    A function with a parameter `completions` takes lists, as in TRL; it is called with lists of one element.
+    `function` receives the arguments that it takes, and a coroutine is awaited. A function of lists (`takes_lists`) is
+    called once with a list for each argument, any other function once for each completion.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    takes_lists = "completions" in parameters
 
     def call(**arguments: Any) -> Any:
-        if takes_lists:
-            arguments["completions"], arguments["prompts"] = arguments.pop("completion"), arguments.pop("prompt")
-        passed = {name: value for name, value in arguments.items() if takes_all or name in parameters}
-        if takes_lists:
-            passed = {name: [value] for name, value in passed.items()}
-        value = function(**passed)
-        if inspect.isawaitable(value):
-            value = asyncio.run(_resolve(value))
-        if takes_lists:
-            (value,) = value
-        return value
+        value = function(**{name: value for name, value in arguments.items() if takes_all or name in parameters})
+        return asyncio.run(_resolve(value)) if inspect.isawaitable(value) else value
 
-    return call
+    def call_with_lists(items: list[dict[str, Any]]) -> list[Any]:
+        lists = {name: [item[name] for item in items] for name in items[0]}
+        lists["completions"], lists["prompts"] = lists.pop("completion"), lists.pop("prompt")
+        values = list(call(**lists))
+        if len(values) != len(items):
+            raise ValueError(f"{len(values)} rewards were returned for {len(items)} completions")
+        return values
+
+    return call_with_lists if takes_lists(function) else lambda items: [call(**item) for item in items]
+
+
+def takes_lists(function: Reward) -> bool:
+    """Return whether a function takes lists, as in TRL: whether it has a parameter `completions`."""
+    return "completions" in inspect.signature(function).parameters
 
 
 async def _resolve(awaitable: Any) -> Any:
     return await awaitable
 
 
-def check_value(value: Any) -> float | dict[str, Any] | None:
-    """Return a reward as JSON: a finite number, or None to abstain."""
+def check_value(value: Any) -> tuple[float | None, dict[str, float]]:
+    """Return a reward as JSON: a finite number, or None to abstain; and the metrics that were returned with it.
+
+    A reward with metrics is `{"reward": 0.5, "metrics": {"length": 7}}`.
+    """
+    if not isinstance(value, dict):
+        return _check_number("the reward", value), {}
+    if set(value) - {"reward", "metrics"} or "reward" not in value:
+        raise TypeError(f'the reward is a dict with {", ".join(map(repr, value))}; it may have "reward" and "metrics"')
+    metrics = {
+        str(name): _check_number(f"metric {name!r}", number) for name, number in value.get("metrics", {}).items()
+    }
+    return _check_number("the reward", value["reward"]), {k: v for k, v in metrics.items() if v is not None}
+
+
+def _check_number(name: str, value: Any) -> float | None:
     if value is None:
         return None
     if hasattr(value, "item"):  # numpy and torch scalars
         value = value.item()
     if isinstance(value, bool | int | float):
         if not math.isfinite(value):
-            raise ValueError(f"the reward is {value}; it must be a finite number, or None to abstain")
+            raise ValueError(f"{name} is {value}; it must be a finite number, or None to abstain")
         return float(value)
-    raise TypeError(f"the reward is a {type(value).__name__}; it must be a number, or None to abstain")
+    raise TypeError(f"{name} is a {type(value).__name__}; it must be a number, or None to abstain")
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
