@@ -88,8 +88,14 @@ OTHER_SYSTEMS: tuple[tuple[str, str, str], ...] = (
     (
         "environments.NAME.name",
         "one table per environment",
-        "env.id custom_rm_path rm_type reward_funcs environment_ids",
+        "env.id environment_ids",
     ),
+    (
+        "environments.NAME.rewards",
+        'built-in names or "module:function"',
+        "custom_rm_path rm_type reward_funcs custom_reward_function reward_function reward_fn",
+    ),
+    ("environments.NAME.dataset", "", "train_dataset train_files prompt_data dataset_name dataset_path"),
     (
         "environments.NAME.curriculum.order",
         '"given" keeps the order of the file',
@@ -207,10 +213,11 @@ OTHER_SYSTEMS: tuple[tuple[str, str, str], ...] = (
         " grpo_std_normalization normalize_advantages",
     ),
     (
-        "advantages.zero_variance_groups",
-        "",
-        "filter_groups dynamic_filtering dynamic_sampling_filter_path zero_advantage remove_constant_reward_groups",
+        "scheduler.refill",
+        "samples another group in place of one whose rewards are all equal",
+        "filter_groups dynamic_filtering dynamic_sampling_filter_path",
     ),
+    ("advantages.zero_variance_groups", "", "zero_advantage remove_constant_reward_groups"),
     ("trainer.optimizer.lr", "", "learning_rate actor_learning_rate lr"),
     ("trainer.optimizer.betas", "", "adam_beta1 adam_beta2 betas1 betas2 adam_betas"),
     ("trainer.optimizer.eps", "", "adam_epsilon adam_eps"),
