@@ -2,31 +2,37 @@
 
 Guarantees: when `train` returns, the endpoint samples from the new weights and stamps their step as the version; a step
 is complete and on disk, or did not happen; only tokens that the endpoint recorded train; a folder has one writer.
-Training runs in a thread while the endpoint keeps answering. The backend schedules nothing and keeps no ledger of
-rollouts: the loop belongs to the caller.
+Training runs in a thread while the endpoint keeps answering. Every step is recorded in the run folder of its model,
+which `keel lens`, `keel report` and `keel compare` read. The backend schedules nothing: the loop is the caller's.
 """
 
 import asyncio
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from filelock import FileLock, Timeout
+from pydantic import ValidationError
 
 from keel.api.checkpointed_trainer import CheckpointedTrainer
 from keel.api.endpoint import ModelEndpoint
-from keel.api.samples import build_batch
+from keel.api.run_recorder import RunRecorder, step_metrics
+from keel.api.samples import SampleBatch, build_batch
 from keel.api.train_request import ObjectiveLike, TrainRequest
 from keel.api.trainable_model import EndpointConnection, TrainableModel
 from keel.api.trajectories import TrajectoryGroup
 from keel.common.openmp import OpenMPReleasingExecutor
-from keel.config import CheckpointSettings, EngineSettings, TrainerSettings
+from keel.common.settings import Settings, to_config_error
+from keel.config import CheckpointSettings, EngineSettings, MetricsSettings, RendererSettings, TrainerSettings
 from keel.config.run import AdvantageSettings, ZeroVarianceGroups
 from keel.errors import ConfigError, KeelError, ModelError
 from keel.inference.protocol import WeightSource
-from keel.training import load_model
+from keel.training import StepReport, load_model
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,23 +52,29 @@ class TrainResult:
 class LocalBackend:
     """Engines and trainers in this process, and their folder.
 
-    `path/NAME/checkpoints/step_N` is model NAME after N steps. The newest checkpoints are kept according to
-    `checkpoints`; step 0, the model as registered, is always kept. `trainer`, `engine` and `seed` apply to every model.
+    `path/NAME` is the run folder of model NAME, and `checkpoints/step_N` in it is the model after N steps. The newest
+    checkpoints are kept according to `checkpoints`; step 0, the model as registered, is always kept. The settings apply
+    to every model: `renderer` says how messages become tokens, for example whether the thinking of earlier turns stays
+    in the prompt, and `metrics` where metrics go in addition to the folder. Each is a settings object or a dict.
     """
 
     def __init__(
         self,
         *,
         path: str | Path,
-        trainer: TrainerSettings | None = None,
-        checkpoints: CheckpointSettings | None = None,
-        engine: EngineSettings | None = None,
+        trainer: TrainerSettings | Mapping[str, Any] | None = None,
+        checkpoints: CheckpointSettings | Mapping[str, Any] | None = None,
+        engine: EngineSettings | Mapping[str, Any] | None = None,
+        renderer: RendererSettings | Mapping[str, Any] | None = None,
+        metrics: MetricsSettings | Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
         self.path = Path(path)
-        self.trainer = trainer or TrainerSettings()
-        self.checkpoints = checkpoints or CheckpointSettings()
-        self.engine = engine or EngineSettings()
+        self.trainer = _settings(TrainerSettings, trainer, "trainer")
+        self.checkpoints = _settings(CheckpointSettings, checkpoints, "checkpoints")
+        self.engine = _settings(EngineSettings, engine, "engine")
+        self.renderer = _settings(RendererSettings, renderer, "renderer")
+        self.metrics = _settings(MetricsSettings, metrics, "metrics")
         _check_no_effect_settings(self.engine, ("kind", "dtype", "vllm_python"), "engine")
         _check_no_effect_settings(self.checkpoints, ("every",), "checkpoints")
         self.seed = seed
@@ -162,6 +174,12 @@ class _ModelSession:
         self._in_flight: set[asyncio.Task[TrainResult]] = set()
         self.endpoint: ModelEndpoint | None = None
         self._trainer: CheckpointedTrainer | None = None
+        self._recorder: RunRecorder | None = None
+
+    @property
+    def recorder(self) -> RunRecorder:
+        assert self._recorder is not None
+        return self._recorder
 
     @property
     def trainer(self) -> CheckpointedTrainer:
@@ -190,11 +208,17 @@ class _ModelSession:
         except OSError as error:
             raise ModelError(f"{self.folder} cannot be written: {error.strerror}") from error
         backend, settings = self.backend, self.model.settings
+        tables = {"model": settings, "trainer": backend.trainer, "checkpoints": backend.checkpoints}
+        tables |= {"engine": backend.engine, "renderer": backend.renderer, "metrics": backend.metrics}
+        dumped = {name: table.model_dump(exclude_none=True) for name, table in tables.items()}
+        self._recorder = RunRecorder(self.folder, {**dumped, "seed": backend.seed})
         self._trainer = CheckpointedTrainer(
             settings, backend.trainer, self.folder / "checkpoints", backend.checkpoints, backend.seed
         )
+        self._recorder.set_tokenizer(self._trainer.model.tokenizer)
+        self._recorder.discard_after(self._trainer.step_number)
         own = load_model(settings.model_copy(update={"lora": None, "gradient_checkpointing": False}), backend.seed)
-        self.endpoint = ModelEndpoint(own, self.model.name, backend.engine)
+        self.endpoint = ModelEndpoint(own, self.model.name, backend.engine, backend.renderer)
         self.endpoint.start()
 
     async def close(self) -> None:
@@ -210,6 +234,8 @@ class _ModelSession:
         try:
             if self.endpoint is not None:
                 self.endpoint.stop()
+            if self._recorder is not None:
+                self._recorder.close(failed_start=self.endpoint is None)
         finally:
             self._lock.release()
 
@@ -242,25 +268,50 @@ class _ModelSession:
         return result
 
     def _train_on_request(self, trainer: CheckpointedTrainer, request: TrainRequest) -> TrainResult:
+        start, step = time.monotonic(), trainer.step_number
         batch = build_batch(
             request.groups,
             model=self.model.name,
-            step=trainer.step_number,
+            step=step,
             estimator=request.estimator,
             moving_baseline=trainer.moving_baseline,
+            first_group=self.recorder.next_group,
         )
         metrics, skip_reason = batch.metrics, batch.skip_reason
         if not skip_reason:
+            metrics, skip_reason = self._train_samples(trainer, request, batch, start)
+        if skip_reason:
+            self.recorder.commit_skipped(step, batch.rows, skip_reason)
+        else:
+            self.recorder.deliver(trainer.step_number, metrics)
+        return TrainResult(
+            step=trainer.step_number, metrics=metrics, checkpoint_path=trainer.checkpoint_path, skip_reason=skip_reason
+        )
+
+    def _train_samples(
+        self, trainer: CheckpointedTrainer, request: TrainRequest, batch: SampleBatch, start: float
+    ) -> tuple[dict[str, float], str]:
+        """Train and record a step; return its metrics, and why it was skipped if it was."""
+        recorder, step = self.recorder, trainer.step_number + 1
+        metrics = dict(batch.metrics)
+
+        def commit(report: StepReport) -> None:
+            metrics.update(step_metrics(batch.metrics | report.scalars(), start))
+            recorder.write_settings(request, step)
+            recorder.commit(step, batch.rows, report, metrics)
+
+        try:
             report = trainer.train_step(
                 batch.samples,
                 request.objective,
                 reference_source=request.reference_source,
                 learning_rate=request.learning_rate,
+                commit=commit,
             )
-            metrics, skip_reason = metrics | report.scalars(), report.skip_reason
-        return TrainResult(
-            step=trainer.step_number, metrics=metrics, checkpoint_path=trainer.checkpoint_path, skip_reason=skip_reason
-        )
+        except BaseException:
+            recorder.discard_after(trainer.step_number)
+            raise
+        return metrics if report.stepped else metrics | report.scalars(), report.skip_reason
 
     async def _publish(self) -> None:
         """Load the last checkpoint into the engine, from its file: what is served is what was saved."""
@@ -268,6 +319,14 @@ class _ModelSession:
         path = self.trainer.checkpoint_path.resolve()
         source = WeightSource.folder(path) if self.trainer.model.peft is None else WeightSource.adapter(path)
         await self.endpoint.run_coroutine(self.endpoint.engine.load_weights(source, self.trainer.step_number))
+
+
+def _settings(kind: type[SettingsT], value: SettingsT | Mapping[str, Any] | None, table: str) -> SettingsT:
+    """Return settings that may be given as a dict."""
+    try:
+        return kind.model_validate(dict(value)) if isinstance(value, Mapping) else value or kind()
+    except ValidationError as error:
+        raise to_config_error(error, (table,)) from None
 
 
 def _check_no_effect_settings(

@@ -5,7 +5,7 @@ are those of the last checkpoint. One reference is held at a time, because each 
 caller's thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,12 @@ class CheckpointedTrainer(Trainer):
         *,
         reference_source: str | None,
         learning_rate: float | None,
+        commit: Callable[[StepReport], None],
     ) -> StepReport:
-        """Train a step and write its checkpoint. `reference_source` is as in `ReferenceSettings.source`."""
+        """Train a step, record it with `commit` and write its checkpoint.
+
+        `reference_source` is as in `ReferenceSettings.source`.
+        """
         self._set_reference(reference_source)
         steps_before, settings = self.steps, self.settings
         if learning_rate is not None:
@@ -70,6 +74,7 @@ class CheckpointedTrainer(Trainer):
         try:
             report = self.step(samples, objective, version=self.step_number)
             if report.stepped:
+                commit(report)
                 self.save(self.checkpoints, self.step_number + 1, self._checkpoint_state())
                 self.step_number += 1
         except BaseException:

@@ -32,9 +32,10 @@ ResultT = TypeVar("ResultT")
 class ModelEndpoint:
     """The endpoint of one model."""
 
-    def __init__(self, model: Model, name: str, settings: EngineSettings) -> None:
+    def __init__(self, model: Model, name: str, settings: EngineSettings, renderer: RendererSettings) -> None:
         """`model` belongs to the engine from now on and must not have an adapter."""
         self.api_key = secrets.token_urlsafe(32)
+        conversations = Conversations(Renderer(model.tokenizer, renderer))  # may raise, so before the socket
         self.engine = LocalEngine(model.network, model.tokenizer, settings)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
@@ -47,7 +48,7 @@ class ModelEndpoint:
             limits=Limits(max_in_flight=2**20, max_tokens=2**20, rate_limit=None),
             vocab_size=model.head.out_features,
             training_fields=True,
-            open_session=Conversations(Renderer(model.tokenizer, RendererSettings())).open_session,
+            open_session=conversations.open_session,
         )
         self._server = make_server(app, shutdown_timeout=SHUTDOWN_TIMEOUT)
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -21,6 +21,8 @@ from keel.errors import BatchError, KeelError
 from keel.inference.protocol import FinishReason, Generation
 from keel.rollout.trajectory import EpisodeTrajectory as Episode
 from keel.rollout.trajectory import TrajectorySamples
+from keel.run.records import SampleRecord, trained_samples
+from keel.run.scoring import ZERO_VARIANCE
 from keel.signal import MovingBaseline, advantages
 
 REQUIRED_CHOICE_FIELDS = ("token_ids", "prompt_token_ids", "versions", "logprobs", "sampling", "model")
@@ -36,10 +38,16 @@ _FINISH_REASONS: dict[str, FinishReason] = {"length": "length", "abort": "abort"
 class SampleBatch:
     """The samples of a call of `train`, and their metrics."""
 
-    samples: list[Sample] = field(default_factory=list)
+    rows: list[SampleRecord] = field(default_factory=list)
+    """One row per sample, dropped ones included, and one per failed trajectory."""
     metrics: dict[str, float] = field(default_factory=dict)
     skip_reason: str = ""
     """Why there is nothing to train on; empty if there is."""
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The samples to train on."""
+        return trained_samples(self.rows)
 
 
 def build_batch(
@@ -49,8 +57,11 @@ def build_batch(
     step: int,
     estimator: AdvantageSettings,
     moving_baseline: MovingBaseline,
+    first_group: int = 0,
 ) -> SampleBatch:
     """Return the samples of all groups with their advantages. `step` is the version being trained.
+
+    Groups are recorded under the numbers from `first_group`.
 
     A group whose advantages are all zero is dropped or trained according to `estimator.zero_variance_groups`, and
     counted in both cases.
@@ -70,12 +81,22 @@ def build_batch(
         counts.update(
             {name: n for name, n in of_episode.items() if name in COUNTED_METRICS or name.startswith("split_")}
         )
-        if owner in zero_variance and estimator.zero_variance_groups == "drop":
+        dropped = owner in zero_variance and estimator.zero_variance_groups == "drop"
+        if dropped:
             counts["zero_variance_tokens"] += of_episode["sampled_tokens"]
-            continue
-        for index, sample in enumerate(episode.samples.samples):
-            name = f"{episode.label}, sample {index}" if index else episode.label
-            batch.samples.append(replace(sample, advantage=advantage, group=owner, name=name))
+        key = _group_key(groups[owner], first_group + owner)
+        batch.rows += _sample_rows(key, episode, owner, advantage, ZERO_VARIANCE if dropped else None)
+    batch.rows += [
+        SampleRecord(
+            *_group_key(group, first_group + owner),
+            member=len(group.trajectories) + index,
+            attempt=0,
+            reason="exception",
+            error=f"{type(error).__name__}: {error}",
+        )
+        for owner, group in enumerate(groups)
+        for index, error in enumerate(group.exceptions)
+    ]
     batch.metrics = _trajectory_metrics(groups, rewards, len(zero_variance)) | {
         f"rollout/{name}": float(count) for name, count in counts.items()
     }
@@ -89,7 +110,39 @@ def build_batch(
 @dataclass(frozen=True)
 class _EpisodeSamples:
     label: str
+    member: int
+    """Index of the trajectory in its group."""
+    trajectory: Trajectory
     samples: TrajectorySamples
+
+
+def _group_key(group: TrajectoryGroup, number: int) -> tuple[str, str, str]:
+    """Return id, environment and task of a group in the records."""
+    name = f"{group.environment}#{number}"
+    return name, group.environment, group.task_id or name
+
+
+def _sample_rows(
+    key: tuple[str, str, str], episode: _EpisodeSamples, group: int, advantage: float, drop_reason: str | None
+) -> list[SampleRecord]:
+    rows = []
+    for index, sample in enumerate(episode.samples.samples):
+        name = f"{episode.label}, sample {index}" if index else episode.label
+        rows.append(
+            SampleRecord(
+                *key,
+                member=episode.member,
+                attempt=0,
+                sample=index,
+                sequence=replace(sample, advantage=advantage, group=group, name=name),
+                outcome="trained" if drop_reason is None else "dropped",
+                reason=drop_reason,
+                reward=episode.trajectory.reward,
+                environment_metrics={label: float(value) for label, value in episode.trajectory.metrics.items()},
+                turns=episode.samples.counts["turns"],
+            )
+        )
+    return rows
 
 
 def _read_episodes(groups: Sequence[TrajectoryGroup], model: str, step: int) -> list[_EpisodeSamples]:
@@ -100,7 +153,7 @@ def _read_episodes(groups: Sequence[TrajectoryGroup], model: str, step: int) -> 
             label = f"group {group_index}, trajectory {index}{name}"
             try:
                 samples = _read_trajectory(trajectory, model, step).build_samples(_NO_LIMITS)
-                episodes.append(_EpisodeSamples(label, samples))
+                episodes.append(_EpisodeSamples(label, index, trajectory, samples))
             except KeelError as error:
                 errors.append(f"{label}: {error}")
     if errors:

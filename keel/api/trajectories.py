@@ -73,11 +73,18 @@ class TrajectoryGroup:
         *,
         exceptions: Iterable[Exception] = (),
         metadata: Mapping[str, Any] | None = None,
+        environment: str = "agent",
+        task_id: str = "",
     ) -> None:
+        """`environment` and `task_id` name the task in the records of the run, as the lens shows it."""
         self._items = list(trajectories)
         self._exceptions = list(exceptions)
         self.metadata = dict(metadata or {})
         """The caller's notes; never read."""
+        self.environment, self.task_id = environment, task_id
+        for name, value in (("environment", environment), ("task_id", task_id)):
+            if not isinstance(value, str) or (name == "environment" and not value):
+                raise KeelError(f"{name} = {value!r} must be text" + (", not empty" if name == "environment" else ""))
         for item in self._items:
             if not isinstance(item, Trajectory | Awaitable):
                 raise KeelError(f"a group holds trajectories or awaitables of them, not {type(item).__name__}")

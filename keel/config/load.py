@@ -22,7 +22,7 @@ MAX_BYTES = 16 * 2**20
 """Maximum size of a settings file."""
 MAX_DEPTH = 32
 """Maximum nesting of tables and lists."""
-PYTHON_ORIGIN = "keel.train"
+PYTHON_ORIGIN = "Python"
 """Origin of a value that a Python program gave."""
 
 
@@ -47,7 +47,7 @@ class LoadedSettings:
         return [(path, value, self.origin(path)) for path, value in _flatten(tree)]
 
     def origin(self, path: str) -> str:
-        """Return the origin of a setting: the name of the file, "command line", "keel.train" or "default"."""
+        """Return the origin of a setting: the name of the file, "command line", "Python" or "default"."""
         while path:
             if path in self.origins:
                 return self.origins[path]

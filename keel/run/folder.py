@@ -204,6 +204,16 @@ class RunFolder:
         self.settings_changed |= self.ledger.get_meta(f"source of {setting}") not in (None, source_hash)
         self.ledger.set_meta(f"source of {setting}", source_hash)
 
+    def update_settings(self, values: Sequence[tuple[str, Any]]) -> None:
+        """Change settings of the open run; dotted names with values."""
+        before, after = (
+            load_settings(self.path / "config.toml"),
+            load_settings(self.path / "config.toml", values=values),
+        )
+        if settings_diff(before, after):
+            self.ledger.set_meta("config", _write_config(self.path, after))
+            self.settings = after.settings
+
     def discard_if_unused(self) -> None:
         """Close the run; if this process created it and sampled nothing, restore what was there before."""
         unused = self._before is not None and not self.sampled and self.ledger.is_empty

@@ -242,6 +242,12 @@ class Ledger:
             self._set_state(state)
             self._write_checksum(step, self.record_hash(step))
 
+    def discard_steps(self, after: int) -> None:
+        """Remove the steps after one, with their rollouts: those whose checkpoint was not written."""
+        with self._transaction(durable=True):
+            for table in ("steps", "rollouts", "checksums"):
+                self._db.execute(f"DELETE FROM {table} WHERE step > ?", (after,))
+
     def record_hash(self, step: int) -> str | None:
         """Return the hash of a step's parquet file; None if it was not recorded."""
         rows = self._query("SELECT record_hash FROM checksums WHERE step = ?", (step,))

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -202,27 +204,54 @@ print("status", result.status, len(result.metrics))
 """
 
 
-@pytest.mark.process
-def test_an_interrupt_stops_a_script_after_the_step_and_it_resumes(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+@contextmanager
+def script_process(folder: Path, text: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a script that Ctrl-C interrupts."""
+    (folder / "script.py").write_text(text)
     with subprocess.Popen(
         [sys.executable, "-u", "script.py"],
-        cwd=tmp_path,
+        cwd=folder,
         env={"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
-        assert process.stdout is not None
         try:
-            for line in process.stdout:
-                if line.startswith("step "):
-                    process.send_signal(signal.SIGINT)
-                    break
-            rest = process.stdout.read()
-            assert process.wait(60) == 0, rest
+            yield process
         finally:
             process.kill()
+
+
+def interrupt_at(process: subprocess.Popen[str], start: str) -> None:
+    """Interrupt the process when it prints a line that starts with this text."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(start):
+            process.send_signal(signal.SIGINT)
+            return
+    raise AssertionError(f"no line starts with {start}")
+
+
+@pytest.mark.process
+def test_an_interrupt_stops_a_script_after_the_step_and_it_resumes(tmp_path: Path) -> None:
+    with script_process(tmp_path, SCRIPT) as process:
+        interrupt_at(process, "step ")
+        assert process.stdout is not None
+        rest = process.stdout.read()
+        assert process.wait(60) == 0, rest
     assert "interrupt again to stop immediately" in rest and "status stopped" in rest
     steps = int(rest.rpartition("status stopped ")[2])
     assert main(["train", "--resume", str(tmp_path / "run"), "--steps", str(steps + 1), "--allow-changes"]) == 0
+
+
+@pytest.mark.process
+def test_a_second_interrupt_stops_immediately_and_the_folder_is_free_again(tmp_path: Path) -> None:
+    text = SCRIPT.replace("    return FACTOR", "    while True: pass\n    return FACTOR")
+    text = text.replace("result = keel.train(", "try:\n  keel.train(").partition("print(")[0]
+    text += "except KeyboardInterrupt:\n  print('ended', keel.run.folder.RunFolder.open(pathlib.Path('run')).path)\n"
+    with script_process(tmp_path, f"import pathlib\nimport keel.run.folder\n{text}") as process:
+        interrupt_at(process, "run: 100000 steps")
+        interrupt_at(process, "finishing step 1; interrupt again")
+        assert process.stdout is not None
+        rest = process.stdout.read()
+    assert "ended run" in rest

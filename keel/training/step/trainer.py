@@ -20,6 +20,7 @@ from torch import Tensor
 from keel.common.sample import Sample
 from keel.config import ModelSettings, ReferenceSettings, TrainerSettings
 from keel.errors import ConfigError, StepSkippedError
+from keel.objectives import Composition
 from keel.signal import Metric, Metrics, Objective
 from keel.signal import objective as make_objective
 from keel.training.distributed.rank_command import encode_command
@@ -66,9 +67,18 @@ class Trainer:
         """Number of optimizer steps taken."""
         self._forwards: dict[int, Forward] = {id(self.model): self.forward}
 
-    def step(self, samples: Sequence[Sample], objective: Objective | str, *, version: int | None = None) -> StepReport:
-        """Train on these samples once. `version` is the trainer's version, from which staleness is counted."""
-        objective = make_objective(objective) if isinstance(objective, str) else objective
+    def step(
+        self,
+        samples: Sequence[Sample],
+        objective: Objective | Composition | Mapping[str, Any] | str,
+        *,
+        version: int | None = None,
+    ) -> StepReport:
+        """Train on these samples once. `version` is the trainer's version, from which staleness is counted.
+
+        The objective is an `Objective`, a composition, an `[objective]` table or the name of a preset.
+        """
+        objective = _as_objective(objective)
         with self._on_all_ranks("step", lambda: encode_command(samples, objective, version=version, steps=self.steps)):
             return self._step(samples, objective, version)
 
@@ -183,6 +193,18 @@ class Trainer:
             mean += weight * logprobs[name]
         columns.reference_logprobs = mean
         return logprobs
+
+
+def _as_objective(objective: Objective | Composition | Mapping[str, Any] | str) -> Objective:
+    if isinstance(objective, Objective):
+        return objective
+    if not isinstance(objective, Composition | Mapping | str):
+        raise ConfigError(
+            f"objective is a {type(objective).__name__}, and Trainer.step needs the gradient of every token in closed"
+            " form: pass a keel.Objective, a keel.Composition, an [objective] table or the name of a preset. keel audit"
+            " checks a loss function"
+        )
+    return make_objective(objective)
 
 
 def _check_ranks(settings: TrainerSettings, world: World | None) -> None:

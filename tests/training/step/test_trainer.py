@@ -374,3 +374,15 @@ def test_the_teacher_scores_samples_without_teacher_logprobs() -> None:
     assert not torch.allclose(gradient, make_trainer().step(samples, NO_DROPS).tokens.dloss_dlogprob)
     with pytest.raises(BatchError, match="teacher"):
         make_trainer().step(samples, rule)
+
+
+def test_an_objective_may_be_a_table_and_a_function_is_refused_with_what_to_pass() -> None:
+    losses = []
+    for rule in ("icepop", {"name": "icepop"}, keel.objective("icepop").composition):
+        trainer = make_trainer()
+        losses.append(trainer.step(branching_samples(), rule).loss)
+    assert losses[0] == losses[1] == losses[2]
+    before = training_state(trainer)
+    with pytest.raises(ConfigError, match=r"objective is a function, and Trainer.step needs .* pass a keel.Objective"):
+        trainer.step(branching_samples(), lambda batch: batch.logprobs.sum())  # type: ignore[arg-type]
+    assert equal_states(before, training_state(trainer))
