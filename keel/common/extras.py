@@ -32,6 +32,7 @@ EXTRA_OF = {
     "verifiers": "environments",
     "math_verify": "rewards",
     "jsonschema": "rewards",
+    "datasets": "hub",
     "wandb": "metrics",
     "trackio": "metrics",
     "tensorboardX": "metrics",

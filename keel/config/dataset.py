@@ -17,11 +17,17 @@ class DatasetSettings(Settings):
     """A data set of prompts. `dataset = "train.jsonl"` is short for `dataset = {path = "train.jsonl"}`."""
 
     path: Annotated[str, Field(min_length=1)]
-    """A .jsonl, .json, .csv or .parquet file, or a folder saved by Hugging Face `datasets`; in the current folder or
-    next to the recipe."""
+    """A .jsonl, .json, .csv or .parquet file, or a folder saved by Hugging Face `datasets`, in the current folder or
+    next to the recipe; or the name of a data set of the Hugging Face hub, such as "openai/gsm8k"."""
+    split: str = "train"
+    """Split of a data set of the hub."""
+    config_name: str | None = None
+    """Configuration of a data set of the hub, such as "main" of openai/gsm8k."""
     eval_path: str | None = None
     """A data set for evaluation. Training rows with one of its prompts are left out. By default a part of `path` is
     held out."""
+    eval_split: str = "test"
+    """Split of an `eval_path` that is a data set of the hub."""
     eval_fraction: Fraction = 0.05
     """Fraction of the prompts of `path` held out for evaluation when there is no eval_path. It is chosen by a hash of
     the prompt, so equal prompts are never in both parts. With 1 the data set is for evaluation only."""

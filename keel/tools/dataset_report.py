@@ -53,7 +53,7 @@ class DatasetReport:
 def describe_dataset(settings: DatasetSettings, *, show: int, count_tokens: CountTokens | None) -> DatasetReport:
     """Read every row once and describe the data set as a run would use it."""
     prompt_format = PromptFormat(settings)
-    rows = IndexedRows(find_dataset(settings.path), settings, prompt_format)
+    rows = IndexedRows(find_dataset(settings), settings, prompt_format)
     prompt_format.examples = rows.examples
     types: dict[str, set[str]] = {}
     characters, tokens = [], []

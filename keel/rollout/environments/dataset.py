@@ -37,7 +37,7 @@ class DatasetEnvironment:
         self._settings = settings.dataset
         self._scorer = RewardScorer(settings.rewards, settings.reward_total, settings.max_reward_failure_fraction)
         self._format = PromptFormat(settings.dataset)
-        rows = IndexedRows(find_dataset(settings.dataset.path), settings.dataset, self._format)
+        rows = IndexedRows(find_dataset(settings.dataset), settings.dataset, self._format)
         rows.check_problems()
         self._format.examples = rows.examples
         self._train, self._eval, overlap = split_indices(rows, settings.dataset, self._format)
@@ -167,7 +167,7 @@ class IndexedRows:
             except InvalidRow as error:
                 self.problems.append(f"{self._rows.place(index)}: {error}")
                 continue
-            if len(self.examples) < settings.few_shot and path == find_dataset(settings.path):
+            if len(self.examples) < settings.few_shot and path == find_dataset(settings):
                 if prompt_format.answer_column(row) is None:
                     raise ConfigError(f"dataset.few_shot = {settings.few_shot} needs a column of answers")
                 self.examples.append(row)
@@ -290,7 +290,7 @@ def split_indices(
     """Return the tasks for training and evaluation, and the number of training rows left out for their prompt."""
     overlap = 0
     if settings.eval_path is not None:
-        other = IndexedRows(find_dataset(settings.eval_path), settings, prompt_format)
+        other = IndexedRows(find_dataset(settings, evaluation=True), settings, prompt_format)
         other.check_problems()
         held_out = DatasetTasks(other, np.arange(len(other)))
         in_training = ~np.isin(rows.hashes, other.hashes)

@@ -8,6 +8,7 @@ list of objects, is read completely.
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from keel.common.atomic_files import atomic_file, atomic_folder
 from keel.common.cache import cache_folder
+from keel.common.extras import install_command
+from keel.config.dataset import DatasetSettings
 from keel.errors import ConfigError
 
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 
 Row = dict[str, Any]
@@ -39,14 +44,49 @@ class Rows(Protocol):
         """Return the file and line of a row, for errors."""
 
 
-def find_dataset(path: str) -> Path:
-    """Return the path of a data set."""
+def find_dataset(settings: DatasetSettings, *, evaluation: bool = False) -> Path:
+    """Return the path of a data set: relative to the current folder, or to a folder that modules are imported from.
+
+    A name of the hub is looked up only if there is no such file or folder.
+    """
+    setting, path = ("eval_path", settings.eval_path or "") if evaluation else ("path", settings.path)
     if (found := find_path(path)) is not None:
         return found
-    raise ConfigError(
-        f'dataset.path = "{path}" does not exist, neither in the current folder nor next to the recipe; data sets of a'
-        " hub have to be downloaded first"
-    )
+    missing = f'dataset.{setting} = "{path}" does not exist, neither in the current folder nor next to the recipe'
+    if not HUB_NAME.fullmatch(path) or path.endswith(SUFFIXES):
+        raise ConfigError(f'{missing}; a data set of the hub is named "OWNER/NAME"')
+    split = settings.eval_split if evaluation else settings.split
+    return download_dataset(path, settings.config_name, split, missing)
+
+
+def download_dataset(name: str, config_name: str | None, split: str, missing: str) -> Path:
+    """Return a folder of Arrow files with a split of a data set of the hub; downloaded once, then read from the cache.
+
+    `missing` is the sentence with which the error begins if it cannot be downloaded.
+    """
+    key = json.dumps([name, config_name, split])
+    label = "-".join(re.sub(r"[^\w.]+", "-", part) for part in (name, config_name or "", split) if part)
+    target = cache_folder() / "datasets" / f"{label[:80]}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+    if target.exists():
+        return target
+    alternative = "download its files and set the path of a .parquet or .jsonl file instead"
+    try:
+        import datasets  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{missing}, and the hub needs the package datasets; run: {install_command('hub')}; or {alternative}"
+        ) from error
+    try:
+        rows = datasets.load_dataset(name, config_name, split=split)
+        with atomic_folder(target) as temporary:
+            rows.save_to_disk(str(temporary))
+    except Exception as error:  # whatever the library, the network or a loading script raises
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{missing}, and the hub has no usable answer (dataset.config_name = {json.dumps(config_name)}, split"
+            f' "{split}"): {type(error).__name__}: {reason}; {alternative}'
+        ) from error
+    return target
 
 
 def find_path(path: str) -> Path | None:
@@ -174,8 +214,6 @@ def _convert(path: Path) -> Path:
     import pyarrow as pa
     import pyarrow.csv
     import pyarrow.parquet
-
-    from keel.common.atomic_files import atomic_file
 
     state = path.stat()
     name = f"{path.resolve()}/{state.st_size}/{state.st_mtime_ns}"

@@ -179,17 +179,17 @@ def open_data(settings: RunSettings) -> SftData:
         return _open_environment(load_environment(settings.environments[sft.environment]), sft.environment)
     assert sft.dataset is not None
     row_format = ConversationFormat(sft.dataset, sft.train_on)
-    rows = IndexedRows(find_dataset(sft.dataset.path), sft.dataset, row_format)
+    rows = IndexedRows(find_dataset(sft.dataset), sft.dataset, row_format)
     rows.check_problems()
     # the order of each epoch is drawn by the run
     train, held_out, _ = split_indices(rows, sft.dataset, row_format)
     if not len(train):
         raise ConfigError(f'sft.dataset.path = "{rows.path}" has no row to train on')
-    paths = [sft.dataset.path] if sft.dataset.eval_path is None else [sft.dataset.path, sft.dataset.eval_path]
+    parts = (False,) if sft.dataset.eval_path is None else (False, True)
     return SftData(
         DatasetConversations(train, row_format),
         DatasetConversations(held_out, row_format),
-        _hash_files(find_dataset(path) for path in paths),
+        _hash_files(find_dataset(sft.dataset, evaluation=part) for part in parts),
         sft.dataset,
     )
 

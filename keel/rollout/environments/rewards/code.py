@@ -33,8 +33,6 @@ MAX_CHARACTERS = 200_000
 """Longest completion that is run; a longer one scores 0."""
 VERDICT_BYTES = 4096
 MODULES = ("value_codec", "remote_objects")
-TOTAL_FACTOR = 6.0
-"""Default of `total_timeout`, as a multiple of `timeout`."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +221,7 @@ def code(
     kind: Kind = "auto",
     language: str = "python",
     timeout: float = 10.0,
-    total_timeout: float | None = None,
+    total_timeout: float = 60.0,
     memory_mb: int = 512,
     max_output: int = 65536,
     require_isolation: bool = False,
@@ -233,7 +231,7 @@ def code(
 
     Tests are a string or list of assertions, HumanEval's `check(candidate)` with a column `entry_point`, unittest
     classes, `test*` functions, or pairs of standard input and output. `timeout` is seconds per run of the program, and
-    each pair is a run; all runs of a completion may take `total_timeout` (6 times `timeout`).
+    each pair is a run; all runs of a completion may take `total_timeout`, or `timeout` if that is more.
     `require_isolation = True` raises SandboxError where bubblewrap does not work.
     """
     if kind not in ("auto", "assertions", "stdin"):
@@ -243,9 +241,9 @@ def code(
     if os.name != "posix":
         raise SandboxError("the code reward needs Linux or macOS: Windows has no resource limits for processes")
     limits = SandboxLimits(timeout=timeout, memory_mb=memory_mb, max_output=max_output)
-    total_timeout = TOTAL_FACTOR * timeout if total_timeout is None else total_timeout
-    if not (math.isfinite(total_timeout) and total_timeout >= timeout):
-        raise ValueError(f"total_timeout = {total_timeout!r} must be a number of at least timeout = {timeout:g}")
+    if not (math.isfinite(total_timeout) and total_timeout > 0):
+        raise ValueError(f"total_timeout = {total_timeout!r} must be a number greater than 0")
+    total_timeout = max(total_timeout, timeout)
     if require_isolation:
         sandbox.check_isolation()
 

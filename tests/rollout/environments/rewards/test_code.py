@@ -98,7 +98,7 @@ def test_an_error_of_the_dataset_is_an_error_not_a_reward(tests, message):
         ({"kind": "doctest"}, 'kind = "doctest"'),
         ({"language": "c"}, 'language = "c"'),
         ({"timeout": -1}, "timeout = -1"),
-        ({"timeout": 5, "total_timeout": 4}, "total_timeout = 4 must be a number of at least timeout = 5"),
+        ({"total_timeout": 0}, "total_timeout = 0 must be a number greater than 0"),
     ],
 )
 def test_an_option_out_of_range_is_named(options, message):
