@@ -3,7 +3,7 @@
 import { escapeInvisible, escapeToString, formatNumber, formatShare, make } from "./dom.js";
 
 /** Characters of a task's id that are shown. */
-const MAX_ID = 60;
+const MAX_TASK_ID = 60;
 
 /** The elements that show the result of the query "tasks"; none for a run without pass rates. */
 export function taskPanel({ environments }) {
@@ -37,12 +37,12 @@ function passRateHistogram(counts) {
 function lowestTasks(tasks) {
   const rows = tasks.map(({ task, pass_rate: rate, groups, state, step }) => make("tr", { title: `${state}, last sampled in step ${step}` },
     make("td", { class: "n" }, formatNumber(rate, 2)), make("td", { class: "n" }, formatNumber(groups)),
-    make("td", { title: escapeToString(task) }, make("bdi", {}, escapeInvisible(shorten(task), true)))));
+    make("td", { title: escapeToString(task) }, make("bdi", {}, escapeInvisible(shortenTaskId(task), true)))));
   const head = make("tr", {}, ["pass rate", "groups", "lowest"].map((text, n) => make("th", { class: n === 2 ? "" : "n" }, text)));
   return make("table", { class: "lowest-tasks" }, make("thead", {}, head), make("tbody", {}, rows));
 }
 
 /** The end of a long id, where ids of one environment differ. */
-function shorten(task) {
-  return task.length > MAX_ID ? `…${task.slice(-MAX_ID)}` : task;
+function shortenTaskId(task) {
+  return task.length > MAX_TASK_ID ? `…${task.slice(-MAX_TASK_ID)}` : task;
 }
