@@ -36,7 +36,7 @@ class TaskRecord(NamedTuple):
     solved_in_a_row: int
     """Consecutive groups, up to the last one, in which every rollout passed."""
     state: str
-    """"active"; "failed": the last group had no result; "retired"."""
+    """"active"; "failed": the last group had no result; "retired"; "retest": was retired, and may be drawn again."""
     last_step: int
     """The step of the last group."""
 
@@ -131,8 +131,9 @@ class PassRates:
     def end_step(self) -> None:
         """Make retired tasks active again when it is time to test them."""
         while self._retired and self._retired[0][0] + self._settings.retest_steps <= self.step:
-            _, index = self._retired.popleft()
-            self._update_pools(self.records[index])
+            record = self.records[self._retired.popleft()[1]]
+            if record.state == "retired" and not self._is_retired(record):  # it may have been retired again since
+                self._store(record._replace(state="retest"))
 
     def restore(self, step: int, records: Iterable[TaskRecord]) -> None:
         """Continue after `step` batches with the records that were saved."""
@@ -174,7 +175,7 @@ class PassRates:
 
     def _update_pools(self, record: TaskRecord) -> None:
         retired = self._is_retired(record)
-        is_out_of_date = record.state == "retired" and not retired
+        is_out_of_date = record.state in ("retired", "retest") and not retired
         self.active.set_included(record.task_index, not retired)
         self.target.set_included(record.task_index, is_out_of_date or (not retired and self._is_in_band(record)))
 

@@ -39,6 +39,7 @@ QUERIES: Mapping[str, Mapping[str, Param]] = {
     "run": {"run": TextParam()},
     "series": {"run": TextParam(), "names": TextParam("", max_length=8000)},
     "outcomes": {"run": TextParam()},
+    "tasks": {"run": TextParam()},
     "region": _RANGE_PARAMS,
     "texts": _RANGE_PARAMS,
     "extremes": {
@@ -84,6 +85,7 @@ class Lens:
             "run": self._query_run,
             "series": self._query_series,
             "outcomes": lambda params: self._get_run(params).outcomes(),
+            "tasks": lambda params: self._get_run(params).task_rates(),
             "region": self._query_region,
             "texts": lambda params: self._query_aggregate(params, DroppedTexts),
             "extremes": self._query_extremes,

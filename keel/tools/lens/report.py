@@ -17,7 +17,10 @@ from keel.tools.lens.aggregates import ADVANTAGE_FILTERS, OUTCOME_FILTERS, TOKEN
 from keel.tools.lens.offline_page import ASSETS, inline_assets, script_json
 from keel.tools.lens.queries import Lens
 
-JS_MODULES = ("source", "dom", "charts", "overview", "region", "reader", "tokens", "text_diff", "evaluations", "main")
+JS_MODULES = (
+    *("source", "dom", "charts", "tasks", "overview", "region", "reader", "tokens", "text_diff", "evaluations"),
+    "main",
+)
 """Modules of the page, each after the modules it imports."""
 MIN_BYTES = 500_000
 """Smallest allowed report size; below it there is no space for the page and its curves."""
@@ -83,7 +86,7 @@ def _render_page(lens: Lens, limit: int) -> str:
     embedded = EmbeddedResults(lens, limit - len(build_html({}).encode()) - 2000)
     (run,) = (row["run"] for row in lens.query("runs", {})["runs"])
     facts = lens.query("run", {"run": run})
-    for name, params in (("runs", {}), ("run", {"run": run}), ("outcomes", {"run": run})):
+    for name, params in (("runs", {}), ("run", {"run": run}), ("outcomes", {"run": run}), ("tasks", {"run": run})):
         _require_fits(embedded.query(name, **params), limit)
     _require_fits(embedded.query("series", run=run, names=_series_names(facts["names"])), limit)
     _require_fits(embedded.query("region", run=run), limit)

@@ -20,6 +20,7 @@ from typing import Any
 from keel.common.safe_read import parse_json, read_json
 from keel.config import RunSettings, load_settings
 from keel.errors import ConfigError, KeelError
+from keel.tools.lens.task_rates import read_task_rates
 
 MAX_POINTS = 2000
 """Maximum number of points of a series; in a longer one each point is the mean of several steps."""
@@ -126,6 +127,11 @@ class RunReader:
             for counts in self._outcomes.values():
                 total.update(counts)
         return {"rollouts": total.total(), "outcomes": dict(total.most_common())}
+
+    def task_rates(self) -> dict[str, Any]:
+        """Return the pass rates of the tasks that were sampled."""
+        with self._open_ledger() as db:
+            return read_task_rates(db)
 
     # -- metrics ------------------------------------------------------------------------------------------------------
 

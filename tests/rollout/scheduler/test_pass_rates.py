@@ -240,6 +240,7 @@ def test_retired_tasks_are_left_out_and_tested_again(num_tasks: int, order: Any,
         curriculum.step(group)
     curriculum.step()
     assert 0 in curriculum.rates.active and 0 in curriculum.rates.target
+    assert curriculum.saved[0].state == "retest"
     for _ in range(60 * (num_tasks + 1)):
         group = curriculum.draw([1.0, 1.0] if num_tasks % 2 else [1.0, 0.0])
         if group.task_index == 0:

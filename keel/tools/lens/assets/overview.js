@@ -3,6 +3,7 @@
 import { lineChart, RUN_COLOURS } from "./charts.js";
 import { escapeInvisible, escapeToString, formatAge, formatNumber, formatShare, make, selectField } from "./dom.js";
 import { embeddedReport, query } from "./source.js";
+import { taskPanel } from "./tasks.js";
 
 const CHARTS = [
   { title: "Reward", names: [["reward", ""]], evaluations: "reward" },
@@ -68,8 +69,10 @@ export function overview(page, main) {
     }
     showSidebar(focus, data[runs.indexOf(focus)]);
     if (focus.status === "unreadable") return;
-    const outcomes = await query("outcomes", { run: focus.run });
-    if (isCurrent()) showOutcomes(outcomes);
+    const [outcomes, tasks] = await Promise.all([query("outcomes", { run: focus.run }), query("tasks", { run: focus.run })]);
+    if (!isCurrent()) return;
+    showOutcomes(outcomes);
+    sidebar.querySelector(".tasks").replaceChildren(...taskPanel(tasks));
   }
 
   /** Runs are listed newest first; counting from the end keeps the colours of older runs when a run is added. */
@@ -111,7 +114,8 @@ export function overview(page, main) {
   function showSidebar(focus, data) {
     const selected = selectedRuns(page);
     if (!sidebar.querySelector("ul")) sidebar.append(
-      make("h2", {}), make("ul", { class: "runs" }), make("div", { class: "facts" }), make("div", { class: "outcomes" }));
+      make("h2", {}), make("ul", { class: "runs" }), make("div", { class: "facts" }), make("div", { class: "outcomes" }),
+      make("div", { class: "tasks" }));
     const drawn = selected.length < page.runs.length ? `, ${selected.length} drawn` : "";
     sidebar.querySelector("h2").textContent = page.runs.length > 1 ? `Runs (${page.runs.length}${drawn})` : "Run";
     const list = sidebar.querySelector("ul");
