@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from keel.cli import main
+from keel.config.dataset import RewardSettings
 from keel.config.rollout import EnvironmentSettings
 from keel.errors import ConfigError, FatalEnvironmentError
 from keel.rollout.environments.dataset import DatasetEnvironment
@@ -415,6 +416,20 @@ def test_failed_verdicts_count_as_failures_of_the_reward(start: Start) -> None:
                 await scorer.score({**items("last")[0], "completion_tokens": 1})
         finally:
             await scorer.close()
+
+    asyncio.run(call())
+
+
+def test_a_completion_that_only_a_failing_judge_scores_fails_with_its_reason(start: Start) -> None:
+    options = {"url": start("nothing").url, "model": "m", "retries": 0}
+    scorer = RewardScorer([RewardSettings(name="judge", options=options)], "sum", 0.5)
+
+    async def call() -> None:
+        with pytest.raises(
+            RewardError, match=r"every reward function abstained: judge; the last failure: the judge gave"
+        ):
+            await scorer.score(items("a")[0])
+        await scorer.close()
 
     asyncio.run(call())
 

@@ -32,6 +32,7 @@ class _Record:
     calls: int = 0
     failures: int = 0
     first_failure: RewardError | None = None
+    last_failure: RewardError | None = None
     values: set[float] = field(default_factory=set)
     """Up to two different values."""
     scored: int = 0
@@ -111,7 +112,9 @@ class RewardScorer:
             if label in result.reward_components
         ]
         if not scored:
-            raise RewardError("exception", f"every reward function abstained: {', '.join(self._labels)}")
+            last = next((record.last_failure for record in self._records if record.last_failure is not None), None)
+            reason = "" if last is None else f"; the last failure: {last}"
+            raise RewardError("exception", f"every reward function abstained: {', '.join(self._labels)}{reason}")
         total = sum(weight * value for weight, value in scored)
         if self._total == "mean":
             total /= sum(abs(weight) for weight, _ in scored) or 1.0
@@ -154,7 +157,7 @@ class RewardScorer:
         """Count a failed call; raise if the reward failed too often."""
         record = self._records[number]
         record.failures += 1
-        record.first_failure = record.first_failure or error
+        record.first_failure, record.last_failure = record.first_failure or error, error
         if record.calls < MIN_CALLS or record.failures <= self._max_failure_fraction * record.calls:
             return
         raise FatalEnvironmentError(
