@@ -39,8 +39,8 @@ class ModelSettings(Settings):
     """The model that is trained."""
 
     name: Annotated[str, Field(min_length=1)] = "smollm2-135m"
-    """A built-in name (smollm2-135m, tiny, tiny-qwen3, ...), a Hugging Face model folder, or a Hugging Face Hub
-    name."""
+    """A built-in name (smollm2-135m, tiny, tiny-qwen3, ...), a Hugging Face model folder, a Hugging Face Hub name, or
+    the folder of a run: its newest checkpoint, with an adapter merged into its base."""
     lora: LoraSettings | None = None
     """LoRA adapters. By default all weights are trained."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
