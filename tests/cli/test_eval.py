@@ -89,6 +89,18 @@ def test_an_endpoint_that_returns_text_only_is_evaluated(
     assert (rows[1]["completion"], rows[1]["token_ids"], rows[1]["completion_tokens"]) == ("2", [], 2)
 
 
+@pytest.mark.process
+def test_a_packaged_evaluation_and_an_environment_are_named_next_to_the_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install reasoning-gym")
+    for name in ("gsm_symbolic", "count_letters"):
+        code, out, _ = run(capsys, name, "--model", "tiny", "--tasks", 2, "--max-tokens", 4, "--json")
+        report = json.loads(out)
+        assert (code, report["model"]) == (0, "tiny")
+        assert [(each["environment"], each["tasks"]) for each in report["evaluations"]] == [(name, 2)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

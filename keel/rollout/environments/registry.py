@@ -11,6 +11,7 @@ from keel.common.settings import suggest_name, to_config_error
 from keel.config.rollout import EnvironmentSettings
 from keel.errors import ConfigError
 from keel.rollout.environments import builtin
+from keel.rollout.environments.code_tasks import CodeProblems, HumanEval
 from keel.rollout.environments.dataset import DatasetEnvironment
 from keel.rollout.environments.environment import Environment
 from keel.rollout.environments.reasoning_gym_tasks import ReasoningGym
@@ -18,6 +19,13 @@ from keel.rollout.environments.verifiers_tasks import Verifiers
 
 INTEGRATIONS: dict[str, Callable[..., Environment]] = {"reasoning_gym": ReasoningGym, "verifiers": Verifiers}
 """Adapters of other libraries, by the prefix of the environment's name: `reasoning_gym:gcd`."""
+
+ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
+    **builtin.ENVIRONMENTS,
+    "code_problems": CodeProblems,
+    "humaneval": HumanEval,
+}
+"""Environments of the package, by name."""
 
 
 def load_environment(settings: EnvironmentSettings) -> Environment:
@@ -41,14 +49,14 @@ def load_environment(settings: EnvironmentSettings) -> Environment:
 
 def _find_factory(name: str) -> Callable[..., Any]:
     prefix, _, rest = name.partition(":")
-    if name in builtin.ENVIRONMENTS:
-        return builtin.ENVIRONMENTS[name]
+    if name in ENVIRONMENTS:
+        return ENVIRONMENTS[name]
     if prefix in INTEGRATIONS and rest:
         return partial(INTEGRATIONS[prefix], rest)
     if rest:
         factory: Callable[..., Any] = import_object(name, f'environment.name = "{name}"')
         return factory
-    known = [*builtin.ENVIRONMENTS, *(f"{integration}:TASK" for integration in INTEGRATIONS)]
+    known = [*ENVIRONMENTS, *(f"{integration}:TASK" for integration in INTEGRATIONS)]
     raise ConfigError(
         f'environment.name = "{name}" is not known; {suggest_name(name, known)} (your own environment:'
         ' "module:attribute")'
