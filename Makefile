@@ -9,7 +9,7 @@ SLOW := process or model or browser or cluster or fuzz or faults
 PYTEST := $(BIN)/pytest -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint types docs docs-check tests tests-slow site sanitize check-install benchmarks clean
+.PHONY: help train test test-all lint types docs docs-check tests tests-slow site sanitize check-install check-clients benchmarks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,9 @@ sanitize: $(VENV)/.test  ## test the native kernels under AddressSanitizer and U
 
 check-install: $(VENV)/.test  ## build the wheel and install it in fresh environments: the core, next to another trainer, all
 	scripts/check_install.sh $(BIN)/python
+
+check-clients: $(VENV)/.test  ## install lm-evaluation-harness, inspect-ai, langchain-openai and litellm, and run them against keel serve
+	scripts/check_clients.sh $(BIN)/python
 
 benchmarks: $(VENV)/.core  ## the measured claims of the README
 	$(BIN)/python benchmarks/signal.py
