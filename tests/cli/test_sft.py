@@ -21,7 +21,7 @@ def sft(*arguments: str, **changes: Any) -> int:
     return main(["sft", *arguments, *sft_overrides(Path("train.jsonl"), **changes)])
 
 
-def test_it_trains_and_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_trains_and_says_how_to_continue(capsys: pytest.CaptureFixture[str]) -> None:
     assert sft("--run", "runs/first", steps=2) == 0
     printed = capsys.readouterr().out
     assert "first: 2 steps, in runs/first" in printed and "step 2/2  loss" in printed

@@ -4,7 +4,7 @@ from keel.run.folder import RunFolder
 
 
 def summarize_sft(folder: RunFolder) -> str:
-    """Return the losses, what was trained on, and how to go on from the result."""
+    """Return the losses, what was trained on, and how to continue from the result."""
     ledger, path = folder.ledger, folder.path
     steps, evaluations = ledger.steps(), ledger.evaluations()
     lines = []
