@@ -28,7 +28,7 @@ from keel.run.monitor.progress import (
 )
 
 if TYPE_CHECKING:
-    from keel.run.evaluate import EvaluationResult
+    from keel.run.evaluation.evaluate import EvaluationResult
 
 MAX_LINES = 30
 """Reported lines that are kept."""

@@ -27,8 +27,8 @@ from keel.rollout.scheduler.task_sources import TaskChanges
 from keel.run import records, scoring
 from keel.run.checkpointed_run import CheckpointedRun
 from keel.run.engine_factory import PublishingEngine, open_engine
-from keel.run.evaluate import EvaluationResult, evaluate
-from keel.run.evaluation_records import write_evaluation
+from keel.run.evaluation.evaluate import EvaluationResult, evaluate
+from keel.run.evaluation.evaluation_records import write_evaluation
 from keel.run.folder import RunFolder
 from keel.run.monitor.callbacks import RunCallback
 from keel.run.records import SampleRecord

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.errors import ConfigError
-from keel.run.evaluation_records import read_evaluation
+from keel.run.evaluation.evaluation_records import read_evaluation
 from keel.run.records import step_path
 
 

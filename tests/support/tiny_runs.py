@@ -20,7 +20,7 @@ import torch
 from keel.config import LoadedSettings, load_settings
 from keel.config.load import set_dotted
 from keel.config.toml_writer import to_toml
-from keel.run.evaluate import EvaluationResult
+from keel.run.evaluation.evaluate import EvaluationResult
 from keel.run.folder import RunFolder
 from keel.run.loop import TrainingRun
 from keel.run.monitor.callbacks import NullCallback

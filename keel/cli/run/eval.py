@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from keel.inference.pool.chat_endpoint import ChatEndpoint
     from keel.inference.protocol import Engine
     from keel.rollout.rendering.renderer import Renderer
-    from keel.run.evaluate import EvaluationResult
+    from keel.run.evaluation.evaluate import EvaluationResult
 
 FLAGS = (
     *("--step", "--diff", "--model", "--url", "--api-key-env", "--environment", "--recipe", "--dataset", "--reward"),
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     selected = select_environments(args.environment, target)
     results = asyncio.run(evaluate_environments(args, target, selected))
     if args.output is not None:
-        from keel.run.evaluation_records import write_episodes
+        from keel.run.evaluation.evaluation_records import write_episodes
 
         write_episodes(args.output, target.step, {result.environment: result.episodes for result in results})
     if args.json:
@@ -172,7 +172,7 @@ async def evaluate_environments(
     from keel.rollout.environments.environment import close_environments
     from keel.rollout.environments.registry import load_environment
     from keel.rollout.policy_client import derive_seed
-    from keel.run.evaluate import evaluate
+    from keel.run.evaluation.evaluate import evaluate
 
     settings = target.settings
     # environments first: an invalid name is then an error before the model is loaded

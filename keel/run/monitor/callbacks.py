@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from keel.run.evaluate import EvaluationResult
+    from keel.run.evaluation.evaluate import EvaluationResult
 
 
 class RunCallback(Protocol):

@@ -24,7 +24,7 @@ from keel.inference.server.access import AccessControl, RateLimit
 from keel.inference.server.middleware import AccessMiddleware
 from keel.inference.server.prometheus import CONTENT_TYPE, label_text
 from keel.inference.server.uvicorn_server import make_server
-from keel.run.evaluate import EvaluationResult
+from keel.run.evaluation.evaluate import EvaluationResult
 from keel.run.monitor.callbacks import NullCallback
 
 STAGES = ("loading", "sampling", "training", "publishing", "saving", "evaluating")

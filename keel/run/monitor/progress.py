@@ -24,7 +24,7 @@ from keel.run.monitor.callbacks import RunCallback
 from keel.run.monitor.console import console
 
 if TYPE_CHECKING:
-    from keel.run.evaluate import EvaluationResult
+    from keel.run.evaluation.evaluate import EvaluationResult
 
 TABLE_ROWS = 10
 """Steps in the table; the time left is estimated from as many."""

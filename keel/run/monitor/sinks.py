@@ -21,7 +21,7 @@ from keel.common.atomic_files import atomic_file, read_json
 from keel.common.extras import import_object
 from keel.config import MetricsSettings, RunSettings
 from keel.errors import ConfigError, KeelError
-from keel.run.evaluate import EvaluationResult
+from keel.run.evaluation.evaluate import EvaluationResult
 from keel.run.folder import RunFolder
 from keel.run.ledger import Ledger
 from keel.run.monitor.callbacks import NullCallback

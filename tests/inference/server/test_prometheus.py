@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from keel.cli import main
 from keel.inference.protocol import EngineError
 from keel.inference.server.app import build_app
-from keel.run.evaluate import EvaluationResult
+from keel.run.evaluation.evaluate import EvaluationResult
 from keel.run.monitor.exporter import Exporter, ExporterServer
 from tests.support.engine_fakes import TOKENIZER, FakeEngine, FakeStreamingEngine, until
 from tests.support.tiny_runs import RECIPE

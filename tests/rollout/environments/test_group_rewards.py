@@ -18,7 +18,7 @@ from keel.rollout.environments.environment import EpisodeResult, Task
 from keel.rollout.environments.group_rewards import awaits_group, score_group
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout import Rollout
-from keel.run.evaluate import evaluate
+from keel.run.evaluation.evaluate import evaluate
 from keel.run.ledger import Ledger
 from tests.support.scripted_engine import END, ScriptedEngine
 

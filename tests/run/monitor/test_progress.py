@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from keel.run.evaluate import EvaluationResult
+from keel.run.evaluation.evaluate import EvaluationResult
 from keel.run.monitor.callbacks import CallbackList, NullCallback
 from keel.run.monitor.progress import (
     COLUMNS,

@@ -15,7 +15,7 @@ import pytest
 from keel.cli import main
 from keel.config import MetricsSettings, RunSettings, load_settings
 from keel.errors import ConfigError, KeelError
-from keel.run.evaluate import EvaluationResult
+from keel.run.evaluation.evaluate import EvaluationResult
 from keel.run.folder import RunFolder
 from keel.run.monitor.sinks import Sinks, finite_metrics, open_sinks, resolve_sinks
 from tests.support.paths import ROOT

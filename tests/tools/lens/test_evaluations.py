@@ -9,7 +9,7 @@ import pytest
 from keel.errors import KeelError
 from keel.rollout.policy_client import Exchange
 from keel.rollout.rollout import Rollout
-from keel.run.evaluation_records import EvaluatedEpisode, write_evaluation
+from keel.run.evaluation.evaluation_records import EvaluatedEpisode, write_evaluation
 from keel.run.ledger import Ledger
 from keel.tools.lens.queries import Lens
 from keel.tools.lens.report import write_report

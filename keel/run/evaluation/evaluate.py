@@ -3,7 +3,7 @@
 The seed of every completion depends only on the task and the sample index, so two evaluations of the same weights on
 the same engine agree whatever the number in flight. Evaluation rollouts never train. A failed episode has reward 0 and
 is counted: leaving it out would reward a policy for breaking its environment. The result holds every episode;
-`keel.run.evaluation_records` stores them.
+`keel.run.evaluation.evaluation_records` stores them.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from keel.rollout.policy_client import PolicyClient, derive_seed
 from keel.rollout.rendering.renderer import Renderer
 from keel.rollout.rollout_metrics import completion_metrics, environment_means
 from keel.rollout.text_policy_client import TextPolicyClient
-from keel.run.evaluation_records import EvaluatedEpisode
-from keel.run.intervals import Estimate, mean_reward_interval, pass_at_k_interval, pass_k_values
+from keel.run.evaluation.evaluation_records import EvaluatedEpisode
+from keel.run.evaluation.intervals import Estimate, mean_reward_interval, pass_at_k_interval, pass_k_values
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from keel.errors import ConfigError, KeelError
 from keel.inference.protocol import EngineError
 from keel.rollout.environments.environment import EpisodeResult, Task
 from keel.rollout.rendering.renderer import Renderer
-from keel.run import intervals
-from keel.run.evaluate import evaluate
+from keel.run.evaluation import intervals
+from keel.run.evaluation.evaluate import evaluate
 from keel.training import Checkpoints, Trainer
 from tests.support.scripted_engine import END, ScriptedEngine
 from tests.support.scripted_engine import load as load_environment

@@ -11,8 +11,8 @@ from keel.config import EpisodeLimits, Sampling
 from keel.errors import StorageError
 from keel.rollout.environments.environment import EpisodeResult, Task
 from keel.rollout.rendering.renderer import Renderer
-from keel.run.evaluate import EvaluationResult, evaluate
-from keel.run.evaluation_records import read_evaluation, write_episodes, write_evaluation
+from keel.run.evaluation.evaluate import EvaluationResult, evaluate
+from keel.run.evaluation.evaluation_records import read_evaluation, write_episodes, write_evaluation
 from keel.run.ledger import Ledger
 from tests.support.scripted_engine import END, ScriptedEngine
 from tests.support.tiny_runs import Watcher, resume, train

@@ -1,0 +1,1 @@
+"""Evaluation of a policy: episodes, intervals and stored completions."""
