@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import peft
 import transformers
@@ -16,9 +16,6 @@ from keel.errors import KeelError
 from keel.run.folder import RunFolder
 from keel.training import load_model
 from keel.training.model.export import find_checkpoint
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Evaluation(NamedTuple):
@@ -93,8 +90,8 @@ class RunResult:
         network.train(False)
         return TrainedModel(network, loaded.tokenizer)
 
-    def plot(self, *names: str) -> "Figure":
-        """Plot metrics over the steps with matplotlib; by default the reward, with evaluations, and the loss."""
+    def plot(self, *names: str) -> Any:
+        """Return a matplotlib figure of metrics by step; by default the reward, with evaluations, and the loss."""
         try:
             pyplot = importlib.import_module("matplotlib.pyplot")
         except ImportError as error:
@@ -111,8 +108,7 @@ class RunResult:
             self._plot_evaluations(axis, name)
             axis.set(xlabel="step", title=name)
         pyplot.close(figure)  # a notebook would show it twice: as the open figure and as the value of the cell
-        result: Figure = figure
-        return result
+        return figure
 
     def _plot_evaluations(self, axis: Any, name: str) -> None:
         if name != "reward" or not self._evaluations:

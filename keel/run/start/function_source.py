@@ -8,6 +8,7 @@ pickle or a forked process it carries no hidden state. What cannot be written th
 
 import ast
 import builtins
+import contextlib
 import dis
 import inspect
 import math
@@ -15,6 +16,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from importlib.abc import InspectLoader
 from typing import Any
 
 from keel.config.secrets import secret_names
@@ -72,18 +74,15 @@ class _SourceWriter:
             "\n".join(self._constants),
             *self._definitions,
         ]
-        text = "\n\n".join(part for part in parts if part) + "\n"
-        try:
-            compile(text, self.name, "exec", dont_inherit=True)
-        except SyntaxError as error:  # `nonlocal`: outside of its function the name does not exist
-            raise self._error(f"cannot be written as a module: {error.msg}; put it into one yourself") from error
-        return text
+        return "\n\n".join(part for part in parts if part) + "\n"
 
     def _define(self, name: str, function: types.FunctionType) -> None:
         """Add the definition of a function after those of everything it uses."""
         self._objects[name] = function
         function = inspect.unwrap(function)
         node = self._find_node(function)
+        if set(_nonlocal_names(node)) & set(function.__code__.co_freevars):
+            raise self._error("changes a variable of the function around it, which does not exist in another process")
         closure, code = inspect.getclosurevars(function).nonlocals, function.__code__
         for used in dict.fromkeys((*code.co_freevars, *_global_names(code), *_outer_names(node))):
             if used in closure:
@@ -192,14 +191,23 @@ def _same_code(code: types.CodeType, other: types.CodeType) -> bool:
 def _compiled(tree: ast.Module) -> Iterator[types.CodeType]:
     """Yield the code of every function of a file, compiled as one unit and statement by statement as notebooks do.
 
-    They differ: an attribute of a module that the same unit imports is loaded with another instruction.
+    They differ: an attribute of a module that the same unit imports is loaded with another instruction. The code is
+    only compared and never executed.
     """
-    units = [tree, *(ast.Module([statement], []) for statement in tree.body)]
-    pending = [compile(unit, "<source>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True) for unit in units]
+    pending: list[types.CodeType] = []
+    for unit in (tree, *(ast.Module([statement], []) for statement in tree.body)):
+        with contextlib.suppress(SyntaxError):  # a notebook may await outside of a function
+            pending.append(InspectLoader.source_to_code(unit))
     while pending:
         code = pending.pop()
         yield code
         pending += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+def _nonlocal_names(node: _Node) -> Iterator[str]:
+    for part in ast.walk(node):
+        if isinstance(part, ast.Nonlocal):
+            yield from part.names
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:
