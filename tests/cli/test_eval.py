@@ -9,8 +9,8 @@ import pytest
 from keel.cli import main
 from keel.inference.server.app import build_app
 from keel.run.evaluation.evaluation_records import SCHEMA, read_evaluation, write_evaluation
-from tests.run.test_evaluate import make_run_folder
-from tests.run.test_evaluation_records import evaluate_sums
+from tests.run.evaluation.test_evaluate import make_run_folder
+from tests.run.evaluation.test_evaluation_records import evaluate_sums
 from tests.support.engine_fakes import serving
 from tests.support.scripted_engine import END, ScriptedEngine
 

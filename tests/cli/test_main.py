@@ -365,7 +365,8 @@ def test_json_settings_have_values_and_origins(run: Any) -> None:
 def test_explain_prints_default_type_and_meaning(run: Any) -> None:
     assert run("config", "--explain", "scheduler.group_size").out == (
         "[scheduler]\nHow groups are sampled and batches are cut.\n"
-        "scheduler.group_size\n    integer; default: 8\n    Rollouts in a group.\n"
+        "scheduler.group_size\n    integer; default: 8\n"
+        "    Rollouts in a group, where an environment does not set its own.\n"
     )
     assert json.loads(run("config", "--json", "--explain=checkpoints.keep_last").out) == [
         {

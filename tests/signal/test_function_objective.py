@@ -27,7 +27,7 @@ def batch(count: int = 64, **changes: Any) -> TokenBatch:
     generator = torch.Generator().manual_seed(3)
     sampler = -torch.rand(count, generator=generator, dtype=torch.float64) - 0.1
     fields = {
-        "logprobs": sampler + 0.8 * torch.randn(count, generator=generator, dtype=torch.float64),
+        "logprobs": (sampler + 0.8 * torch.randn(count, generator=generator, dtype=torch.float64)).clamp(max=-0.01),
         "sampler_logprobs": sampler,
         "advantages": torch.randn(count, generator=generator, dtype=torch.float64),
         "trainable": torch.rand(count, generator=generator) < 0.8,

@@ -27,9 +27,6 @@ from keel.rollout.environments.rewards.scorer import RewardScorer
 from keel.rollout.environments.task_splits import TaskSetOptions, sample_tasks
 from keel.rollout.policy_client import PolicyClient
 
-WAIT_SECONDS = 30.0
-"""Time that one call may take beyond the program's own limit: processes start slowly on a busy machine."""
-
 
 class CodeEnvironment:
     """One completion, whose program is run: reward 1 if it passes the tests of the task, else 0.
@@ -41,7 +38,7 @@ class CodeEnvironment:
 
     def __init__(self, timeout: float, require_isolation: bool) -> None:
         options = {"timeout": timeout, "require_isolation": require_isolation}
-        reward = RewardSettings(name="code", options=options, timeout=timeout + WAIT_SECONDS)
+        reward = RewardSettings(name="code", options=options)
         self._scorer = RewardScorer([reward], "sum", 0.5)
 
     def messages(self, task: Task) -> list[Message]:

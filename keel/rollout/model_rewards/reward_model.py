@@ -107,7 +107,11 @@ class SequenceClassifier:
         self._settings = settings
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.model, info = AutoModelForSequenceClassification.from_pretrained(
-            folder, local_files_only=True, dtype=getattr(torch, settings.dtype), output_loading_info=True
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            dtype=getattr(torch, settings.dtype),
+            output_loading_info=True,
         )
         if info["missing_keys"]:  # transformers initialises them at random
             raise ModelError(f"{folder} lacks the weights {', '.join(sorted(info['missing_keys'])[:3])}")

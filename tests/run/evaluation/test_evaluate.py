@@ -292,7 +292,7 @@ def make_run_folder(tmp_path, *, lora=None, steps=(1, 2)):
         'seed = 0\n[model]\nname = "tiny"\n'
         + ("lora = { rank = 4 }\n" if lora else "")
         + "[sampling]\nmax_tokens = 4\n[evaluation]\nnum_tasks = 6\n[environments.small]\n"
-        'name = "tests.run.test_evaluate:Digest"\n'
+        'name = "tests.run.evaluation.test_evaluate:Digest"\n'
     )
     loaded = load_settings(tmp_path / "recipe.toml")
     text = "\n".join(line + comment for line, comment in toml_lines(loaded)) + "\n"
