@@ -32,6 +32,7 @@ EXTRA_OF = {
     "trackio": "metrics",
     "tensorboardX": "metrics",
     "ray": "ray",
+    "trl": "trl",
 }
 """The extra that installs each optional package, by the name it is imported under."""
 
