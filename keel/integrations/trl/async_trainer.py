@@ -17,6 +17,7 @@ from keel.integrations.metric_log import MetricLog
 from keel.integrations.step_loss import HostedObjective, gather_parts
 from keel.integrations.trl.grpo_trainer import ObjectiveSpec
 from keel.integrations.trl.options import async_host, check_replaced
+from keel.integrations.trl.step_callback import SkipEmptySteps
 from keel.signal import StepCounts, StepTotals, TokenBatch
 
 MAX_ROWS = 1 << 20
@@ -38,6 +39,8 @@ class KeelAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         self.hosted = HostedObjective(objective, async_host(args.gradient_accumulation_steps))
         super().__init__(*positional, args=args, **keywords)
         self._metric_log = MetricLog({"is_clipped": "clip_ratio/region_mean"})
+        self._skip_empty_steps = SkipEmptySteps(self)
+        self.add_callback(self._skip_empty_steps)
         self._micro_batches: list[dict[str, Any]] = []
         self._next_micro_batch = 0
         self._step_counts: StepCounts | None = None
@@ -55,13 +58,14 @@ class KeelAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         super().compute_loss(capture, inputs, return_outputs, num_items_in_batch)
         metrics = self._metrics["train"]
         for name in [name for name in metrics if name.startswith("clip_ratio/")]:
-            metrics[name].pop()  # the clipping of TRL's loss, which is not used
+            del metrics[name]  # the clipping of TRL's loss, which is not used
         batch = self._token_batch(inputs, capture.outputs)
         # gradients are summed over micro-batches and averaged over processes
         loss, result = self.hosted(batch, self._totals_of_step(inputs, batch), scale=self.accelerator.num_processes)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * capture.outputs.aux_loss / self._num_micro_batches
         self._metric_log.add("train", result.metrics)
+        self._skip_empty_steps.add(result.kept_tokens)
         self._next_micro_batch += 1
         return loss
 

@@ -22,6 +22,7 @@ from keel.integrations.metric_log import MetricLog
 from keel.integrations.recording import TokenRecorder
 from keel.integrations.step_loss import HostedObjective, count_padded, gather_parts, to_step_counts
 from keel.integrations.trl.options import GRPO_HOST, prepare_grpo_args, truncating_options
+from keel.integrations.trl.step_callback import SkipEmptySteps
 from keel.objectives import Composition
 from keel.signal import Objective, StepCounts, StepTotals, TokenBatch
 
@@ -72,10 +73,11 @@ class KeelGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._recorder: TokenRecorder | None = None
         if record_tokens is not None:
             self._recorder = TokenRecorder(record_tokens, self._tokenizer.decode, self.temperature)
+            self.add_callback(_WriteTokens(self))
         self._num_sampled_sequences = 0
         self._step_totals: tuple[int, StepTotals | StepCounts] | None = None
-        self._kept_tokens = 0
-        self.add_callback(_StepCallback(self))
+        self._skip_empty_steps = SkipEmptySteps(self)
+        self.add_callback(self._skip_empty_steps)
         _warn_about_sampler(args, recorded=self._records_logprobs)
 
     def _generate_and_score_completions(self, inputs: Any) -> Inputs:
@@ -105,7 +107,7 @@ class KeelGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
         self._metric_log.add(mode, result.metrics)
         if mode == "train":
-            self._kept_tokens += result.kept_tokens
+            self._skip_empty_steps.add(result.kept_tokens)
             if self._recorder is not None:
                 ids, attention = _full_rows(inputs)
                 self._recorder.add(batch, result, ids, attention, _loss_mask(inputs))
@@ -195,16 +197,6 @@ class KeelGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             batches = [self._token_batch(part, *self._score(model, part)[:2]) for part in micro_batches]
         return self.hosted.totals(batches, distributed=distributed)
 
-    def finish_step(self) -> bool:
-        """Return whether the step has a token to train on; called before the optimizer steps."""
-        kept = torch.tensor(self._kept_tokens, device=self.accelerator.device)
-        self._kept_tokens = 0
-        if self.accelerator.num_processes > 1:
-            kept = self.accelerator.reduce(kept, reduction="sum")
-        trains = int(kept) > 0
-        self._metrics["train"]["keel/skipped_steps"].append(float(not trains))
-        return trains
-
     def write_tokens(self) -> None:
         """Write the recorded tokens of the step that just ended."""
         if self._recorder is not None:
@@ -222,17 +214,11 @@ class KeelGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         super().log(logs, start_time)
 
 
-class _StepCallback(TrainerCallback):
-    """Leaves the weights alone in a step without a trained token, and writes recorded tokens."""
+class _WriteTokens(TrainerCallback):
+    """Writes the recorded tokens of a step when it ends."""
 
     def __init__(self, trainer: KeelGRPOTrainer) -> None:
         self._trainer = trainer
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        del args, state, control
-        if not self._trainer.finish_step() and not self._trainer.is_deepspeed_enabled:
-            for parameter in model.parameters():
-                parameter.grad = None  # optimizers skip it: no weight decay and no momentum
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, state, control
