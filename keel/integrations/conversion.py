@@ -37,8 +37,9 @@ def from_padded(
             f"logprobs has shape {list(logprobs.shape)} and mask {list(mask.shape)}; both must be [sequences, tokens]"
         )
     rows, length = logprobs.shape
-    index = mask.reshape(-1).nonzero().squeeze(1)
-    row_index = torch.div(index, length, rounding_mode="floor") if len(index) else index
+    selected_tokens = mask.bool()
+    index = selected_tokens.reshape(-1).nonzero().squeeze(1)
+    row_index = torch.arange(rows, device=mask.device).repeat_interleave(selected_tokens.sum(1), output_size=len(index))
 
     def select(name: str, value: Tensor) -> Tensor:
         if value.shape == (rows, length):

@@ -19,15 +19,24 @@ from keel.signal.segments import SequenceTable
 SUM = StepCounts(num_trainable=1, num_sequences=1)
 """Counts for hosts that divide by themselves: the loss is then a sum over tokens, or over sequences."""
 
+METRICS_SAMPLE_SIZE = 4096
+"""Tokens of a micro-batch from which distributions are estimated, if the objective does not set it. Hosts compute
+metrics for every micro-batch, Keel's own trainer once a step."""
+DEFAULT_SAMPLE_SIZE = Composition.model_fields["metrics_sample_size"].default
+
 
 class HostedObjective:
     """An objective that its host can compute exactly."""
 
     def __init__(self, spec: str | Mapping[str, Any] | Composition | Objective, host: Host) -> None:
         """Resolve a preset's name, a table or a composition. Raises `ConfigError` if the host cannot compute it."""
-        self.objective = spec if isinstance(spec, Objective) else objective(spec)
+        resolved = spec if isinstance(spec, Objective) else objective(spec)
+        host.check(resolved.composition, resolved.name)
+        composition = resolved.composition
+        if composition.metrics_sample_size == DEFAULT_SAMPLE_SIZE:
+            composition = composition.model_copy(update={"metrics_sample_size": METRICS_SAMPLE_SIZE})
         self.host = host
-        host.check(self.composition, self.objective.name)
+        self.objective = Objective(composition, name=resolved.name, parameters=resolved.parameters)
 
     @property
     def composition(self) -> Composition:
