@@ -39,6 +39,7 @@ def test_the_example_for_another_trainer_prints_what_is_shown() -> None:
 def test_the_example_with_trl_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl", reason=NO_TRL)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CI", "1")  # TRL then sends no telemetry
     network, tokenizer = tiny()
     for part in (network, tokenizer):
         part.save_pretrained("model")

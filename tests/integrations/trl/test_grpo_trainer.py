@@ -9,7 +9,7 @@ import torch
 import keel
 from keel.common.sample import Sample
 from keel.tools.compare.readers import Recording
-from tests.support.trl_trainers import NO_TRL, PROMPTS, loss_and_gradient, make_trainer, micro_batch
+from tests.support.trl_trainers import NO_TRL, PROMPTS, loss_and_gradient, make_trainer, micro_batch, tiny
 
 pytest.importorskip("trl", reason=NO_TRL)
 pytestmark = [
@@ -18,6 +18,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+
+
+FLOAT32 = {"dtype": "float32"}
 
 
 def assert_same_gradient(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -173,3 +176,41 @@ def test_a_missing_sampler_log_prob_drops_its_token(tmp_path: Path) -> None:
 def test_an_objective_the_host_cannot_serve_is_refused_before_the_model_is_touched(tmp_path: Path) -> None:
     with pytest.raises(keel.ConfigError, match=r"teacher_tau = 1.0 needs log-probs of a teacher"):
         make_trainer(tmp_path, "on_policy_distillation")
+
+
+@pytest.mark.parametrize(
+    ("table", "engine"),
+    [
+        ({"name": "dapo", "reference_kl_coef": 0.1}, False),
+        ({"name": "icepop", "kl_penalty_coef": 0.5}, False),
+        ({"name": "icepop", "kl_penalty_coef": 0.5, "kl_penalty_source": "sampled"}, False),
+        ({"name": "icepop", "kl_penalty_coef": 0.5, "kl_penalty_source": "sampled"}, True),
+    ],
+)
+def test_trls_reference_model_serves_the_objective(table: dict[str, Any], engine: bool, tmp_path: Path) -> None:
+    from keel.integrations.trl import keel_rollout
+
+    network, tokenizer = tiny()
+    for part in (network, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    options: dict[str, Any] = {"model": str(tmp_path / "model"), "record_tokens": tmp_path / "tokens"}
+    if engine:
+        options["rollout_func"] = keel_rollout()
+    changes = {"gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4, "model_init_kwargs": FLOAT32}
+    trainer = make_trainer(tmp_path, table, trainer=options, **changes)
+    trainer.train()
+    if engine:
+        options["rollout_func"].close()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for entry, step in zip(logged, Recording(tmp_path / "tokens").steps(), strict=True):
+        assert entry["loss"] == pytest.approx(keel.objective(table)(step.batch).loss.item(), rel=1e-4, abs=1e-6)
+    assert logged[-1]["keel/kl_policy_ref"] != 0
+
+
+def test_evaluation_logs_the_loss_of_its_batch(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS[:2]])
+    trainer = make_trainer(tmp_path, "gspo", trainer={"eval_dataset": rows}, per_device_eval_batch_size=4)
+    metrics = trainer.evaluate()
+    assert abs(metrics["eval_loss"]) < 1 and trainer.state.log_history[-1]["eval_keel/is_masked"] == 0
