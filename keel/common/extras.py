@@ -37,6 +37,7 @@ EXTRA_OF = {
     "trackio": "metrics",
     "tensorboardX": "metrics",
     "ray": "ray",
+    "trl": "trl",
 }
 """The extra that installs each optional package, by the name it is imported under."""
 

@@ -345,3 +345,15 @@ class Composition(AdvantageTransforms):
             and self.reduction.over != "sequences"
             and (self.kl_penalty_coef == 0 or self.kl_penalty_source == "sampled")
         )
+
+    def step_logprob_parts(self) -> list[str]:
+        """Return the settings that need log-probs of the policy over the whole step before the loss of any token.
+
+        Without them, everything step-wide is a count that is known before the first forward pass.
+        """
+        parts = [f'the gate on {gate.statistic} with scope = "step"' for gate in self.gates if gate.scope == "step"]
+        if self.reduction.denominator == "kept":
+            parts.append('denominator = "kept"')
+        if self.kl_penalty_coef and self.kl_penalty_source == "policy":
+            parts.append(f'kl_penalty_coef = {self.kl_penalty_coef} with kl_penalty_source = "policy"')
+        return parts

@@ -3,7 +3,7 @@
 from keel.signal.advantages import MovingBaseline, advantages
 from keel.signal.metrics import Histogram, Metric, Metrics
 from keel.signal.objective import Objective, ObjectiveResult, objective
-from keel.signal.step_totals import StepTotals
+from keel.signal.step_totals import StepCounts, StepTotals
 from keel.signal.token_batch import TokenBatch
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "MovingBaseline",
     "Objective",
     "ObjectiveResult",
+    "StepCounts",
     "StepTotals",
     "TokenBatch",
     "advantages",

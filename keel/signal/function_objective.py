@@ -33,7 +33,7 @@ from keel.signal.active_tokens import ActiveTokens
 from keel.signal.gates import FIRST_GATE, GateResult, reason_names
 from keel.signal.loss_terms import Evaluated
 from keel.signal.objective import Objective, ObjectiveResult, attach_gradient
-from keel.signal.step_totals import StepTotals, compute_totals
+from keel.signal.step_totals import StepCounts, StepTotals, compute_totals
 from keel.signal.token_batch import TokenBatch
 
 OPTIONAL_SOURCES: tuple[LogprobSource, ...] = ("proximal", "reference", "teacher")
@@ -86,7 +86,7 @@ class FunctionObjective(Objective):
         """The SHA-256 of the file of the function, or of its byte code where it is in no file."""
         return source_hash(self.function.__wrapped__)
 
-    def __call__(self, batch: TokenBatch, totals: StepTotals | None = None) -> ObjectiveResult:
+    def __call__(self, batch: TokenBatch, totals: StepTotals | StepCounts | None = None) -> ObjectiveResult:
         """Compute the loss of a whole step. The function has no totals, so the batch cannot be a part of the step."""
         if totals is not None and totals.num_trainable != int(batch.trainable.sum()):
             raise BatchError(

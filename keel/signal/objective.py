@@ -25,7 +25,14 @@ from keel.signal.loss_terms import Evaluated, LossTerm, penalty_term, policy_ter
 from keel.signal.metrics import Metrics
 from keel.signal.segments import SequenceTable
 from keel.signal.step_metrics import compute_metrics
-from keel.signal.step_totals import Gather, StepTotals, compute_totals, kept_tokens_by_sequence
+from keel.signal.step_totals import (
+    Gather,
+    StepCounts,
+    StepTotals,
+    compute_totals,
+    kept_tokens_by_sequence,
+    totals_from_counts,
+)
 from keel.signal.token_batch import TokenBatch
 
 
@@ -96,12 +103,17 @@ class Objective:
             active_batches = [ActiveTokens(batch, self.composition) for batch in batches]
             return compute_totals(self.composition, active_batches, gather)
 
-    def __call__(self, batch: TokenBatch, totals: StepTotals | None = None) -> "ObjectiveResult":
-        """Compute the loss of a batch. With `totals`, the batch is one micro-batch of the step with these totals."""
+    def __call__(self, batch: TokenBatch, totals: StepTotals | StepCounts | None = None) -> "ObjectiveResult":
+        """Compute the loss of a batch. With `totals`, the batch is one micro-batch of the step with these totals.
+
+        `StepCounts` are sufficient for complete sequences if `composition.step_logprob_parts()` is empty.
+        """
         with torch.no_grad():
             active = ActiveTokens(batch, self.composition)
             if totals is None:
                 totals = compute_totals(self.composition, [active])
+            elif isinstance(totals, StepCounts):
+                totals = totals_from_counts(self.composition, active, totals)
             elif totals.composition != self.composition:
                 raise BatchError(
                     f"the totals were computed by another objective than {self!r}: compute them with its totals()"

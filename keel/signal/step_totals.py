@@ -34,6 +34,23 @@ Gather = Callable[[Any], list[Any]]
 LOG_RATIO_PAIRS = ("policy/sampler", "policy/proximal", "proximal/sampler")
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepCounts:
+    """Counts of a whole step, for a caller that sees its micro-batches one at a time.
+
+    They depend on masks and recorded log-probs only, so they are known before the policy computes a log-prob.
+    """
+
+    num_trainable: int
+    num_sequences: int
+    """Sequences with a trainable token."""
+    num_invalid_logprobs: int = 0
+    """Trainable tokens whose sampler log-prob is NaN or infinite."""
+    kl_sum: float = 0.0
+    """Sum of k = b - f over the other trainable tokens, for kl_penalty_source = "sampled"."""
+    trainer_version: int | None = None
+
+
 @dataclass
 class StepTotals:
     """The totals of a step."""
@@ -50,6 +67,8 @@ class StepTotals:
     thresholds: dict[int, float] = field(default_factory=dict)
     num_kept: int | None = None
     """Tokens that every gate kept, if they are the denominator."""
+    num_sequences: int | None = None
+    """Sequences of the step, if `sequence_table` holds only those of one micro-batch."""
 
     def advantage(self, active: ActiveTokens) -> Float[Tensor, "n"]:
         """Return the transformed advantage: adv_tau * (A + kl_penalty) + teacher_tau * (h - l)."""
@@ -80,6 +99,8 @@ class StepTotals:
         reduction = self.composition.reduction
         if reduction.over == "tokens":
             return float(self.num_trainable if self.num_kept is None else self.num_kept)
+        if self.num_sequences is not None:
+            return self.num_sequences * (reduction.length or 1.0)
         assert self.sequence_table is not None
         counts = self.sequence_table.columns.get("trainable" if reduction.denominator == "trainable" else "kept")
         sequences = 0.0 if counts is None else float((counts > 0).sum())  # None: a step without batches
@@ -99,6 +120,26 @@ def compute_totals(
     gather = gather or (lambda part: [part])
     totals = StepTotals(composition)
     _count_tokens(totals, batches, gather)
+    _complete_totals(totals, batches, gather)
+    return totals
+
+
+def totals_from_counts(composition: Composition, active: ActiveTokens, counts: StepCounts) -> StepTotals:
+    """Return the totals for one micro-batch of complete sequences, given the counts of its step."""
+    parts = composition.step_logprob_parts()
+    if parts:
+        raise BatchError(f"{parts[0]} needs the log-probs of the whole step; compute its totals from all batches")
+    totals = StepTotals(composition, counts.num_trainable, counts.num_invalid_logprobs, counts.trainer_version)
+    totals.kl_mean = counts.kl_sum / max(counts.num_trainable - counts.num_invalid_logprobs, 1)
+    totals.num_sequences = counts.num_sequences
+    _check_invalid_logprobs(totals)
+    _complete_totals(totals, [active], lambda part: [part])
+    return totals
+
+
+def _complete_totals(totals: StepTotals, batches: Sequence[ActiveTokens], gather: Gather) -> None:
+    """Compute everything that follows the counts: per-sequence sums, thresholds and kept tokens."""
+    composition = totals.composition
     if composition.proximal == "interpolated":
         for active in batches:
             active.interpolate_proximal(totals.trainer_version)
@@ -112,7 +153,6 @@ def compute_totals(
             values = torch.cat([token_values(gate, active) for active in batches]) if batches else torch.zeros(0)
             totals.thresholds[index] = step_threshold(torch.cat(gather(values)), gate.high)
     _count_kept(totals, batches, gather)
-    return totals
 
 
 def _count_tokens(totals: StepTotals, batches: Sequence[ActiveTokens], gather: Gather) -> None:
@@ -131,6 +171,10 @@ def _count_tokens(totals: StepTotals, batches: Sequence[ActiveTokens], gather: G
     if len(declared) > 1:
         raise BatchError(f"batch.trainer_version differs within the step: {sorted(declared)}")
     totals.trainer_version = max(declared or {version for part in parts for version in part[3]}, default=None)
+    _check_invalid_logprobs(totals)
+
+
+def _check_invalid_logprobs(totals: StepTotals) -> None:
     limit = totals.composition.max_invalid_logprob_fraction
     if totals.num_invalid_logprobs / max(totals.num_trainable, 1) > limit:
         raise InvalidSignalError(
