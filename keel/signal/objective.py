@@ -108,6 +108,8 @@ class Objective:
 
         `StepCounts` are sufficient for complete sequences if `composition.step_logprob_parts()` is empty.
         """
+        # a trainer with micro-batches finds the samples without a finite gradient itself, and trains the others
+        must_be_finite = not isinstance(totals, StepTotals)
         with torch.no_grad():
             active = ActiveTokens(batch, self.composition)
             if totals is None:
@@ -121,7 +123,7 @@ class Objective:
             elif self.composition.proximal == "interpolated":
                 active.interpolate_proximal(totals.trainer_version)
             evaluated = _evaluate(active, totals)
-            if not bool(evaluated.loss.isfinite()):
+            if must_be_finite and not bool(evaluated.loss.isfinite()):
                 raise _overflow_error(active)
         loss = attach_gradient(batch.logprobs, evaluated, active.index)
         return ObjectiveResult(loss, self, active, totals, evaluated)
