@@ -86,7 +86,7 @@ class FunctionObjective(Objective):
         """The SHA-256 of the file of the function, or of its byte code where it is in no file."""
         return source_hash(self.function.__wrapped__)
 
-    def __call__(self, batch: TokenBatch, totals: StepTotals | StepCounts | None = None) -> ObjectiveResult:
+    def evaluate(self, batch: TokenBatch, totals: StepTotals | StepCounts | None = None) -> ObjectiveResult:
         """Compute the loss of a whole step. The function has no totals, so the batch cannot be a part of the step."""
         if totals is not None and totals.num_trainable != int(batch.trainable.sum()):
             raise BatchError(

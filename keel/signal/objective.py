@@ -106,10 +106,19 @@ class Objective:
     def __call__(self, batch: TokenBatch, totals: StepTotals | StepCounts | None = None) -> "ObjectiveResult":
         """Compute the loss of a batch. With `totals`, the batch is one micro-batch of the step with these totals.
 
-        `StepCounts` are sufficient for complete sequences if `composition.step_logprob_parts()` is empty.
+        Raises `BatchError` if the loss is not finite. `StepCounts` are sufficient for complete sequences if
+        `composition.step_logprob_parts()` is empty.
         """
-        # a trainer with micro-batches finds the samples without a finite gradient itself, and trains the others
-        must_be_finite = not isinstance(totals, StepTotals)
+        result = self.evaluate(batch, totals)
+        if not bool(result.loss.detach().isfinite()):
+            raise _overflow_error(result._active)
+        return result
+
+    def evaluate(self, batch: TokenBatch, totals: StepTotals | StepCounts | None = None) -> "ObjectiveResult":
+        """Compute the loss like a call, also if it is not finite.
+
+        For a trainer that finds the samples without a finite gradient, and trains the others.
+        """
         with torch.no_grad():
             active = ActiveTokens(batch, self.composition)
             if totals is None:
@@ -123,8 +132,6 @@ class Objective:
             elif self.composition.proximal == "interpolated":
                 active.interpolate_proximal(totals.trainer_version)
             evaluated = _evaluate(active, totals)
-            if must_be_finite and not bool(evaluated.loss.isfinite()):
-                raise _overflow_error(active)
         loss = attach_gradient(batch.logprobs, evaluated, active.index)
         return ObjectiveResult(loss, self, active, totals, evaluated)
 

@@ -120,11 +120,11 @@ class OptimizerStep:
                     return logprobs
                 if self.world is None:
                     self._check_finite(logprobs, tokens[rows])
-                    return provisional(self._make_batch(tokens[rows], logprobs), totals).gradient
+                    return provisional.evaluate(self._make_batch(tokens[rows], logprobs), totals).gradient
                 # other ranks are in the same pass, so non-finite log-probs are masked here; all ranks raise after it
                 finite = logprobs.isfinite()
                 masked = torch.where(finite, logprobs, 0)
-                return provisional(self._make_batch(tokens[rows], masked), totals).gradient * finite
+                return provisional.evaluate(self._make_batch(tokens[rows], masked), totals).gradient * finite
 
             scores, gradients = self.forward.head.score_and_grad(
                 hidden.detach(), batch.targets, batch.temperature, logprob_grad, entropy=self.settings.compute_entropy
@@ -190,7 +190,7 @@ class OptimizerStep:
         batch = self._make_batch(self.token_index, columns.logprobs[self.token_index])
         if columns.entropy is not None:
             batch = batch.replace(entropy=columns.entropy[self.token_index])
-        result = self.objective(batch)
+        result = self.objective.evaluate(batch)
         columns.reasons[self.token_index] = result.reasons
         columns.dloss_dlogprob[self.token_index] = result.gradient
         return result
