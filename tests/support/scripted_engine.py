@@ -4,7 +4,7 @@ import asyncio
 
 from keel.config import EnvironmentSettings, EpisodeLimits, Sampling
 from keel.inference.protocol import EngineError, Generation, Health
-from keel.rollout.environments.environment import run_episode
+from keel.rollout.environments.environment import close_environments, run_episode
 from keel.rollout.environments.registry import load_environment
 from keel.rollout.policy_client import PolicyClient
 from keel.rollout.rendering.renderer import Renderer
@@ -60,7 +60,14 @@ def load(name, **options):
 
 
 def play(environment, task, engine, **options):
-    """Play one episode and return its rollout."""
+    """Play one episode, close the environment and return the rollout."""
     limits = options.pop("limits", EpisodeLimits())
     policy = client(engine, limits=limits, sampling=options.pop("sampling", None))
-    return asyncio.run(run_episode(environment, task, policy, limits, **options))
+
+    async def episode():
+        try:
+            return await run_episode(environment, task, policy, limits, **options)
+        finally:
+            await close_environments([environment])
+
+    return asyncio.run(episode())

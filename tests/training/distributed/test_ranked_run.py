@@ -95,7 +95,8 @@ def test_the_first_step_on_two_ranks_has_the_metrics_of_one_rank(uninterrupted: 
     single = train(tmp_path / "run", steps=1, scheduler__max_off_policy_steps=0).steps[1]
     metrics = json.loads(_first_step(uninterrupted))
     for name in ("loss", "grad_norm", "reward", "trainable_tokens", "samples"):
-        assert metrics[name] == pytest.approx(single[name], rel=1e-4, abs=1e-7), name
+        # on policy the centred advantages cancel: what is left of the loss is the rounding of float32 sums
+        assert metrics[name] == pytest.approx(single[name], rel=1e-4, abs=1e-6), name
 
 
 def _first_step(folder: Path) -> str:
