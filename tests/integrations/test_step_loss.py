@@ -13,7 +13,7 @@ HOST = Host(name="a host", gives=dict.fromkeys(GIVES, ""))  # type: ignore[arg-t
 torch.manual_seed(3)
 MASKS = [torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]), torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]])]
 SAMPLER = [-2 * torch.rand(2, 4) for _ in MASKS]
-LOGPROBS = [values + 0.5 * torch.randn(2, 4) for values in SAMPLER]
+LOGPROBS = [(values + 0.5 * torch.randn(2, 4)).clamp(max=-0.01) for values in SAMPLER]
 ADVANTAGES = [torch.tensor([1.0, -1.0]), torch.tensor([0.5, 9.0])]
 PARTS = list(zip(LOGPROBS, MASKS, SAMPLER, ADVANTAGES, strict=True))
 

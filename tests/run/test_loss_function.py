@@ -32,6 +32,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     importlib.invalidate_caches()
+    sys.modules.pop("my_losses", None)  # imported from the folder of another test
     yield file
     sys.modules.pop("my_losses", None)
 

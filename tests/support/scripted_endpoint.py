@@ -77,12 +77,13 @@ def serve(endpoint: ScriptedEndpoint) -> Iterator[ScriptedEndpoint]:
             try:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 endpoint.authorization.append(self.headers["authorization"])
-                self._act(endpoint.next_answer(json.loads(body)))
+                answer = endpoint.next_answer(json.loads(body))
+                time.sleep(answer.delay)
             finally:
-                endpoint.count(-1)
+                endpoint.count(-1)  # before the reply, after which the client may send the next request
+            self._act(answer)
 
         def _act(self, answer: Answer) -> None:
-            time.sleep(answer.delay)
             if answer.close:
                 self.close_connection = True
                 self.connection.close()
