@@ -30,7 +30,8 @@ class DatasetSettings(Settings):
     """Split of an `eval_path` that is a data set of the hub."""
     eval_fraction: Fraction = 0.05
     """Fraction of the prompts of `path` held out for evaluation when there is no eval_path. It is chosen by a hash of
-    the prompt, so equal prompts are never in both parts. With 1 the data set is for evaluation only."""
+    the prompt, so equal prompts are never in both parts, and contains at least one of several prompts. With 1 the data
+    set is for evaluation only."""
     prompt: str = "prompt"
     """Column of the prompt: text, or a list of messages."""
     answer: str | None = None

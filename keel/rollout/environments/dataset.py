@@ -301,6 +301,8 @@ def split_indices(
         in_training = rows.hashes >= np.uint64(min(threshold, 2**64 - 1))
         if threshold == 2**64:
             in_training[:] = False
+        elif threshold and in_training.all() and len(rows) and (rows.hashes != rows.hashes[0]).any():
+            in_training = rows.hashes != rows.hashes.min()  # few rows: hold out one prompt, so that there is a test
         held_out = DatasetTasks(rows, np.flatnonzero(~in_training))
     return DatasetTasks(rows, np.flatnonzero(in_training)), held_out, overlap
 

@@ -125,6 +125,16 @@ def test_train_and_eval_split_all_rows_by_prompt(folder: Path) -> None:
     assert 0.2 < len(held_out) / len(train + held_out) < 0.4
 
 
+def test_of_a_few_rows_one_prompt_is_held_out(folder: Path) -> None:
+    rows = [{"prompt": f"Say {n}", "answer": str(n)} for n in (1, 2, 3, 3)]
+    (folder / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = environment(path="few.jsonl")
+    held_out, train = set(prompts(loaded.tasks("eval"))), set(prompts(loaded.tasks("train")))
+    assert len(held_out) == 1 and len(train) == 2 and not held_out & train
+    (folder / "one.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert len(environment(path="one.jsonl").tasks("train")) == 1
+
+
 def test_a_data_set_for_evaluation_only_holds_out_every_row_and_cannot_train() -> None:
     loaded = environment(eval_fraction=1.0)
     assert (len(loaded.tasks("train")), len(loaded.tasks("eval"))) == (0, 200)
