@@ -6,6 +6,7 @@ outside the run folder may be opened.
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -202,9 +203,9 @@ def test_no_query_parameter_reads_outside_the_runs(lens_url: str, runs: Path, ou
             value = hostile.format(outside=outside, runs=runs, name=outside.name)
             for name, declared in QUERIES.items():
                 params = dict.fromkeys(declared, value) | {"step": 1} if declared else {}
-                response = CLIENT.get(
-                    f"{lens_url}{QUERY_PATH}/{name}", params={key: params[key] for key in params if key in declared}
-                )
+                shown = {key: params[key] for key in params if key in declared}
+                while (response := CLIENT.get(f"{lens_url}{QUERY_PATH}/{name}", params=shown)).status_code == 429:
+                    time.sleep(0.2)  # more requests than the server allows in a second
                 assert response.status_code in (200, 400, 404), (name, hostile, response.text)
                 assert "zebra" not in response.text
     for path in (
