@@ -36,9 +36,11 @@ def train(folder: Path, seed: int, refill: bool, args: argparse.Namespace) -> Ou
     """Run the recipe in `folder` unless it has already run there, and read its ledger."""
     if not folder.exists():
         subprocess.run(
-            [sys.executable, "-m", "keel.cli", "train", args.recipe, "--run", str(folder), "--seed", str(seed)]
-            + ["--scheduler.refill", "true" if refill else "false", "--evaluation.every", str(args.every)]
-            + ["--evaluation.num_tasks", str(args.tasks), "--steps", str(args.steps)],
+            [
+                *(sys.executable, "-m", "keel.cli", "train", args.recipe, "--run", str(folder), "--seed", str(seed)),
+                *("--scheduler.refill", "true" if refill else "false", "--evaluation.every", str(args.every)),
+                *("--evaluation.num_tasks", str(args.tasks), "--steps", str(args.steps)),
+            ],
             check=True,
             stdout=subprocess.DEVNULL,
         )
