@@ -52,9 +52,9 @@ def from_padded(
 
     if sequence is None:
         sequence = torch.arange(rows, device=logprobs.device)
-    given = {"logprobs": logprobs, "sequence": sequence, **fields}
+    all_fields = {"logprobs": logprobs, "sequence": sequence, **fields}
     return _make_batch(
-        {name: select(name, value) for name, value in given.items() if value is not None}, trainer_version
+        {name: select(name, value) for name, value in all_fields.items() if value is not None}, trainer_version
     )
 
 
@@ -77,8 +77,8 @@ def from_packed(
 
     `sequence` has the id of each token's sequence. Every field has a value for each token.
     """
-    given = {"logprobs": logprobs, "sequence": sequence, **fields}
-    values = {name: value for name, value in given.items() if value is not None}
+    all_fields = {"logprobs": logprobs, "sequence": sequence, **fields}
+    values = {name: value for name, value in all_fields.items() if value is not None}
     if mask is not None:
         index = mask.nonzero().squeeze(1)
         values = {name: value.index_select(0, index) for name, value in values.items()}

@@ -46,8 +46,8 @@ def flip_lines(changes: Sequence[TaskChange], first: int, second: int) -> Iterat
             yield f"{mark} {change.task_id}: {before:.3g} -> {after:.3g}{answer}"
             for step, rows in ((first, change.before), (second, change.after)):
                 # a completion that explains the change: passed where the task is solved more often, failed where less
-                wanted = (step == second) == (mark == "+")
-                shown = next((row for row in rows if row["passed"] == wanted), rows[0])
+                should_pass = (step == second) == (mark == "+")
+                shown = next((row for row in rows if row["passed"] == should_pass), rows[0])
                 text = f"error: {shown['error']}" if shown["error"] else shorten(shown["completion"] or "")
                 yield f"    {f'step {step}':{width}}  {text}"
 

@@ -5,11 +5,10 @@ Starting, stopping, resuming and the display are those of `keel train` (`keel.cl
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keel.cli.display.console import console, write_stdout
-from keel.cli.run.train import add_metrics_flags, start_run
+from keel.cli.run.train import add_metrics_flags, add_run_arguments, start_run
 from keel.errors import ConfigError
 from keel.run.start.module_folders import add_module_folders
 
@@ -41,13 +40,7 @@ def add(subparsers: Any) -> None:
         " [--metrics-port N]\n                [--metrics-host HOST] [--metrics-key-file FILE]"
         "\n                [RECIPE | --dataset FILE] [--model NAME] [--a.b VALUE ...]",
     )
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file")
-    folder_group = parser.add_mutually_exclusive_group()
-    folder_group.add_argument(
-        "--run", dest="folder", metavar="DIR", type=Path, help="folder of the run (default: runs/RECIPE)"
-    )
-    folder_group.add_argument("--resume", metavar="RUN", type=Path, help="resume this run with its recorded settings")
-    parser.add_argument("--allow-changes", action="store_true", help="with --resume: allow changed settings")
+    add_run_arguments(parser)
     parser.add_argument("--dataset", metavar="FILE", help="the same as --sft.dataset.path")
     parser.add_argument("--model", metavar="NAME", help="the same as --model.name")
     parser.add_argument(

@@ -58,6 +58,16 @@ def add(subparsers: Any) -> None:
         " [--metrics-port N]\n                  [--metrics-host HOST] [--metrics-key-file FILE]"
         "\n                  [RECIPE | --dataset FILE --reward NAME ...] [--model NAME] [--a.b VALUE ...]",
     )
+    add_run_arguments(parser)
+    add_dataset_arguments(parser, "train on this data set: the environment `dataset` of the run")
+    parser.add_argument("--model", metavar="NAME", help="the same as --model.name")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    add_metrics_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the recipe of a run and the arguments that start or resume it."""
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file")
     folder_group = parser.add_mutually_exclusive_group()
     folder_group.add_argument(
@@ -65,11 +75,6 @@ def add(subparsers: Any) -> None:
     )
     folder_group.add_argument("--resume", metavar="RUN", type=Path, help="resume this run with its recorded settings")
     parser.add_argument("--allow-changes", action="store_true", help="with --resume: allow changed settings")
-    add_dataset_arguments(parser, "train on this data set: the environment `dataset` of the run")
-    parser.add_argument("--model", metavar="NAME", help="the same as --model.name")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
-    add_metrics_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def add_metrics_flags(parser: argparse.ArgumentParser) -> None:

@@ -135,8 +135,8 @@ class ChatEndpoint:
                 retryable = response.status_code in RETRYABLE_STATUSES
                 text = f"endpoint {self.url}{path} returned status {response.status_code}: {error_message(response)}"
                 error = EngineError(text, retryable=retryable)
-                asked = response.headers.get("retry-after", "")
-                delay = float(asked) if asked.isdecimal() and len(asked) < 6 else delay
+                retry_after = response.headers.get("retry-after", "")
+                delay = float(retry_after) if retry_after.isdecimal() and len(retry_after) < 6 else delay
             if not error.retryable or attempt == MAX_RETRIES:
                 raise error
             await asyncio.sleep(min(delay, MAX_RETRY_DELAY))

@@ -177,12 +177,14 @@ class RequestHandlers:
 
     def _prompt_texts(self, params: CompletionRequest, prompts: list[list[int]]) -> list[str]:
         """Return the text of each prompt: as it was sent, or decoded from its token ids."""
-        given = [params.prompt] if isinstance(params.prompt, str) else params.prompt
+        prompt_items = [params.prompt] if isinstance(params.prompt, str) else params.prompt
         return [
             item
             if isinstance(item, str)
             else self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            for item, token_ids in zip(given if len(given) == len(prompts) else prompts, prompts, strict=True)
+            for item, token_ids in zip(
+                prompt_items if len(prompt_items) == len(prompts) else prompts, prompts, strict=True
+            )
         ]
 
     def _render_chat(self, params: ChatRequest) -> list[int]:

@@ -50,9 +50,9 @@ def find_long_prompts(
         return report
     # what the chat template, the system message and the examples add: at most the whole of the shortest prompt
     overhead = count_tokens(messages(int(np.argmin(sizes))))
-    room = limit - max_tokens if max_tokens < limit else limit
+    prompt_limit = limit - max_tokens if max_tokens < limit else limit
     order = np.argsort(-sizes, kind="stable")
-    candidates = order[sizes[order] + overhead >= room]
+    candidates = order[sizes[order] + overhead >= prompt_limit]
     report.candidates = len(candidates)
     deadline = time.monotonic() + seconds
     for number in candidates.tolist():
@@ -62,7 +62,7 @@ def find_long_prompts(
         report.checked += 1
         if tokens >= limit:
             report.too_long.append((number, tokens))
-        elif tokens > room:
+        elif tokens > prompt_limit:
             report.cut += 1
     report.too_long.sort()
     return report

@@ -68,9 +68,9 @@ class ReverseText:
 
     async def episode(self, task: Task, client: PolicyClient) -> EpisodeResult:
         reply = await client.chat(self.prompt(task))
-        found = _ANSWER.search(reply.text)
-        answer = "" if found is None else found[1].strip()
-        return EpisodeResult(lcs_ratio(answer, task.data["answer"]), metrics={"formatted": float(found is not None)})
+        match = _ANSWER.search(reply.text)
+        answer = "" if match is None else match[1].strip()
+        return EpisodeResult(lcs_ratio(answer, task.data["answer"]), metrics={"formatted": float(match is not None)})
 
 
 def lcs_ratio(first: str, second: str) -> float:

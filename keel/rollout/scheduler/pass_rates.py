@@ -55,8 +55,8 @@ class IndexPool:
         return self._size - len(self._excluded)
 
     def __contains__(self, index: int) -> bool:
-        place = bisect_left(self._excluded, index)
-        return place == len(self._excluded) or self._excluded[place] != index
+        position = bisect_left(self._excluded, index)
+        return position == len(self._excluded) or self._excluded[position] != index
 
     def __getitem__(self, position: int) -> int:
         """Return the number at this position of the pool."""
@@ -69,12 +69,12 @@ class IndexPool:
         return len(self._excluded)
 
     def set_included(self, index: int, included: bool) -> None:
-        place = bisect_left(self._excluded, index)
-        is_excluded = place < len(self._excluded) and self._excluded[place] == index
+        position = bisect_left(self._excluded, index)
+        is_excluded = position < len(self._excluded) and self._excluded[position] == index
         if included and is_excluded:
-            del self._excluded[place]
+            del self._excluded[position]
         elif not included and not is_excluded:
-            self._excluded.insert(place, index)
+            self._excluded.insert(position, index)
 
 
 class PassRates:

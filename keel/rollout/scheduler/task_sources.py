@@ -230,10 +230,10 @@ class TaskSampler:
         by_environment: dict[str, list[TaskRecord]] = {}
         for record in records:
             by_environment.setdefault(record.environment, []).append(record)
-        found: dict[tuple[str, int], Any] = {}
+        resumed_tasks: dict[tuple[str, int], Any] = {}
         for name, tasks in self._tasks.items():
             resumed = tasks.resume(environments[name], task_indices.get(name, set()))
-            found |= {(name, index): task for index, task in resumed.items()}
+            resumed_tasks |= {(name, index): task for index, task in resumed.items()}
             self._num_drawn[name] = environments[name]["drawn"]
             if isinstance(tasks, RepeatedTasks):
                 tasks.restore_rates(self._step, by_environment.get(name, []))
@@ -242,7 +242,7 @@ class TaskSampler:
             for index, (name, source) in enumerate(self._sources.items())
         ]
         heapq.heapify(self._stride_heap)
-        return found
+        return resumed_tasks
 
     def _check_environments(self, state: Mapping[str, Any]) -> None:
         if set(state) != set(self._sources):
