@@ -72,16 +72,7 @@ def add(subparsers: Any) -> None:
         action="append",
         help="a folder from which requests may load weights and adapters; may be repeated (default: runs)",
     )
-    parser.add_argument("--int8", action="store_true", help="quantize linear layers to int8, which changes log-probs")
-    parser.add_argument(
-        "--native-kernels",
-        default="auto",
-        choices=("auto", "off"),
-        help="float32 on CPU; auto: compiled C kernels if a compiler is found (they hold the weights twice);"
-        " off: torch only (default: auto)",
-    )
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float64 (default: auto)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: auto)")
+    _add_engine_arguments(parser)
     parser.add_argument(
         "--patience", type=int, default=30, metavar="S", help="seconds to finish requests at shutdown (default: 30)"
     )
@@ -93,6 +84,20 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--with-parent", action="store_true", help="exit when the parent process exits")
     parser.set_defaults(run=run)
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add how the weights are held and computed."""
+    parser.add_argument("--int8", action="store_true", help="quantize linear layers to int8, which changes log-probs")
+    parser.add_argument(
+        "--native-kernels",
+        default="auto",
+        choices=("auto", "off"),
+        help="float32 on CPU; auto: compiled C kernels if a compiler is found (they hold the weights twice);"
+        " off: torch only (default: auto)",
+    )
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float64 (default: auto)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: auto)")
 
 
 def run(args: argparse.Namespace) -> int:
